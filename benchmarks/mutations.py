@@ -182,7 +182,7 @@ MUTATIONS = (
              ("tests/reshard/test_inspect_programs.py",)),
     Mutation("reshard", "whole[begin - first : end - first] if end - first <= len(whole) else None",
              "whole[begin - first : end - first]", ("tests/reshard/test_ranges.py", "tests/reshard/test_hub.py")),
-    Mutation("formats", 'condition if own is None else f"{condition} and ({own})"', "own or condition",
+    Mutation("formats", "when=read_expression(condition + more)", "when=rule.when or read_expression(condition)",
              ("tests/formats/test_format_file.py",)),
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),

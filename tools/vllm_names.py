@@ -415,7 +415,7 @@ class Reading:
             labels = [str(part.label) for part in components(self._own[name][1].rule)]
             if not labels:
                 raise NotExpressibleError(f"vLLM has '{target}' in another order")
-            yield self._made(target, names, {"apart": labels})
+            yield self._made(target, names, {}, labels)
 
     def _turned(self, there: Any, names: Sequence[str]) -> dict[str, Any]:
         """Whether what is stacked is stored output first, where Hugging Face has it input first."""
@@ -444,7 +444,9 @@ class Reading:
             line: Line = {"from": [own], "to": generalized(target, source, template), "packed": [source]}
             yield target, line
 
-    def _made(self, target: str, sources: Sequence[str], options: Mapping[str, Any]) -> Line:
+    def _made(
+        self, target: str, sources: Sequence[str], options: Mapping[str, Any], labels: Sequence[str] = ()
+    ) -> Line:
         templates = [self._own[name][0] for name in sources]
         to, more = generalized(target, sources[0], templates[0]), dict(options)
         if self._case.built["tensors"].get(target, [""])[0] == "float32" and templates and sources[0] in self._sources:
@@ -453,7 +455,8 @@ class Reading:
         ends = {name.rpartition(".")[2] for name in (*templates, to)}
         if len(templates) > 1 and len(ends) == 1 and ends <= {"weight", "bias"} and not more:
             templates, to = [_any_leaf(name) for name in templates], _any_leaf(to)
-        return {"from": templates, "to": to, **more}
+        of_parts = [f"{name}.{label}" for name in templates for label in labels]
+        return {"from": of_parts or templates, "to": to, **more}
 
     def _constants(
         self, found: Mapping[str, tuple[str, tuple[int, ...], float]], stored: Sequence[str]

@@ -79,7 +79,7 @@ class Architecture:
 
     ``partial``: a user's plan that is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
     ``tensors`` that come from a base, not from the user's file. ``derived`` are those that follow from another line
-    (see ``unfused_experts``). ``stages`` gives the pipeline stage of a tensor: ``first``, ``last``, ``every`` (each
+    (see ``components.unfused``). ``stages`` gives the pipeline stage of a tensor: ``first``, ``last``, ``every`` (each
     stage would need it), or the number of its layer. ``layers`` is the axis of the layers that are dealt to stages, or
     their number.
     """

@@ -2,133 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from formats.documents import Reader, Unfit, items, json_object, mapping, sound, text, truth, unfit
+from formats.documents import Record, Unfit, items, json_object, mapping, record, sound, text, truth, unfit
 from formats.errors import NotationError, PlanError
 from formats.notation.architecture import Architecture, ModuleRule, Rule, trie
 from formats.notation.axes import parse
+from formats.notation.components import linear, unfused
 from formats.notation.expressions import Expression, read_expression
-from formats.notation.unfused_experts import by_name
 
 LONGEST_NAME, DEEPEST = 1000, 100
 """Characters of a template in a plan file, and its parts between dots."""
+T = TypeVar("T")
 
 
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
     """Build an architecture from the parsed form of its file (as also kept in a manifest)."""
     try:
-        for key, reader in _FORM.items():
-            if key in document:
-                reader(sound(document[key]), key)
-        return _build(document, name)
+        return record(partial(_architecture, name))(sound(dict(document)), "")
     except NotationError as error:
         raise PlanError(f"plan file {where}: {error.message}", error.hint) from None
     except Unfit as error:
         raise PlanError(f"plan file {where} does not have the form of an architecture file: {error}") from None
 
 
-# What the parsed form of a file is: readers of formats.documents.
-
-
-def _formula(value: object, where: str) -> None:
-    """An expression, which may be written as the number that it is."""
-    if not isinstance(value, (str, int, float)):
-        raise unfit(where, "an expression", value)
-
-
-def _one_or_more(reader: Reader[None]) -> Reader[None]:
-    def read(value: object, where: str) -> None:
-        items(reader)(value if isinstance(value, list) else [value], where)
-
-    return read
-
-
-def _text(value: object, where: str) -> None:
-    text(value, where)
-
-
-def _named(reader: Reader[None]) -> Reader[None]:
-    """An object of templates: names of tensors or modules, with axes in braces."""
-
-    def read(value: object, where: str) -> None:
-        for template, line in json_object(value, where).items():
-            if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
-                raise unfit(
-                    where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template
-                )
-            reader(line, f"{where}.{template}")
-
-    return read
-
-
-def _rule_form(value: object, where: str) -> None:
-    """A shape, or a table with a shape or several, and conditions."""
-    if not isinstance(value, str):
-        for key, item in json_object(value, where).items():
-            (_one_or_more(_text) if key == "shape" else _formula)(item, f"{where}.{key}")
-
-
-def _module_form(value: object, where: str) -> None:
-    for key, item in json_object(value, where).items():
-        if key == "split":
-            mapping(text)(item, f"{where}.split")
-        else:
-            (text if key in {"when", "sums"} else _formula)(item, f"{where}.{key}")
-
-
-def _parallel_form(value: object, where: str) -> None:
-    for key, item in json_object(value, where).items():
-        (items(text) if key == "pad" else items(items(text)))(item, f"{where}.{key}")
-
-
-_FORM: Mapping[str, Reader[Any]] = {
-    "name": text,
-    "model_types": items(text),
-    "classes": items(text),
-    "prefixes": items(text),
-    "section": _one_or_more(_text),
-    "partial": truth,
-    "sizes": mapping(_formula),
-    "config": mapping(_formula),
-    "parallel": _parallel_form,
-    "tensors": _named(_one_or_more(_rule_form)),
-    "modules": _named(_one_or_more(_module_form)),
-    "stages": _named(_formula),
-}
-_KEYS = _FORM.keys()
-
-
-def _build(document: Mapping[str, Any], name: str) -> Architecture:
-    unknown = document.keys() - _KEYS
-    if unknown:
-        raise NotationError(f"unknown key '{min(unknown)}' (known: {', '.join(sorted(_KEYS))})")
-    parallel = dict(document.get("parallel", {}))
-    pad = tuple(parallel.pop("pad", ()))
-    prefixes, section = tuple(document.get("prefixes", ("",))), document.get("section", ())
-    own = document.get("tensors", {})
+def _architecture(name: str, fields: Record) -> Architecture:
+    formulas, texts, none = mapping(_formula), items(text), dict[str, Any]()
+    nothing: tuple[str, ...] = ()
+    as_they_are: tuple[str, ...] = ("",)
+    prefixes = fields.find("prefixes", texts, as_they_are)
+    own = fields.find("tensors", partial(_by_template, _rules), none)
+    modules = fields.find("modules", partial(_by_template, _module_rules), none)
+    stages = fields.find("stages", partial(_by_template, lambda _, value, where: _formula(value, where)), none)
+    layers = stages.pop("layers", read_expression("layer"))
+    parallel = {**fields.find("parallel", json_object, none)}
+    pad = texts(parallel.pop("pad", []), "parallel.pad")
+    fields.find("classes", texts, nothing)
     if not own:
         raise NotationError("no rules under [tensors]")
-    experts = _experts_by_name(own)
-    tensors = {template: read_rules(template, value) for template, value in {**experts, **own}.items()}
-    modules = {template: _module_rules(template, value) for template, value in document.get("modules", {}).items()}
-    stages = {template: read_expression(str(text)) for template, text in document.get("stages", {}).items()}
-    layers = stages.pop("layers", read_expression("layer"))
+    experts = _experts(own)
+    tensors = {**experts, **own}
     return Architecture(
-        name=document.get("name", name),
-        model_types=tuple(document.get("model_types", ())),
+        name=fields.find("name", text, name),
+        model_types=fields.find("model_types", texts, nothing),
         prefixes=prefixes,
-        sections=(section,) if isinstance(section, str) else tuple(section),
-        sizes={axis: read_expression(str(text)) for axis, text in document.get("sizes", {}).items()},
-        families={dim: tuple(tuple(family) for family in families) for dim, families in parallel.items()},
+        sections=fields.find("section", _one_or_more, nothing),
+        sizes=fields.find("sizes", formulas, none),
+        families=mapping(items(texts))(parallel, "parallel"),
         pad=pad,
-        config={key: read_expression(str(text)) for key, text in document.get("config", {}).items()},
+        config=fields.find("config", formulas, none),
         tensors=tensors,
         modules=modules,
         stages=stages,
         layers=layers,
-        partial=document.get("partial", False) is True,
+        partial=fields.find("partial", truth, False),
         derived=frozenset(experts.keys() - own.keys()),
         _root=trie(tensors, prefixes),
         _stage_root=trie(stages, prefixes, later_wins=True),
@@ -136,55 +65,71 @@ def _build(document: Mapping[str, Any], name: str) -> Architecture:
     )
 
 
-def read_rules(template: str, value: Any) -> tuple[Rule, ...]:
+def _formula(value: object, where: str) -> Expression:
+    """An expression, which may be written as the number that it is."""
+    if not isinstance(value, (str, int, float)):
+        raise unfit(where, "an expression", value)
+    return read_expression(str(value))
+
+
+def _one_or_more(value: object, where: str) -> tuple[str, ...]:
+    return items(text)(value if isinstance(value, list) else [value], where)
+
+
+def _by_template(read: Callable[[str, Any, str], T], value: object, where: str) -> dict[str, T]:
+    """A table whose keys are names of tensors or modules, with axes in braces."""
+    for template in (lines := json_object(value, where)):
+        if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
+            raise unfit(where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template)
+    return {template: read(template, line, f"{where}.{template}") for template, line in lines.items()}
+
+
+def _rules(template: str, value: object, where: str) -> tuple[Rule, ...]:
     """A line of ``[tensors]``: a shape, or one table or several. Raises NotationError that names the template."""
-    entries = value if isinstance(value, list) else [value]
     rules = []
-    for entry in entries:
-        line = {"shape": entry} if isinstance(entry, str) else entry
+    for entry in value if isinstance(value, list) else [value]:
+        line = {"shape": entry} if isinstance(entry, str) else json_object(entry, where)
         if line.keys() - {"when", "shape", "optional"} or "shape" not in line:
             raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'shape', 'when' and 'optional'")
         try:
-            when, optional = (_condition(line[key]) if key in line else None for key in ("when", "optional"))
-            shapes = line["shape"] if isinstance(line["shape"], list) else [line["shape"]]
+            conditions = (
+                _formula(line[key], f"{where}.{key}") if key in line else None for key in ("when", "optional")
+            )
+            shapes = tuple(map(parse, _one_or_more(line["shape"], f"{where}.shape")))
             if not shapes:
                 raise NotationError("no shape")
-            rules.append(Rule(tuple(parse(shape) for shape in shapes), when, optional))
+            rules.append(Rule(shapes, *conditions))
         except NotationError as error:
             raise NotationError(f"tensor '{template}': {error.message}") from None
     return tuple(rules)
 
 
-def _condition(value: Any) -> Expression:
-    return read_expression("True" if value is True else value)
-
-
-def _module_rules(template: str, value: Any) -> tuple[ModuleRule, ...]:
+def _module_rules(template: str, value: object, where: str) -> tuple[ModuleRule, ...]:
     rules = []
-    for line in value if isinstance(value, list) else [value]:
+    for entry in value if isinstance(value, list) else [value]:
+        line = dict(json_object(entry, where))
         try:
-            when = read_expression(line["when"]) if "when" in line else None
-            split = {name: parse(shape) for name, shape in line.get("split", {}).items()}
-            texts = {name: str(text) for name, text in line.items() if name not in {"when", "split", "alone", "sums"}}
-            attributes = {name: read_expression(text) for name, text in texts.items()}
-            rules.append(ModuleRule(attributes, split, when, line.get("alone", False) is True, line.get("sums")))
+            alone, sums, when = line.pop("alone", False), line.pop("sums", None), line.pop("when", None)
+            split = mapping(text)(line.pop("split", {}), f"{where}.split")
+            shapes = {name: parse(shape) for name, shape in split.items()}
+            condition = None if when is None else read_expression(text(when, f"{where}.when"))
+            attributes = mapping(_formula)(line, where)
+            own = None if sums is None else text(sums, f"{where}.sums")
+            rules.append(ModuleRule(attributes, shapes, condition, alone is True, own))
         except NotationError as error:
             raise NotationError(f"module '{template}': {error.message}") from None
     return tuple(rules)
 
 
-def _experts_by_name(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, tuple[Rule, ...]]:
     """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
-    found: dict[str, Any] = {}
-    for template in (name for name in tensors if "experts." in name):
-        for rule in read_rules(template, tensors[template]):
-            names: dict[str, list[str]] = {}
-            for shape in rule.shapes:
-                for name, own in by_name(template, shape).items():
-                    names.setdefault(name, []).append(str(own))
-            for name, shapes in names.items():
-                condition = {"when": rule.when.text} if rule.when else {}
-                found.setdefault(name, []).append({"shape": [*dict.fromkeys(shapes)], **condition})
+    found: dict[str, tuple[Rule, ...]] = {}
+    for template, rules in tensors.items():
+        for rule in rules:
+            parts = [part for shape in rule.shapes for part in unfused(template, shape).items()]
+            for name in dict.fromkeys(name for name, _ in parts):
+                shapes = dict.fromkeys(linear(own) for other, own in parts if other == name)
+                found[name] = (*found.get(name, ()), Rule(tuple(shapes), rule.when))
     return found
 
 

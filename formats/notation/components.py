@@ -11,12 +11,13 @@ Only formats of other programs need components. What a rank owns of a packed ten
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from formats.errors import NotationError
-from formats.notation.axes import Dim, Factor, Shape, Summand
+from formats.notation.axes import Dim, Factor, Shape, Summand, parse
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Component:
     ``factors`` are those of its own shape, slowest first. ``counts`` has the number of factors of each dimension of the
     stored tensor. Its components lie one after the other along the dimension ``dim``, behind the first ``lead`` factors
     of that dimension. ``arrow`` is that of the stored shape. ``pair`` is the position of the first of the two factors
-    that ``in_two`` makes.
+    that ``in_two`` makes. Of a component at one ``index``, the first dimension has this axis and is left out.
     """
 
     label: str | None
@@ -36,6 +37,7 @@ class Component:
     lead: int = 0
     arrow: int | None = None
     pair: int | None = None
+    index: str | None = None
 
     @property
     def shape(self) -> Shape:
@@ -64,7 +66,13 @@ class Component:
         counts = tuple(count + (i == dim) for i, count in enumerate(self.counts))
         two = (_single(2), _single(sizes[axis] // 2))
         factors = (*self.factors[:place], *(two if halves else two[::-1]), *self.factors[place + 1 :])
-        return Component(self.label, factors, counts, self.dim, self.lead, self.arrow, place)
+        return replace(self, factors=factors, counts=counts, pair=place)
+
+    def at_index(self) -> Component:
+        """The same component at one index of the first dimension, which must be a single factor."""
+        dim, arrow = max(self.dim - 1, 0), None if self.arrow is None else self.arrow - 1
+        index, pair = self.factors[0].axis, None if self.pair is None else self.pair - 1
+        return Component(self.label, self.factors[1:], self.counts[1:], dim, self.lead, arrow, pair, index)
 
 
 @lru_cache(maxsize=4096)
@@ -91,12 +99,46 @@ def components(shape: Shape) -> tuple[Component, ...]:
     return tuple(parts)
 
 
-def without_first(component: Component) -> Component:
-    """A component of the part at one index of the first dimension, which must be a single factor."""
-    arrow = None if component.arrow is None else component.arrow - 1
-    return Component(
-        component.label, component.factors[1:], component.counts[1:], max(component.dim - 1, 0), component.lead, arrow
-    )
+_FUSED = re.compile(r"(?P<place>.*experts)\.(?P<name>\w+)_proj(?P<bias>_bias)?")
+
+
+def unfused(template: str, shape: Shape) -> dict[str, Component]:
+    """The matrices of single experts in a tensor that has all experts, by the names that quantizers give them.
+
+    ``experts.gate_up_proj`` with the blocks ``gate`` and ``up`` has ``experts.{expert}.gate_proj.weight`` and
+    ``experts.{expert}.up_proj.weight``; ``experts.down_proj_bias`` has ``experts.{expert}.down_proj.bias``. Empty for
+    any other tensor. Sources: LLM Compressor, modeling/; ModelOpt, torch/quantization/plugins.
+    """
+    fused = _FUSED.fullmatch(template)
+    if fused is None or shape.is_open or len(shape.dims) != (2 if fused["bias"] else 3) or shape.dims[0].axis is None:
+        return {}
+    parts = components(shape) or (whole(shape),)
+    words = [part.label or fused["name"] for part in parts]
+    if "_".join(words) != fused["name"]:
+        return {}
+    place, end = f"{fused['place']}.{{{shape.dims[0].axis}}}", "bias" if fused["bias"] else "weight"
+    return {f"{place}.{word}_proj.{end}": part.at_index() for word, part in zip(words, parts, strict=True)}
+
+
+def component_names(name: str, shape: Shape) -> tuple[dict[str, Component], ...]:
+    """The components of a tensor by the names that lines of formats may have for them, in two ways.
+
+    ``q`` of ``x.qkv_proj.weight`` is ``x.qkv_proj.weight.q``, and has the name that it has in models that do not pack
+    it: ``x.q_proj.weight``. So have the matrices of each expert.
+    """
+    parts, (module, _, leaf) = components(shape), name.rpartition(".")
+    parent = module.rpartition(".")[0]
+    unpacked = unfused(name, shape) or {f"{parent}.{part.label}_proj.{leaf}": part for part in parts}
+    return {f"{name}.{part.label}": part for part in parts}, unpacked
+
+
+def linear(component: Component) -> Shape:
+    """The shape of a component in the dimensions of the stored tensor, output before input, as ``torch.nn.Linear``."""
+    dims = []
+    for dim in range(len(component.counts)):
+        words = [word for place in component.of_dim(dim) if (word := str(component.factors[place])) != "1"]
+        dims.append(f"({' '.join(words)})" if len(words) > 1 else "".join(words) or "1")
+    return parse(" ".join(dims if component.arrow is None else dims[::-1]))
 
 
 def _single(factor: Factor) -> Dim:

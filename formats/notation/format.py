@@ -9,18 +9,7 @@ from typing import Any, TypeVar
 
 from formats.mesh import Mesh
 from formats.notation.expressions import Expression
-from formats.notation.format_rules import (
-    Constant,
-    Demand,
-    Dropped,
-    Further,
-    Line,
-    Refusal,
-    Renaming,
-    Settings,
-    Stack,
-    Use,
-)
+from formats.notation.format_rules import Constant, Dropped, LaterLayers, Line, Refusal, Renaming, Settings, Use
 from formats.notation.patterns import Pattern, numbered_names
 
 _OfTypes = TypeVar("_OfTypes", "Line", "Constant", "Dropped")
@@ -125,8 +114,8 @@ class Padding:
     padding at all. With ``free``, a folder that the program itself wrote may be padded to any size, with any values.
     """
 
-    to: Expression | None = None
-    free: bool = False
+    to: Expression | None = field(default=None, metadata={"key": "pad_vocabulary_to"})
+    free: bool = field(default=False, metadata={"key": "free_padding"})
 
     def multiple(self, sizes: Iterable[int], tp: int) -> int:
         """What sizes are padded to a multiple of, on ``tp`` ranks; 0 if they are not padded."""
@@ -145,10 +134,10 @@ class Loading:
     ``engine_format`` what the engine calls the format.
     """
 
-    program: str
-    command: str
-    pp: str = ""
-    ep: str = ""
+    program: str = field(metadata={"key": "loaded_by"})
+    command: str = field(metadata={"key": "load"})
+    pp: str = field(default="", metadata={"key": "load_pp"})
+    ep: str = field(default="", metadata={"key": "load_ep"})
     engine: str | None = None
     engine_format: str | None = None
 
@@ -205,8 +194,8 @@ class Rules:
     constants: tuple[Constant, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    stacks: tuple[Stack, ...] = ()
-    further: tuple[Further, ...] = ()
+    stacks: tuple[Renaming, ...] = ()
+    further: tuple[LaterLayers, ...] = ()
     vectors: tuple[Pattern, ...] = ()
     numbered: tuple[str, ...] = ()
     keep: bool = False
@@ -234,8 +223,9 @@ class Rules:
 class Format:
     """A program's format.
 
-    ``settings`` describes the program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A
-    ``plain`` format stores the tensors of the model or of a rank as Hugging Face does, under their own names.
+    ``demands`` are conditions on a model and a mesh, each with the message if it is false. ``settings`` describes the
+    program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A ``plain`` format stores the
+    tensors of the model or of a rank as Hugging Face does, under their own names.
     """
 
     name: str
@@ -245,7 +235,7 @@ class Format:
     container: Container = Container()
     padding: Padding = Padding()
     types: Types = Types()
-    demands: tuple[Demand, ...] = ()
+    demands: tuple[tuple[Expression, str], ...] = ()
     settings: Settings | None = None
     same_ranks: bool = False
     plain: bool = False

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.documents import (
     Reader,
@@ -35,6 +36,7 @@ from formats.documents import (
     record,
     text,
     truth,
+    unfit,
     whole,
 )
 from formats.errors import NotationError, PlanError, brief
@@ -42,24 +44,11 @@ from formats.hints import nearest, with_hint
 from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
 from formats.notation.format import HUGGING_FACE, OWN, Container, Files, Format, Loading, Padding, Rules, Types
-from formats.notation.format_rules import (
-    Condition,
-    Constant,
-    Cut,
-    Demand,
-    Dropped,
-    Further,
-    Line,
-    Order,
-    Ranks,
-    Refusal,
-    Renaming,
-    Settings,
-    Stack,
-)
+from formats.notation.format_rules import Constant, Cut, Dropped, LaterLayers, Line, Refusal, Renaming, Settings
 from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
+Rule = TypeVar("Rule", Line, Renaming, Constant, Dropped)
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -140,155 +129,188 @@ def _with_base(path: Path) -> dict[str, Any]:
 _TABLES = ("models", "tensors", "names", "dropped", "demands", "refused", "stacks", "further", "documents")
 
 
-@dataclass(frozen=True)
-class _OfTypes:
+def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
-
-    types: Types
-    lines: tuple[Line, ...]
-    constants: tuple[Constant, ...]
-    dropped: tuple[Dropped, ...]
-
-
-def _of_types(fields: Record) -> _OfTypes:
-    _table(fields, "made_with", text)
-    refused = _all(fields, "refused", record(lambda of: (_set(of, "types"), of.get("why", text))))
-    seen = _all(fields, "seen", record(lambda of: (_set(of, "types"), _names(of.get("tensors", _ENDS)))))
-    dropped = _all(fields, "dropped", record(lambda of: (_set(of, "types"), of.get("names", items(_pattern)))))
+    _table(table, "made_with", text)
+    seen = _of_each_type(table, "seen", "tensors", mapping(items(text)))
     types = Types(
-        classes=_set(fields, "classes"),
-        refused={name: why for names, why in refused for name in names},
-        compared=_set(fields, "compared"),
-        meshes=_table(fields, "meshes", mapping(optional(whole(1)))),
-        seen={name: tensors for names, tensors in seen for name in names},
+        classes=_set(table, "classes"),
+        refused={name: why for names, why in _of_each_type(table, "refused", "why", text) for name in names},
+        compared=_set(table, "compared"),
+        meshes=_table(table, "meshes", mapping(optional(whole(1)))),
+        seen={
+            name: frozenset(f"{head}.{end}" if head else end for head, ends in tensors.items() for end in ends)
+            for names, tensors in seen
+            for name in names
+        },
     )
-    return _OfTypes(
-        types,
-        tuple(lines_of_types(fields.find("lines", anything, []))),
-        _all(fields, "constants", record(_constant)),
-        tuple(Dropped(pattern, types=names) for names, patterns in dropped for pattern in patterns),
+    return types, Rules(
+        lines=tuple(lines_of_types(table.find("lines", anything, []))),
+        constants=_all(table, "constants", record(partial(_read, Constant))),
+        dropped=tuple(
+            Dropped(pattern, types=names)
+            for names, patterns in _of_each_type(table, "dropped", "names", items(_pattern))
+            for pattern in patterns
+        ),
     )
 
 
-def _format(name: str, fields: Record, of_types: _OfTypes) -> Format:
-    no_engine: tuple[str | None, str | None] = (None, None)
-    engine = fields.find("engine", _engine, no_engine)
+def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[tuple[frozenset[str], T], ...]:
+    """What entries say of some types under the key ``of``."""
+    return _all(table, key, record(lambda entry: (_set(entry, "types"), entry.get(of, reader))))
+
+
+def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
+    engine = table.find("engine", _engine, _NO_ENGINE)
+    padding = _read(Padding, table)
+    if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
+        raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
+    demands = _table(table, "demands", text).items()
     return Format(
         name=name,
-        loading=Loading(
-            fields.get("loaded_by", text), fields.get("load", text), fields.find("load_pp", text, ""),
-            fields.find("load_ep", text, ""), *engine,
-        ),
-        files=fields.get("files", _files),
-        rules=_rules(fields, of_types),
-        container=Container(
-            chunks=fields.find("chunks", truth, False),
-            inside=fields.find("inside", text, None),
-            entries=fields.find("entries", json_object, {}),
-            documents=_table(fields, "documents", json_object),
-            extra_state=_all(fields, "extra_state", _pattern),
-            ignored=_all(fields, "ignored", _pattern),
-        ),
-        padding=Padding(fields.find("pad_vocabulary_to", _padded, None), fields.find("free_padding", truth, False)),
-        types=replace(of_types.types, only=_all(fields, "model_types", text)),
-        demands=tuple(Demand(read_expression(holds), why) for holds, why in _table(fields, "demands", text).items()),
-        settings=fields.find("config", record(_settings), None),
-        same_ranks=fields.find("same_ranks", truth, False),
-    )  # fmt: skip
-
-
-def _rules(fields: Record, of_types: _OfTypes) -> Rules:
-    of_models = [_of_types_alone(*each) for each in _table(fields, "models", anything).items()]
-    own = _model_rules(fields)
-    return Rules(
-        lines=(*(line for rules in of_models for line in rules.lines), *own.lines, *of_types.lines),
-        names=(*(new for rules in of_models for new in rules.names), *own.names),
-        constants=(*own.constants, *(each for rules in of_models for each in rules.constants), *of_types.constants),
-        dropped=(*own.dropped, *(each for rules in of_models for each in rules.dropped), *of_types.dropped),
-        refusals=tuple(_refusal(*each) for each in _table(fields, "refused", anything).items()),
-        stacks=tuple(_stack(*each) for each in _table(fields, "stacks", anything).items()),
-        further=tuple(_further(*each) for each in _table(fields, "further", anything).items()),
-        vectors=_all(fields, "vectors", _pattern),
-        numbered=_all(fields, "numbered", text),
-        keep=fields.find("keep", truth, False),
+        loading=_read(Loading, table, engine=engine[0], engine_format=engine[1]),
+        files=table.get("files", _files),
+        rules=_rules(table, known[1]),
+        container=_read(Container, table, documents=_table(table, "documents", json_object)),
+        padding=padding,
+        types=replace(known[0], only=_all(table, "model_types", text)),
+        demands=tuple((read_expression(condition), why) for condition, why in demands),
+        settings=table.find("config", record(partial(_read, Settings)), None),
+        same_ranks=table.find("same_ranks", truth, False),
     )
 
 
-@dataclass(frozen=True)
-class _ModelRules:
+def _rules(table: Record, of_types: Rules) -> Rules:
+    """All rules of a file. Lines and names for some model types stand before those for all."""
+    some = [_of_models(*each) for each in _table(table, "models", anything).items()]
+    own = _model_rules(table)
+    return _read(
+        Rules,
+        table,
+        lines=tuple(line for rules in (*some, own, of_types) for line in rules.lines),
+        names=tuple(name for rules in (*some, own) for name in rules.names),
+        constants=tuple(constant for rules in (own, *some, of_types) for constant in rules.constants),
+        dropped=tuple(each for rules in (own, *some, of_types) for each in rules.dropped),
+        refusals=tuple(_named(Refusal, table, "refused")),
+        stacks=tuple(_stack(each) for each in _named(Renaming, table, "stacks", "to")),
+        further=tuple(_later(each) for each in _named(LaterLayers, table, "further")),
+    )
+
+
+def _model_rules(table: Record) -> Rules:
     """What a program makes of all models, or of those of some model types."""
-
-    lines: tuple[Line, ...]
-    names: tuple[Renaming, ...]
-    constants: tuple[Constant, ...]
-    dropped: tuple[Dropped, ...]
-
-
-def _model_rules(fields: Record) -> _ModelRules:
-    tensors, names = _table(fields, "tensors", anything), _table(fields, "names", anything)
-    return _ModelRules(
-        lines=tuple(line for target, entries in tensors.items() for line in _lines(target, entries)),
-        names=tuple(new for found, entries in names.items() for new in _renamings(found, entries)),
-        constants=_all(fields, "constants", record(_constant)),
-        dropped=tuple(_dropped(*each) for each in _table(fields, "dropped", anything).items()),
+    lines = _table(table, "tensors", anything).items()
+    return Rules(
+        lines=tuple(line for target, entries in lines for line in _lines(target, entries)),
+        names=tuple(_named(Renaming, table, "names", "to")),
+        constants=_all(table, "constants", record(partial(_read, Constant))),
+        dropped=tuple(_named(Dropped, table, "dropped")),
     )
 
 
-def _of_types_alone(names: str, value: object) -> _ModelRules:
+def _of_models(names: str, value: object) -> Rules:
     """What stands under ``[models."a, b"]``: it holds for these model types alone."""
     types = [name.strip() for name in names.split(",")]
     if "" in types:
         raise Unfit(f"'{names}' names a model type without a name")
     condition = f"model_type in {types}" if len(types) > 1 else f"model_type == {types[0]!r}"
-    where = f"models.{names}"
-    rules = {
-        table: [_only(each, condition, f"{where}.{table}") for each in found]
-        if isinstance(found, list)
-        else {
-            key: _each_only(_MEANT.get(table, ""), each, condition, f"{where}.{table}.'{key}'")
-            for key, each in json_object(found, f"{where}.{table}").items()
-        }
-        for table, found in json_object(value, where).items()
-    }
-    return record(_model_rules)(rules, where)
+
+    def only(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+        texts = ((rule, f" and ({rule.when.text})" if rule.when else "") for rule in rules)
+        return tuple(replace(rule, when=read_expression(condition + more)) for rule, more in texts)
+
+    rules = record(_model_rules)(value, f"models.{names}")
+    return Rules(only(rules.lines), only(rules.names), only(rules.constants), only(rules.dropped))
 
 
-_MEANT = {"tensors": "from", "names": "to"}
-"""For each kind of table, the key that a plain value stands for."""
+def _lines(target: str, value: object) -> Iterator[Line]:
+    """The lines of a target: the sources of one, or a table of it, or a list of tables."""
+    is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+    for entry in items(anything)(value, target) if is_list else [value]:
+        table = entry if isinstance(entry, dict) else {"from": entry}
+        line = record(partial(_read, Line, target=Pattern(target)))(table, f"'{target}'")
+        if line.ones is not None and len(line.sources) > 1:
+            raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
+        for source in line.sources:
+            if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
+                raise NotationError(f"'{target}': '{source.text}' has other wildcards")
+        pairs, halves = (_of_each(axes, len(line.sources)) for axes in (line.pairs, line.halves))
+        yield replace(line, pairs=pairs, halves=halves)
 
 
-def _each_only(key: str, value: Any, condition: str, where: str) -> list[dict[str, Any]] | dict[str, Any]:
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        return [_only(each, condition, where) for each in value]
-    return _only(value if isinstance(value, dict) else {key: value}, condition, where)
+def _of_each(values: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """A value for each source: a single one is taken for all. Raises NotationError if the lengths differ."""
+    values *= count if len(values) == 1 else 1
+    if values and len(values) != count:
+        raise NotationError(f"{brief([*values])} has another length than the sources")
+    return values
 
 
-def _only(value: object, condition: str, where: str) -> dict[str, Any]:
-    """The entry, where a further condition holds."""
-    entry = json_object(value, where)
-    own = text(entry["when"], f"{where}.when") if "when" in entry else None
-    if own == "":
-        raise Unfit(f"{where}.when should be a condition")
-    return {**entry, "when": condition if own is None else f"{condition} and ({own})"}
+def lines_of_types(groups: object) -> list[Line]:
+    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
+    read = items(record(lambda table: (_set(table, "types"), table.get("tensors", mapping(anything)))))
+    return [
+        replace(line, types=types)
+        for types, tensors in read(groups, "lines")
+        for target, value in tensors.items()
+        for line in _lines(target, value)
+    ]
+
+
+def _stack(stack: Renaming) -> Renaming:
+    if stack.found.stars != stack.new.stars or len(stack.found.indices - stack.new.indices) != 1:
+        raise NotationError(f"'{stack.found.text}' should have one index more than '{stack.new.text}'")
+    return stack
+
+
+def _later(layers: LaterLayers) -> LaterLayers:
+    one, other = layers.found, layers.new
+    if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
+        raise NotationError(f"'{one.text}' and '{other.text}' should differ in one index")
+    return layers
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
 
 
-def _all(fields: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
-    """The items of a list that may be missing."""
-    none: tuple[T, ...] = ()
-    return fields.find(key, items(reader), none)
+def _read(kind: Callable[..., T], table: Record, **given: object) -> T:
+    """A dataclass from a table: each field that is not given, by its type."""
+    for name, key, of, default in _fields_of(kind):
+        if name not in given:
+            reader = _reader(of)
+            given[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+    return kind(**given)
 
 
-def _table(fields: Record, key: str, reader: Reader[T]) -> dict[str, T]:
-    """The entries of a table that may be missing, in their order."""
-    none: dict[str, T] = {}
-    return fields.find(key, mapping(reader), none)
+@cache
+def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
+    """The fields of a dataclass: name, key in a file, type, default (MISSING: it must be there)."""
+    types = get_type_hints(kind)
+    return [
+        (
+            field.name,
+            field.metadata.get("key", field.name),
+            types[field.name],
+            field.default if field.default_factory is MISSING else field.default_factory(),
+        )
+        for field in fields(kind)
+    ]
 
 
-def _set(fields: Record, key: str) -> frozenset[str]:
-    return frozenset(_all(fields, key, text))
+@cache
+def _reader(kind: Any) -> Reader[Any]:
+    """The reader of a value of this type. A tuple of one need not stand in a list."""
+    if kind in _READERS:
+        return _READERS[kind]
+    first, *others = get_args(kind)
+    if NoneType in others:
+        return _reader(Union[*(each for each in (first, *others) if each is not NoneType)])
+    if get_origin(kind) is tuple:
+        read = items(_reader(first))
+        return lambda value, where: read(value if isinstance(value, list) else [value], where)
+    if get_origin(kind) is frozenset:
+        return lambda value, where: frozenset(items(_reader(first))(value, where))
+    return mapping(_reader(others[0]))
 
 
 def _pattern(value: object, where: str) -> Pattern:
@@ -296,89 +318,10 @@ def _pattern(value: object, where: str) -> Pattern:
 
 
 def _expression(value: object, where: str) -> Expression:
-    return read_expression(text(value, where))
-
-
-def _one_or_more(reader: Reader[T]) -> Reader[tuple[T, ...]]:
-    return lambda value, where: items(reader)(value if isinstance(value, list) else [value], where)
-
-
-_ENDS = mapping(items(text))
-
-
-def _engine(value: object, where: str) -> tuple[str | None, str | None]:
-    """An engine, and what it calls the format if that is another name."""
-    if isinstance(value, str):
-        return value, None
-    return record(lambda fields: (fields.get("name", text), fields.find("format", text, None)))(value, where)
-
-
-def _files(value: object, where: str) -> Files:
-    """The name of a rank's weight file, or a table of such names."""
-    table = {"name": value} if isinstance(value, str) else value
-    keys = ("pp", "ep", "pp_ep", "parts", "index", "folder", "tracker")
-    return record(lambda fields: Files(fields.get("name", text), *(fields.find(key, text, None) for key in keys)))(
-        table, where
-    )
-
-
-def _padded(value: object, where: str) -> Expression:
-    expression = _expression(value, where)
-    if not {*expression.names} <= {"size", "tp"}:
-        raise Unfit(f"{where}: '{expression.text}' should be over size and tp")
-    return expression
-
-
-def _settings(fields: Record) -> Settings:
-    write, read = (fields.get(way, mapping(_expression)) for way in ("write", "read"))
-    return Settings(fields.get("file", text), write, read)
-
-
-def _lines(target: str, value: object) -> Iterator[Line]:
-    """The lines of a target: the sources of one, or a table of it, or a list of tables."""
-    is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
-    for entry in items(anything)(value, target) if is_list else [value]:
-        yield record(lambda fields: _line(target, fields))(
-            entry if isinstance(entry, dict) else {"from": entry}, f"'{target}'"
-        )
-
-
-def _line(target: str, fields: Record) -> Line:
-    sources = fields.get("from", _one_or_more(_pattern))
-    line = Line(
-        target=Pattern(target),
-        sources=sources,
-        condition=Condition(
-            when=fields.find("when", _expression, None),
-            without=fields.find("without", _pattern, None),
-            beside=fields.find("beside", _pattern, None),
-        ),
-        order=Order(
-            output_first=fields.find("output_first", truth, False),
-            pairs=_of_each(fields.find("pairs", _one_or_more(text), ()), sources),
-            halves=_of_each(fields.find("halves", _one_or_more(text), ()), sources),
-            by=fields.find("by", text, None),
-            ones=fields.find("ones", items(whole(0)), None),
-        ),
-        ranks=Ranks(
-            cut=fields.find("cut", _cut, None),
-            first_rank=fields.find("first_rank", truth, False),
-            every_stage=fields.find("every_stage", truth, False),
-            first_stage=fields.find("first_stage", text, None),
-            last_stage=fields.find("last_stage", text, None),
-        ),
-        apart=_all(fields, "apart", text),
-        part=fields.find("part", text, None),
-        dtype=fields.find("dtype", text, None),
-        function=fields.find("function", text, None),
-        also=fields.find("also", truth, False),
-    )
-    if line.order.ones is not None and len(sources) > 1:
-        raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
-    for source in sources:
-        if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
-            raise NotationError(f"'{target}': '{source.text}' has other wildcards")
-    return line
+    try:
+        return read_expression(text(value, where))
+    except NotationError as error:
+        raise Unfit(f"{where}: {error.message}") from None
 
 
 def _cut(value: object, where: str) -> Cut:
@@ -391,84 +334,64 @@ def _cut(value: object, where: str) -> Cut:
     return record(lambda of: Cut(dim=of.get("dim", whole(0)), parts=of.find("parts", whole(1), 1)))(table, where)
 
 
-def lines_of_types(groups: object) -> list[Line]:
-    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
-    read = items(record(lambda fields: (_set(fields, "types"), fields.get("tensors", mapping(anything)))))
-    return [
-        replace(line, types=types)
-        for types, tensors in read(groups, "lines")
-        for target, value in tensors.items()
-        for line in _lines(target, value)
-    ]
+def _on(value: object, where: str) -> str | Mapping[str, str]:
+    """Ranks, or other names on stages."""
+    if isinstance(value, dict):
+        stages = ("first", "last")
+        return record(lambda of: {key: name for key in stages if (name := of.find(key, text, ""))})(value, where)
+    if value not in {"first rank", "every stage"}:
+        raise unfit(where, "'first rank', 'every stage' or a table", value)
+    return str(value)
 
 
-def _names(table: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """The names of tensors, of which a table has the ends by their beginning."""
-    return frozenset(f"{head}.{end}" if head else end for head, ends in table.items() for end in ends)
+_READERS: Mapping[Any, Reader[Any]] = {
+    Any: anything,
+    str: text,
+    bool: truth,
+    int: whole(0),
+    float: number,
+    int | float: anything,
+    Pattern: _pattern,
+    Expression: _expression,
+    Cut: _cut,
+    str | Mapping[str, str]: _on,
+}
 
 
-def _of_each(found: tuple[str, ...], sources: Sequence[Pattern]) -> tuple[str, ...]:
-    """The values, one a source: a single value is taken for all. Raises NotationError if the lengths differ."""
-    found *= len(sources) if len(found) == 1 else 1
-    if found and len(found) != len(sources):
-        raise NotationError(f"{brief([*found])} has another length than the sources")
-    return found
+def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
+    """The items of a list that may be missing."""
+    none: tuple[T, ...] = ()
+    return table.find(key, items(reader), none)
 
 
-def _renamings(found: str, value: Any) -> Iterator[Renaming]:
-    for entry in value if isinstance(value, list) else [value]:
-        yield record(
-            lambda fields: Renaming(Pattern(found), fields.get("to", _pattern), fields.find("when", _expression, None))
-        )(entry if isinstance(entry, dict) else {"to": entry}, f"'{found}'")
+def _table(table: Record, key: str, reader: Reader[T]) -> dict[str, T]:
+    """The entries of a table that may be missing, in their order."""
+    none: dict[str, T] = {}
+    return table.find(key, mapping(reader), none)
 
 
-def _constant(fields: Record) -> Constant:
-    return Constant(
-        beside=fields.get("beside", _one_or_more(_pattern)),
-        names=fields.get("names", items(_pattern)),
-        dtype=fields.get("dtype", text),
-        shape=_all(fields, "shape", whole(0)),
-        value=fields.get("value", number),
-        when=fields.find("when", _expression, None),
-        types=fields.find("types", lambda value, where: frozenset(items(text)(value, where)), None),
-        vector=fields.find("vector", truth, False),
-    )
+def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> Iterator[T]:
+    """The rules of a table whose keys are patterns. A value that is no table is that of the key ``plain``."""
+    for found, value in _table(table, key, anything).items():
+        for entry in value if plain and isinstance(value, list) else [value]:
+            of = entry if isinstance(entry, dict) or not plain else {plain: entry}
+            yield record(partial(_read, kind, found=Pattern(found)))(of, f"'{found}'")
 
 
-def _refusal(found: str, value: object) -> Refusal:
-    return record(
-        lambda fields: Refusal(
-            Pattern(found), fields.get("why", text), fields.find("when", _expression, None),
-            fields.find("scalars", truth, False),
-        )
-    )(value, f"'{found}'")  # fmt: skip
+def _set(table: Record, key: str) -> frozenset[str]:
+    return frozenset(_all(table, key, text))
 
 
-def _stack(of: str, value: object) -> Stack:
-    stack = record(
-        lambda fields: Stack(Pattern(of), fields.get("name", _pattern), fields.find("when", _expression, None))
-    )({"name": value} if isinstance(value, str) else value, f"'{of}'")
-    if stack.of.stars != stack.name.stars or len(stack.of.indices - stack.name.indices) != 1:
-        raise NotationError(f"'{of}' should have one index more than '{stack.name.text}'")
-    return stack
+_NO_ENGINE: tuple[str | None, str | None] = (None, None)
 
 
-def _further(found: str, value: object) -> Further:
-    further = record(
-        lambda fields: Further(
-            Pattern(found), fields.get("to", _pattern), fields.get("beyond", _expression),
-            fields.find("one_stage", text, None),
-        )
-    )(value, f"'{found}'")  # fmt: skip
-    one, other = further.found, further.new
-    if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
-        raise NotationError(f"'{found}' and '{other.text}' should differ in one index")
-    return further
+def _engine(value: object, where: str) -> tuple[str | None, str | None]:
+    """An engine, and what it calls the format if that is another name."""
+    if isinstance(value, str):
+        return value, None
+    return record(lambda table: (table.get("name", text), table.find("format", text, None)))(value, where)
 
 
-def _dropped(found: str, value: object) -> Dropped:
-    return record(
-        lambda fields: Dropped(
-            Pattern(found), fields.find("beyond", _expression, None), fields.find("when", _expression, None)
-        )
-    )(value, f"'{found}'")
+def _files(value: object, where: str) -> Files:
+    """The name of a rank's weight file, or a table of such names."""
+    return record(partial(_read, Files))({"name": value} if isinstance(value, str) else value, where)

@@ -1,43 +1,15 @@
-"""The rules of a program's format: its tensors' names, what they are made of, and which it adds or leaves out."""
+"""The rules of a program's format: its tensors' names, what they are made of, and which it adds or leaves out.
+
+A key of a format's file is the name of a field, or stands in the field's ``metadata`` (see ``format_file.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from formats.notation.expressions import Expression
 from formats.notation.patterns import Pattern
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Where a line holds.
-
-    ``when`` is true of the model, no tensor matches ``without``, and some tensor matches ``beside``, with the same
-    indices.
-    """
-
-    when: Expression | None = None
-    without: Pattern | None = None
-    beside: Pattern | None = None
-
-
-@dataclass(frozen=True)
-class Order:
-    """In which order the elements are stored.
-
-    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
-    source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
-    halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of every source.
-    Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the positions of dimensions
-    of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
-    """
-
-    output_first: bool = False
-    pairs: tuple[str, ...] = ()
-    halves: tuple[str, ...] = ()
-    by: str | None = None
-    ones: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,61 +26,65 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Which ranks have what of a tensor.
-
-    With ``first_rank``, all ranks but the first hold zeros in place of a replicated part. With ``every_stage``, every
-    pipeline stage has the tensor. ``first_stage`` and ``last_stage`` are other names on the first and the last of
-    several stages.
-    """
-
-    cut: Cut | None = None
-    first_rank: bool = False
-    every_stage: bool = False
-    first_stage: str | None = None
-    last_stage: str | None = None
-
-
-@dataclass(frozen=True)
 class Line:
-    """A tensor of the program's, and what it is made of, where the ``condition`` holds.
+    """A tensor of the program's, and what it is made of.
 
-    ``apart`` takes the components of a packed tensor apart, and joins them one after the other. With ``part``, the line
-    covers that component of a packed tensor alone; all components must have such lines. ``dtype`` is a wider dtype,
-    without loss. ``function`` is a computation that the program stores the result of. With ``also``, the tensor is
-    stored once more under the line's name, if no tensor has it (two names of one tensor). ``types`` are the classes and
-    model types for which the line holds, as ``config.json`` has them at its top; None: all.
+    The line holds where ``when`` is true of the model, no tensor matches ``without``, and some tensor matches
+    ``beside``, with the same indices. ``types`` are the classes and model types for which it holds, as ``config.json``
+    has them at its top; None: all.
+
+    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
+    source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
+    halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of every source.
+    Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the positions of dimensions
+    of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
+
+    ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
+    place), ``every stage`` of a pipeline, or its other names on the stages ``first`` and ``last``.
+
+    ``dtype`` is a wider dtype, without loss. ``function`` is a computation that the program stores the result of. With
+    ``also``, the tensor is stored once more under the line's name, if no tensor has it (two names of one tensor).
     """
 
     target: Pattern
-    sources: tuple[Pattern, ...]
-    condition: Condition = Condition()
-    order: Order = Order()
-    ranks: Ranks = Ranks()
-    apart: tuple[str, ...] = ()
-    part: str | None = None
+    sources: tuple[Pattern, ...] = field(metadata={"key": "from"})
+    when: Expression | None = None
+    without: Pattern | None = None
+    beside: Pattern | None = None
+    output_first: bool = False
+    pairs: tuple[str, ...] = ()
+    halves: tuple[str, ...] = ()
+    by: str | None = None
+    ones: tuple[int, ...] | None = None
+    cut: Cut | None = None
+    on: str | Mapping[str, str] | None = None
     dtype: str | None = None
     function: str | None = None
     also: bool = False
     types: frozenset[str] | None = None
+
+    @property
+    def stage_names(self) -> Mapping[str, str]:
+        """Other names on the first and the last of several pipeline stages."""
+        return self.on if isinstance(self.on, Mapping) else {}
 
 
 @dataclass(frozen=True)
 class Constant:
     """Constant tensors that a program adds: ``names`` beside each of its tensors that one of ``beside`` matches.
 
-    The dtype ``model`` is the one that ``config.json`` gives. A ``vector`` is as long as the first dimension of the
-    tensor that it is beside, which must not be split over ranks. ``types`` are as in a line.
+    The dtype ``model`` is the one that ``config.json`` gives. With ``axes``, the shape is that of these axes. ``types``
+    are as in a line.
     """
 
     beside: tuple[Pattern, ...]
     names: tuple[Pattern, ...]
     dtype: str
-    shape: tuple[int, ...]
     value: float
+    shape: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
     when: Expression | None = None
     types: frozenset[str] | None = None
-    vector: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,64 +112,38 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Renaming:
-    """A name of the program's, where ``when`` holds."""
+    """A name of the program's, where ``when`` holds.
+
+    A *stack* is a renaming that leaves an index out: tensors that differ in it are one tensor in the program's files,
+    with a dimension for it. The dimensions of several stacks come in their order, before the tensors' own.
+    """
 
     found: Pattern
-    new: Pattern
+    new: Pattern = field(metadata={"key": "to"})
     when: Expression | None = None
 
+    @property
+    def index(self) -> str:
+        """The index that only the old name has."""
+        (old,) = self.found.indices - self.new.indices
+        return old
 
-@dataclass(frozen=True)
-class Further:
-    """Tensors named as in ``found`` whose index is at least ``beyond``: they get the name ``new``, with an index from
-    0.
+
+@dataclass(frozen=True, kw_only=True)
+class LaterLayers(Renaming):
+    """Tensors whose index is at least ``beyond`` (MTP): the new name has an index of its own, from 0.
 
     ``one_stage`` says why a program cannot have them on several pipeline stages; None: it can.
     """
 
-    found: Pattern
-    new: Pattern
     beyond: Expression
     one_stage: str | None = None
-
-    @property
-    def index(self) -> str:
-        """The index that is at least ``beyond``."""
-        (old,) = self.found.indices - self.new.indices
-        return old
 
     @property
     def new_index(self) -> str:
         """The index that counts from 0."""
         (new,) = self.new.indices - self.found.indices
         return new
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Tensors that differ in an index (``of``) and are one tensor, ``name``, in the program's files: the index is a
-    dimension.
-
-    It applies if ``when`` holds. The dimensions of several stacks come in their order, before the tensors' own.
-    """
-
-    of: Pattern
-    name: Pattern
-    when: Expression | None = None
-
-    @property
-    def index(self) -> str:
-        """The index that is a dimension."""
-        (found,) = self.of.indices - self.name.indices
-        return found
-
-
-@dataclass(frozen=True)
-class Demand:
-    """A condition on a model and a mesh: ``holds`` must be true of them. ``why`` is the message if it is not."""
-
-    holds: Expression
-    why: str
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from typing import Any
 
 from formats.notation.architecture import Architecture, Rule
 from formats.notation.axes import Dim, Shape, Summand
-from formats.notation.components import components
+from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
 from formats.notation.format import Rules
 from formats.notation.format_file import format_of
 from formats.notation.format_rules import Use
-from formats.notation.unfused_experts import by_name
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         name = _spelled(base, use.target)
         if len(found) == len(use.line.sources) and name is not None:
             shapes = tuple(_joined(use, [rules for _, _, rules in found]))
-            turned = use.line.order.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
+            turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
             stacked = use.stacked[1:-1] if use.stacked else None
             yield ModuleTensor(name, tuple(part for _, part, _ in found), shapes, stacked, turned)
 
@@ -115,13 +114,11 @@ def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
     if not stack.shapes or len(stack.parts) > 1 or whole.label is not None or stack.stacked is not None:
         return
     shape, when = stack.shapes[0]
-    found = by_name(stack.name, shape)
-    for name, own in found.items():
+    for name, own in unfused(stack.name, shape).items():
         if name.endswith(".weight"):
-            label = name.split(".")[-2].removesuffix("_proj") if len(found) > 1 else None
-            part = Part(whole.source, label, str(shape.dims[0].axis))
+            part = Part(whole.source, own.label, own.index)
             turned = stack.turned != (shape.arrow is not None)
-            yield ModuleTensor(name, (part,), ((own, when),), turned=turned)
+            yield ModuleTensor(name, (part,), ((linear(own), when),), turned=turned)
 
 
 def in_halves(tensor: ModuleTensor) -> ModuleTensor:
@@ -143,7 +140,7 @@ def _labels(shape: Shape) -> set[str | None]:
 
 
 def _use(rules: Rules, name: str) -> Use | None:
-    return next((use for use in rules.uses(name) if not use.line.also and use.line.part is None), None)
+    return next((use for use in rules.uses(name) if not use.line.also), None)
 
 
 def _components(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
@@ -176,7 +173,7 @@ def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Exp
         if any(shape.is_open for shape in shapes):
             continue
         made = shapes[0]
-        if use.line.order.output_first and made.arrow is not None:
+        if use.line.output_first and made.arrow is not None:
             made = Shape((*made.dims[:-2], made.dims[-1], made.dims[-2]))
         if len(shapes) > 1:
             at = made.output_dim if made.output_dim is not None else 0

@@ -14,14 +14,13 @@ import numpy as np
 
 from formats.notation.format import HUGGING_FACE
 from reshard.mesh.plan import make_plan
-from reshard.model.model import Kind
 from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Rows, Slab
-from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.portions import Taken, in_parts_of
+from reshard.placement.arrangement import arrangement_of
+from reshard.placement.portions import Taken
 from reshard.source.source import UNSPLIT, Source
 
 PIECE = 1 << 19
@@ -51,28 +50,16 @@ def _taken(source: Source) -> Mapping[str, tuple[tuple[int, ...], Taken]]:
 
 
 def _jobs(source: Source, wanted: Iterable[Mapping[str, tuple[tuple[int, ...], Taken]]]) -> Jobs:
-    target = arrangement_of(make_plan(source.unsplit, UNSPLIT, padding={}), HUGGING_FACE)
+    target, nothing = arrangement_of(make_plan(source.unsplit, UNSPLIT, padding={}), HUGGING_FACE), ((), ())
     for taken in wanted:
-        target = _taken_apart(target, taken)
+        alike = ((tensor.kind, taken.get(tensor.name, nothing)) for tensor in target.plan.model.tensors)
+        target = target.refined((kind, parts) for kind, (shape, parts) in alike if shape == kind.shape)
     places = {tensor.name: TargetPlace(TargetFile(Path(tensor.name), b"", 0), 0) for tensor in source.unsplit.tensors}
     found: dict[str, dict[Rows, Job]] = {name: {} for name in places}
     for job in jobs_of(source, target, {0: places}):
         (rows,) = job.transfer.written
         found[job.name][rows._replace(offset=job.target(0).offset + rows.offset)] = job
     return found
-
-
-def _taken_apart(target: Arrangement, taken: Mapping[str, tuple[tuple[int, ...], Taken]]) -> Arrangement:
-    """The same arrangement, taken apart as far as the tensors of these names are."""
-    model, found = target.plan.model, dict(target.taken)
-    pairs: dict[tuple[Kind, Taken], None] = {}
-    for tensor in model.tensors:
-        shape, other = taken.get(tensor.name, ((), ()))
-        if shape == tensor.kind.shape:
-            pairs[tensor.kind, other] = None
-    for kind, other in pairs:
-        found[kind] = in_parts_of(model, kind, found[kind], other)
-    return target.taken_apart(found)
 
 
 class Side:

@@ -13,7 +13,6 @@ from reshard.live.routing import BUCKET, Routes, between
 from reshard.live.runs import Cut, in_order
 from reshard.live.sides import Side
 from reshard.model.model import Model
-from reshard.placement.chunks import dims_of
 from reshard.source.access import Access, open_any
 from reshard.store.selection import Weights
 
@@ -96,8 +95,7 @@ def _dims(model: Model, target: Target) -> Iterator[tuple[str, Dims]]:
         raise PlanError(f"'{target}' has ranks along several dimensions, and placements are of one")
     for stored in arrangement.stored:
         if stored.constant is None:
-            assert stored.geometry.chunks is None
-            yield stored.name, [dims_of(stored.geometry, rank) for rank in range(arrangement.plan.mesh.size)]
+            yield stored.name, [stored.geometry.dims(rank) for rank in range(arrangement.plan.mesh.size)]
 
 
 def _placement(ranks: Dims) -> str | None:

@@ -16,7 +16,6 @@ from reshard.live.sides import Live, Runs
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.placement.chunks import dims_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
 
@@ -111,7 +110,7 @@ def held_on(model: Model, target: Target) -> Live:
     again = {placed.stored.name for _, placed in arrangement.copies}  # a tied parameter comes once
     for stored in arrangement.stored:
         geometry, shape = stored.geometry, whole[stored.name]
-        assert geometry.chunks is None and shape is not None
+        assert shape is not None
         for number, parts in enumerate(() if stored.constant or stored.name in again else ranks):
             if (geometry, number) not in known:
                 known[geometry, number] = _runs(geometry, number, inner, target.fsdp)
@@ -123,7 +122,7 @@ def held_on(model: Model, target: Target) -> Live:
 
 def _runs(geometry: Geometry, number: int, inner: int, fsdp: int) -> Runs | None:
     """What rank ``number`` holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
-    dims = dims_of(geometry, number % inner)
+    dims = geometry.dims(number % inner)
     if dims is None:
         return None
     runs = [tuple(of) for of in dims]

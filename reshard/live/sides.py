@@ -27,6 +27,7 @@ from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
+from reshard.placement.stacks import name_at, stack_of
 from reshard.placement.stored import Atom, Placed, Stored
 from reshard.source.completeness import check_complete
 from reshard.source.opening_programs import inferred_sizes, inferred_tensors, padding_of
@@ -150,14 +151,11 @@ def _whole(live: Live, dtype: str | None) -> dict[str, TensorInfo]:
 def _unstacked(format: Format, held: Held) -> tuple[str, int]:
     """The name of the stored tensor that a part is of, and how many of its dimensions are indices of that name."""
     name, lead = held.name, 0
-    for stack in format.rules.stacks:
-        words = stack.name.match(name)
-        if words is None or stack.of.match(name) is not None or lead >= len(held.shape):
-            continue
+    while lead < len(held.shape) and (stack := stack_of(format.rules.stacks, name)) is not None:
         runs = held.runs[lead]
         if len(runs) != 1 or runs[0].length != 1:
             raise PlanError(f"tensor '{held.name}' has several indices of '{stack.index}' in one part")
-        name, lead = stack.of.fill({**words, stack.index: str(runs[0].offset)}), lead + 1
+        name, lead = name_at(stack, name, runs[0].offset), lead + 1
     return name, lead
 
 

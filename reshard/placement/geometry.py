@@ -1,4 +1,9 @@
-"""A program's tensors, and where the atoms of each lie in them (see ``reshard.placement.arrangement``)."""
+"""A program's tensors, and where the atoms of each lie in them (see ``reshard.placement.arrangement``).
+
+A *chunk* is a contiguous range of each dimension. Files of chunks are numbered, and a file has at most one chunk of a
+tensor. A rank whose part is not one chunk (a packed gate and up, heads that do not divide) has several files. Any
+reader finds its part among the chunks, whatever its own mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from formats.files.chunks import Chunk
-from formats.notation.axes import Run
+from formats.notation.axes import Run, merge_runs, product_runs
 from reshard.mesh.plan import Layout
 from reshard.placement.pieces import Blocks, Piece, Spread, over_blocks, product_boxes
 from reshard.placement.portions import Portion
@@ -48,13 +53,54 @@ class Geometry:
 
     def shape(self, holder: int) -> tuple[int, ...] | None:
         """The shape of what a holder has; None if it has no part of the tensor."""
+        if holder not in self._shapes:
+            dims = self.dims(holder)
+            self._shapes[holder] = None if dims is None else tuple(sum(run.length for run in runs) for runs in dims)
+        return self._shapes[holder]
+
+    @cached_property
+    def _shapes(self) -> dict[int, tuple[int, ...] | None]:
+        return {}
+
+    def dims(self, holder: int) -> list[list[Run]] | None:
+        """The runs of each stored dimension that a holder has; None if it has nothing of the tensor."""
         if self.chunks is not None:
-            return self.chunks[holder].shape if holder in self.chunks else None
-        places = self._places.get(holder)
+            at = self.chunks.get(holder)
+            return [[Run(*run)] for run in zip(*at, strict=True)] if at is not None else None
+        places, slots, first = self._places.get(holder), len(self.portions), self.portions[0]
         if places is None:
             return None
-        shape = _stored_shape(self.portions, self._lengths(holder, next(iter(places))))
-        return (len(places), *shape) if self.is_stack else shape
+        dims = [list(merge_runs(Run(place, 1) for place in places))] if self.is_stack else []
+        layouts = self.layouts[next(iter(places)) * slots :][:slots]
+        for dim in range(len(first.counts)):
+            lead, runs, base = first.lead if dim == first.dim else 0, list[Run](), 0
+            outer: list[tuple[tuple[Run, ...], int]] = []
+            for layout, portion in zip(layouts if dim == first.dim else layouts[:1], self.portions, strict=False):
+                own = [(layout.boxes[holder].dims[f], layout.padded[f]) for f in portion.of_dim(dim)]
+                outer = outer or own[:lead]
+                runs += [Run(base + run.offset, run.length) for run in product_runs(own[lead:])]
+                base += math.prod(size for _, size in own[lead:])
+            dims.append(list(merge_runs(product_runs([*outer, (tuple(merge_runs(runs)), base)]))))
+        return dims if first.counts or slots == 1 else [*dims, [Run(0, slots)]]  # numbers, joined to a vector
+
+    def chunks_of_ranks(self) -> dict[int, Chunk]:
+        """What ranks have as chunks, by the number of their file: the rank, plus the number of ranks for each further
+        chunk of it. Each is written once, by the first rank that has it.
+
+        All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint.
+        """
+        owned = {rank: dims for rank in self.holders if (dims := self.dims(rank)) is not None}
+        cuts = [
+            sorted({end for run in itertools.chain(*of) for end in (run.offset, run.end)})
+            for of in zip(*owned.values(), strict=True)
+        ]
+        found, ranks = dict[Chunk, int](), self.layouts[0].ranks
+        for rank, dims in owned.items():
+            pieces = [[piece for run in runs for piece in _cut(run, at)] for runs, at in zip(dims, cuts, strict=True)]
+            for number, chunk in enumerate(itertools.product(*pieces)):
+                at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
+                found.setdefault(at, number * ranks + rank)
+        return {file: at for at, file in found.items()}
 
     def numbers(self, holder: int) -> Iterator[int]:
         """The numbers of the atoms at the indices of the stack that a holder has."""
@@ -205,7 +251,7 @@ class Geometry:
         """Where an atom begins and ends along the dimension in which atoms are joined, and the length of all."""
         ends = [0]
         for number, portion in enumerate(self.portions):
-            own = of_dim(portion, portion.dim)[portion.lead :]
+            own = portion.of_dim(portion.dim)[portion.lead :]
             ends.append(ends[-1] + math.prod(self._padded(place, number, own)))
         return ends[slot], ends[slot + 1], ends[-1]
 
@@ -214,17 +260,11 @@ def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
     """The factors of an atom in each stored dimension, in the stored order; those before what is joined are apart."""
     portion, found = portions[number % len(portions)], []
     for dim in range(len(portion.counts)):
-        factors = of_dim(portion, dim)
+        factors = portion.of_dim(dim)
         lead = portion.lead if dim == portion.dim and len(portions) > 1 else 0
         found += [factors[:lead]] if lead else []
         found.append(factors[lead:])
     return tuple(found)
-
-
-def of_dim(portion: Portion, dim: int) -> tuple[int, ...]:
-    """The factors of a stored dimension, in the stored order."""
-    start = sum(portion.counts[:dim])
-    return portion.order[start : start + portion.counts[dim]]
 
 
 def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
@@ -232,19 +272,6 @@ def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
     return tuple(math.prod(lengths[place + 1 :]) * last for place in range(len(lengths)))
 
 
-def _stored_shape(portions: Sequence[Portion], lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    first, shape, start = portions[0], [], 0
-    for dim, count in enumerate(first.counts):
-        if dim == first.dim and len(portions) > 1:
-            lead = math.prod(lengths[0][start : start + first.lead])
-            own = [
-                math.prod(found[start + portion.lead : start + portion.counts[dim]])
-                for portion, found in zip(portions, lengths, strict=True)
-            ]
-            shape.append(lead * sum(own))
-        else:
-            shape.append(math.prod(lengths[0][start : start + count]))
-        start += count
-    if not first.counts and (len(portions) > 1 or first.vector):  # numbers, joined to a vector
-        shape.append(len(portions))
-    return tuple(shape)
+def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
+    ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
+    return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))

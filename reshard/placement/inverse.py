@@ -6,16 +6,16 @@ line whose sources are all known to the model's architecture is taken.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from formats.errors import CheckpointError, PlanError
 from formats.notation.architecture import Architecture
-from formats.notation.components import components
+from formats.notation.components import component_names
+from formats.notation.expressions import Expression
 from formats.notation.format import Format
-from formats.notation.format_rules import Line
-from formats.notation.patterns import Pattern
-from formats.notation.unfused_experts import by_name
+from formats.notation.format_rules import Line, Renaming
 from reshard.model.sizes import AxisSizes, check_members
 
 
@@ -27,9 +27,8 @@ class Origins:
     ) -> None:
         self._format, self._architecture, self._sizes = format.of(config), architecture, sizes
         self._packed = dict(self._packed_lines())
-        self._constants = [
-            each for each in self._format.rules.constants if each.when is None or sizes.evaluate(each.when, {})
-        ]
+        constants = (each for each in self._format.rules.constants if self._holds(each.when))
+        self._constants = [pattern for each in constants for pattern in each.names]
         self._there: set[str] = set()
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
@@ -41,7 +40,7 @@ class Origins:
         stored, found = list(stored), dict[str, str]()
         self._there = {old for name in stored for old in self._old_names(name)}
         for name in stored:
-            if any(_beside(constant.names, name) for constant in self._constants):
+            if self._is_constant(name):
                 continue
             sources = next((sources for old in self._old_names(name) if (sources := self._sources(old))), None)
             if sources is None and self._is_copy(name):
@@ -56,113 +55,89 @@ class Origins:
 
     def knows(self, name: str) -> bool:
         """Whether the format has a tensor of this name, whatever else is stored."""
-        is_constant = any(_beside(constant.names, name) for constant in self._constants)
-        return is_constant or any(self._sources(old) for old in self._old_names(name)) or self._is_copy(name)
+        return self._is_constant(name) or any(map(self._sources, self._old_names(name))) or self._is_copy(name)
+
+    def _is_constant(self, name: str) -> bool:
+        return any(pattern.match(name) is not None for pattern in self._constants)
 
     def _is_copy(self, name: str) -> bool:
-        """Whether a name is a further one of a tensor that the architecture has: of a tied one."""
-        matches = ((line, line.target.match(name)) for line in self._format.rules.lines if line.also)
-        return any(
-            found is not None
-            and (line.condition.when is None or self._holds(line))
-            and self._known(line, found) is not None
-            for line, found in matches
-        )
+        """Whether a name is another one of a tensor that the architecture has: of a tied one."""
+        lines = (line for line in self._format.rules.lines if line.also)
+        matches = ((line, line.target.match(name)) for line in lines if self._holds(line.when))
+        return any(words is not None and self._known(line, words) is not None for line, words in matches)
+
+    def _holds(self, when: Expression | None) -> bool:
+        return when is None or bool(self._sizes.evaluate(when, {}))
 
     def _packed_lines(self) -> Iterator[tuple[str, str]]:
         """For the name of each component of a packed tensor, in lines of the architecture, the packed tensor's."""
         for template, rules in self._architecture.tensors.items():
             for shape in rules[0].shapes:
-                module, _, leaf = template.rpartition(".")
-                parent = module.rpartition(".")[0]
-                names = by_name(template, shape) or {f"{parent}.{p.label}_proj.{leaf}" for p in components(shape)}
-                for name in names:
-                    if name not in self._architecture.tensors or name in self._architecture.derived:
-                        yield name, template
+                for names in component_names(template, shape):
+                    for name in names:
+                        if name not in self._architecture.tensors or name in self._architecture.derived:
+                            yield name, template
 
     def _old_names(self, name: str) -> Iterator[str]:
-        """The names that a tensor may have had before it was renamed."""
-        for earlier in (*self._before_the_end(name), name):
-            yield from self._before_renaming(earlier)
-
-    def _before_renaming(self, name: str) -> Iterator[str]:
-        for renaming in self._format.rules.names:
-            found = renaming.new.match(name)
-            if found is not None and (renaming.when is None or self._sizes.evaluate(renaming.when, {})):
-                old = renaming.found.fill(found)
-                if self._first_renaming(old) is renaming:
+        """The names that a tensor may have had before it was renamed, as one of a later layer or by ``[names]``."""
+        rules = self._format.rules
+        later = ((layers, layers.new.match(name), self._sizes.evaluate(layers.beyond, {})) for layers in rules.further)
+        earlier = (
+            layers.found.fill({**words, layers.index: str(int(words[layers.new_index]) + end)})
+            for layers, words, end in later
+            if words is not None and end is not None
+        )
+        for each in (*earlier, name):
+            for renaming in rules.names:
+                words = renaming.new.match(each)
+                if words is not None and self._renaming(old := renaming.found.fill(words)) is renaming:
                     yield old
-        if self._first_renaming(name) is None:
-            yield name
+            if self._renaming(each) is None:
+                yield each
 
-    def _before_the_end(self, name: str) -> Iterator[str]:
-        """The names that a tensor of a layer behind the last may have by the lines for all layers."""
-        for further in self._format.rules.further:
-            words, end = further.new.match(name), self._sizes.evaluate(further.beyond, {})
-            if words is not None and end is not None:
-                yield further.found.fill({**words, further.index: str(int(words[further.new_index]) + end)})
-
-    def _first_renaming(self, name: str) -> object:
-        for renaming in self._format.rules.names:
-            if renaming.found.match(name) is not None and (
-                renaming.when is None or self._sizes.evaluate(renaming.when, {})
-            ):
-                return renaming
-        return None
+    def _renaming(self, name: str) -> Renaming | None:
+        """The renaming of a tensor's name."""
+        names = (each for each in self._format.rules.names if each.found.match(name) is not None)
+        return next((each for each in names if self._holds(each.when)), None)
 
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
-            found = line.target.match(name)
-            if found is None or line.also or (line.condition.when is not None and not self._holds(line)):
+            words = line.target.match(name)
+            if words is None or line.also or not self._holds(line.when):
                 continue
-            sources = self._known(line, found)
+            sources = self._known(line, words)
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
         for line in self._format.rules.lines:
-            if (
-                name in {line.ranks.first_stage, line.ranks.last_stage}
-                and (sources := self._known(line, {})) is not None
-            ):
+            if name in line.stage_names.values() and (sources := self._known(line, {})) is not None:
                 return sources
         return [name] if self._format.rules.keep and self._is_known(name) else None
 
-    def _holds(self, line: Line) -> bool:
-        assert line.condition.when is not None
-        return bool(self._sizes.evaluate(line.condition.when, {}))
-
-    def _known(self, line: Line, found: Mapping[str, str]) -> list[str] | None:
+    def _known(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
         names: dict[str, None] = {}
-        if line.condition.without is not None and any(source.fill(found) in self._there for source in line.sources):
+        if line.without is not None and any(source.fill(words) in self._there for source in line.sources):
             return None
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}
-            general = source.fill({**found, stacked: f"{{{stacked}}}"} if stacked else found)
+            general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
             packed = self._packed.get(self._general(general))
             if packed is not None:
-                names[self._filled(packed, general)] = None
+                names[_with_numbers_of(general, packed)] = None
                 continue
-            if not stacked:
-                if not self._is_known(general):
-                    return None
-                names[general] = None
-                continue
-            count = self._count(general, stacked)
-            if count is None:
+            first, count = general.replace(f"{{{stacked}}}", "0"), 1
+            if not self._is_known(first):
                 return None
+            if stacked:
+                *_, axis = self._architecture.index_places(first)
+                size = self._sizes.counts.get(axis)
+                check_members(axis, size, len(self._there))
+                if size is None:
+                    return None
+                count = size
             names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
         return list(names)
-
-    def _count(self, general: str, stacked: str) -> int | None:
-        """How many there are along a stacked index; None if the architecture has no line for their names."""
-        first = general.replace(f"{{{stacked}}}", "0")
-        if not self._is_known(first):
-            return None
-        *_, axis = self._architecture.index_places(first)
-        count = self._sizes.counts.get(axis)
-        check_members(axis, count, len(self._there))
-        return count
 
     def _is_same_line(self, name: str, other: str) -> bool:
         """Whether two names are spellings of one: they differ in a prefix of the architecture's."""
@@ -172,36 +147,29 @@ class Origins:
         return (one.template, one.indices) == (two.template, two.indices)
 
     def _is_known(self, name: str) -> bool:
-        if self._architecture.match(name) is not None:
-            return True
         module, _, leaf = name.rpartition(".")
-        if leaf != "weight" and self._architecture.match(f"{module}.weight") is not None:
+        match = self._architecture.match
+        if match(name) is not None or (leaf != "weight" and match(f"{module}.weight") is not None):
             return True
         try:
             belonging = self._sizes.scheme.companion(name)
         except PlanError:  # of a method that cannot be split: whoever binds it says so
             return True
-        return belonging is not None and self._architecture.match(belonging.weight) is not None
+        return belonging is not None and match(belonging.weight) is not None
 
     def _general(self, name: str) -> str:
         """A name with the architecture's names of its indices, as in its lines."""
         segments = name.split(".")
-        first = ".".join("0" if re.fullmatch(r"\{\w+\}", segment) else segment for segment in segments)
-        places = {place: axis for axis, place in self._architecture.index_places(first).items()}
-        number = 0
-        for i, segment in enumerate(first.split(".")):
-            if segment.isdecimal():
-                if number in places:
-                    segments[i] = f"{{{places[number]}}}"
-                number += 1
+        first = ["0" if re.fullmatch(r"\{\w+\}", segment) else segment for segment in segments]
+        places = {place: axis for axis, place in self._architecture.index_places(".".join(first)).items()}
+        numbers = itertools.count()
+        for i, segment in enumerate(first):
+            if segment.isdecimal() and (number := next(numbers)) in places:
+                segments[i] = f"{{{places[number]}}}"
         return ".".join(segments)
 
-    @staticmethod
-    def _filled(template: str, name: str) -> str:
-        """A line's name with the numbers of another name that has the same indices, as far as it has them."""
-        numbers = iter(re.findall(r"(?<=\.)[0-9]+(?=\.)", name))
-        return re.sub(r"\{\w+\}", lambda found: next(numbers, found[0]), template)
 
-
-def _beside(names: Iterable[Pattern], name: str) -> bool:
-    return any(pattern.match(name) is not None for pattern in names)
+def _with_numbers_of(name: str, template: str) -> str:
+    """A line's name with the numbers of another name that has the same indices, as far as it has them."""
+    numbers = iter(re.findall(r"(?<=\.)[0-9]+(?=\.)", name))
+    return re.sub(r"\{\w+\}", lambda index: next(numbers, index[0]), template)

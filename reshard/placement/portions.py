@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from formats.errors import PlanError
 from formats.notation.architecture import Architecture, is_index
 from formats.notation.axes import Shape
-from formats.notation.components import Component, components, whole, without_first
+from formats.notation.components import Component, component_names, components, whole
+from formats.notation.expressions import Expression
 from formats.notation.format import Format
 from formats.notation.format_rules import Cut, Line, Use
-from formats.notation.unfused_experts import by_name
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 
@@ -28,14 +28,13 @@ class Portion:
     """One atom of each tensor of a kind, and what a program makes of it.
 
     ``target`` is the program's name, with indices as in ``{layer}``; None is the tensor's own. ``stacked`` is the axis
-    along which atoms are stacked. With ``by_index``, there is an atom for each index of the first dimension. ``slot``
-    is its position among the ``slots`` atoms that are joined. ``order`` has the atom's factors in the order in which
-    the program stores them, ``counts`` how many of them each of its dimensions has. Atoms are joined along the
-    dimension ``dim``, behind its first ``lead`` factors.
+    along which atoms are stacked. ``slot`` is its position among the ``slots`` atoms that are joined. ``order`` has the
+    atom's factors in the order in which the program stores them, ``counts`` how many of them each of its dimensions
+    has. Atoms are joined along the dimension ``dim``, behind its first ``lead`` factors. A component at an index
+    stands for an atom of each index.
     """
 
     component: Component
-    by_index: bool
     target: str | None
     stacked: str | None
     slot: int
@@ -45,13 +44,11 @@ class Portion:
     counts: tuple[int, ...]
     dim: int
     lead: int
-    vector: bool = False
-    """Whether a scalar is stored with shape ``[1]``."""
 
     @property
     def cut(self) -> Cut | None:
         """How the format divides it over the ranks, if not by the model's rules."""
-        return self.line.ranks.cut if self.line else None
+        return self.line.cut if self.line else None
 
     @property
     def function(self) -> str | None:
@@ -63,17 +60,14 @@ class Portion:
         """The number of factors, in the stored order, before those along which atoms are joined."""
         return sum(self.counts[: self.dim]) + self.lead
 
+    def of_dim(self, dim: int) -> tuple[int, ...]:
+        """The factors of a stored dimension, in the stored order."""
+        start = sum(self.counts[:dim])
+        return self.order[start : start + self.counts[dim]] if self.counts else ()
+
 
 Taken = tuple[Portion, ...]
 """What a program makes of the tensors of a kind: all atoms of each."""
-
-
-def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
-    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
-    if format.plain:
-        return {kind: (kept_whole(whole(rule_of(model, kind)), None),) for kind in model.kinds}
-    check_model_type(model, format)
-    return _Reading(model, format).all()
 
 
 def check_model_type(model: Model, format: Format) -> None:
@@ -85,16 +79,19 @@ def check_model_type(model: Model, format: Format) -> None:
             f"{format.name} makes of its tensors is not known here",
             f"known are {', '.join(format.types.only)}",
         )
-    kind = format.types.name_of(model.config)
+    kind, compared = format.types.name_of(model.config), format.types.compared
     why = format.types.refused.get(kind)
-    if (
-        why is None
-        and format.types.compared
-        and not {kind, format.types.class_of(model.config)} & format.types.compared
-    ):
+    if why is None and compared and not {kind, format.types.class_of(model.config)} & compared:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
+
+
+def kept_whole(model: Model, kind: Kind, target: str | None) -> Portion:
+    """Tensors that are stored as they are, under this name or their own."""
+    component = whole(rule_of(model, kind))
+    order = tuple(range(len(component.factors)))
+    return Portion(component, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
 
 
 def rule_of(model: Model, kind: Kind) -> Shape:
@@ -104,82 +101,60 @@ def rule_of(model: Model, kind: Kind) -> Shape:
     return kind.rule.in_rows(model.sizes.of(dict(kind.indices)))
 
 
-def in_parts_of(model: Model, kind: Kind, own: Taken, other: Taken) -> Taken:
-    """The portions ``own`` of a kind, taken apart as far as in ``other``: the same elements in the same places.
+def refine(model: Model, kind: Kind, one: Taken, other: Taken) -> Taken:
+    """The portions ``one`` of a kind, in atoms and factors as fine as ``other``'s. Elements stay in their places.
 
-    Then both have the same atoms. Raises PlanError if a stored order cannot be expressed in these parts.
+    Refined by each other, both sides have the same atoms. Raises PlanError if a stored order cannot be expressed so.
     """
-    if any(part.component.label for part in other) and not any(part.component.label for part in own):
-        own = tuple(part for each in own for part in _by_label(model, kind, each))
-    if any(part.by_index for part in other):
-        own = tuple(part if part.by_index else _by_index(kind, part) for part in own)
-    halved = {part.component.label: part.component for part in other if part.component.pair is not None}
-    return tuple(_in_halves(part, halved.get(part.component.label)) for part in own)
-
-
-def _dims_of(kind: Kind, own: Portion) -> list[int]:
-    """The dimensions of a component in the stored order. Raises PlanError where one of them is taken apart."""
-    component, start, dims = own.component, 0, []
-    places = {tuple(component.of_dim(dim)): dim for dim in range(len(component.counts))}
-    for count in own.counts:
-        dim = places.get(own.order[start : start + count])
-        if dim is None:
-            raise PlanError(
-                f"tensor '{kind.name}' is stored in another order within a dimension here and in parts there",
-                "write it as huggingface first",
-            )
-        dims.append(dim)
-        start += count
-    return dims
+    finer = {part.component.label: part.component for part in other}
+    if None not in finer and any(part.component.label is None for part in one):
+        one = tuple(part for each in one for part in _by_label(model, kind, each))
+    is_indexed = any(component.index for component in finer.values())
+    return tuple(_factored(kind, part, finer.get(part.component.label), is_indexed) for part in one)
 
 
 def _by_label(model: Model, kind: Kind, own: Portion) -> Iterator[Portion]:
     """A tensor that is stored whole, as its labelled components."""
-    dims, parts = _dims_of(kind, own), components(rule_of(model, kind))
     if own.slots > 1:
-        raise PlanError(
-            f"tensor '{kind.name}' is joined with others here and stored in parts there",
-            "write it as huggingface first",
-        )
-    for slot, part in enumerate(map(without_first, parts) if own.by_index else parts):
+        raise _not_in_parts(kind, "joined with others here and stored in parts")
+    places = {tuple(own.component.of_dim(dim)): dim for dim in range(len(own.component.counts))}
+    ends = [*itertools.accumulate(own.counts, initial=0)]
+    dims = [places.get(own.order[begin:end]) for begin, end in itertools.pairwise(ends)]
+    parts = components(rule_of(model, kind))
+    for slot, part in enumerate(part.at_index() if own.component.index else part for part in parts):
+        of_dims = [part.of_dim(dim) for dim in dims if dim is not None]
+        if len(of_dims) < len(dims):
+            raise _not_in_parts(kind, "stored in another order within a dimension here and in parts")
         yield replace(
             own, component=part, slot=slot, slots=len(parts), dim=dims.index(part.dim), lead=part.lead,
-            order=tuple(place for dim in dims for place in part.of_dim(dim)),
-            counts=tuple(part.counts[dim] for dim in dims),
+            order=tuple(itertools.chain(*of_dims)), counts=tuple(map(len, of_dims)),
         )  # fmt: skip
 
 
-def _by_index(kind: Kind, own: Portion) -> Portion:
-    """What one index of the first dimension has of a tensor that is stored as a stack of these."""
-    if own.order[0] != 0 or own.counts[0] != 1 or own.stacked is not None or (own.slots > 1 and own.dim == 0):
-        raise PlanError(
-            f"tensor '{kind.name}' is stored by '{kind.rule.dims[0]}' there, and here in another order",
-            "write it as huggingface first",
-        )
-    return replace(
-        own, component=without_first(own.component), by_index=True, stacked=kind.rule.dims[0].axis,
-        order=tuple(place - 1 for place in own.order[1:]), counts=own.counts[1:], dim=max(own.dim - 1, 0),
-    )  # fmt: skip
-
-
-def _in_halves(own: Portion, other: Component | None) -> Portion:
-    """Splits one factor of ``own`` in two where ``other`` has halves or pairs in its place. The stored order stays."""
-    if other is None or own.component.pair is not None:
+def _factored(kind: Kind, own: Portion, other: Component | None, is_indexed: bool) -> Portion:
+    """A portion as the atoms of each index, and with two factors where the other side has halves or pairs in place of
+    one. The stored order stays.
+    """
+    if is_indexed and own.component.index is None:
+        if own.order[0] != 0 or own.counts[0] != 1 or own.stacked is not None or (own.slots > 1 and own.dim == 0):
+            raise _not_in_parts(kind, f"stored by '{kind.rule.dims[0]}' there, and here in another order", "")
+        order = tuple(place - 1 for place in own.order[1:])
+        own = replace(own, component=own.component.at_index(), order=order, counts=own.counts[1:],
+                      stacked=kind.rule.dims[0].axis, dim=max(own.dim - 1, 0))  # fmt: skip
+    place = other.pair if other else None
+    if other is None or place is None or own.component.pair is not None:
         return own
-    place = other.pair
-    assert place is not None
-    order = tuple(found for each in own.order for found in ((each + (each > place), *([each + 1] * (each == place)))))
-    at, ends = own.order.index(place), [*itertools.accumulate(own.counts)]
+    at = own.order.index(place)
+    ends = [*itertools.accumulate(own.counts)]
     dim = next(dim for dim, end in enumerate(ends) if at < end)
+    order = tuple(new for f in own.order for new in (f + (f > place), *([f + 1] if f == place else [])))
     counts = tuple(count + (number == dim) for number, count in enumerate(own.counts))
-    inside = dim == own.dim and at < ends[dim] - own.counts[dim] + own.lead
-    return replace(own, component=other, order=order, counts=counts, lead=own.lead + inside)
+    is_lead = dim == own.dim and at < ends[dim] - own.counts[dim] + own.lead
+    return replace(own, component=other, order=order, counts=counts, lead=own.lead + is_lead)
 
 
-def kept_whole(component: Component, target: str | None) -> Portion:
-    """A component that is stored as it is, under this name or its own."""
-    order = tuple(range(len(component.factors)))
-    return Portion(component, False, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
+def _not_in_parts(kind: Kind, how: str, there: str = " there") -> PlanError:
+    return PlanError(f"tensor '{kind.name}' is {how}{there}", "write it as huggingface first")
 
 
 class _Reading:
@@ -187,166 +162,121 @@ class _Reading:
 
     def __init__(self, model: Model, format: Format) -> None:
         self.model, self.format = model, format.of(model.config)
-        self._seen = format.types.seen.get(format.types.name_of(model.config))
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
         self._there = frozenset(self.names.values())
         self._beside = _Beside(model, self.format)
-        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.lines else {}
+        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.is_asked else {}
 
-    def all(self) -> dict[Kind, Taken]:
-        """What the program makes of each kind."""
-        found = {kind: list(self._candidates(kind)) for kind in self.model.kinds}
-        while True:
-            joined: dict[tuple[int, str | None], set[int]] = defaultdict(set)
-            for candidates in found.values():
-                for portion in candidates[0] if candidates else ():
-                    joined[id(portion.line), portion.target].add(portion.slot)
-            lacking = [
-                kind
-                for kind, candidates in found.items()
-                if any(
-                    portion.line is not None and len(joined[id(portion.line), portion.target]) < portion.slots
-                    for portion in (candidates[0] if candidates else ())
-                )
-            ]
-            if not lacking:
-                break
-            for kind in lacking:
-                del found[kind][0]
-        dropped = dropped_of(self.model, self.format)
-        stored = {tensor.kind for tensor in self.model.tensors if tensor.name not in dropped}
-        for kind, candidates in found.items():
-            if not candidates and kind not in stored:
-                candidates.append((kept_whole(whole(rule_of(self.model, kind)), None),))
-            if not candidates:
-                raise PlanError(
-                    f"tensor '{kind.name}' has no place in the format '{self.format.name}'",
-                    f"formats/programs/{self.format.name}.toml has no line for '{self.names[kind]}'",
-                )
-            self._check(kind)
-        return {kind: tuple(map(self._named, candidates[0])) for kind, candidates in found.items()}
-
-    def _check(self, kind: Kind) -> None:
-        """Raise PlanError for a tensor that the program cannot have, or is not known to have."""
-        if self._seen is not None and self.names[kind] not in self._seen:
-            raise PlanError(
-                f"tensor '{kind.name}' has no place in the format '{self.format.name}': no model that was compared "
-                f"with {self.format.loading.program} has it"
-            )
-        for refusal in self.format.rules.refusals:
-            if refusal.found.match(self.names[kind]) is None or (refusal.scalars and math.prod(kind.shape) > 1):
-                continue
-            if refusal.when is None or self.model.sizes.evaluate(refusal.when, dict(kind.indices)):
-                raise PlanError(
-                    f"tensor '{kind.name}' has no place in the format '{self.format.name}': {refusal.why}",
-                    "'reshard formats SOURCE' says which formats are possible",
-                )
-
-    def _candidates(self, kind: Kind) -> Iterator[Taken]:
-        name = self.names[kind]
-        uses = list(self._uses(name, kind))
-        for use in uses:
-            if use.line.part is None:
-                one = self._portion(kind, whole(rule_of(self.model, kind)), use)
-                yield tuple(self._apart(kind, use)) if use.line.apart else (one,)
-        yield from self._in_parts(kind, {use.line.part: use for use in reversed(uses)})
-        yield from self._unpacked(kind, name)
+    def candidates(self, kind: Kind) -> Iterator[Taken]:
+        """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
+        rule, name = rule_of(self.model, kind), self.names[kind]
+        for use in self._uses(name, kind):
+            yield (self._portion(kind, whole(rule), use),)
+        for names in component_names(name, rule):
+            found = [(part, next(self._uses(new, kind), None)) for new, part in names.items()]
+            if found and all(use for _, use in found):
+                yield tuple(self._portion(kind, part, use) for part, use in found if use)
         if self.format.rules.keep:
-            yield (kept_whole(whole(rule_of(self.model, kind)), name),)
+            yield (kept_whole(self.model, kind, name),)
 
-    def _in_parts(self, kind: Kind, uses: Mapping[str | None, Use]) -> Iterator[Taken]:
-        """A packed tensor whose components are tensors of the program's, if there are lines for all of them."""
-        parts = components(rule_of(self.model, kind))
-        if parts and all(part.label in uses for part in parts):
-            yield tuple(self._portion(kind, part, uses[part.label]) for part in parts)
+    def check(self, kind: Kind) -> None:
+        """Raise PlanError for a tensor that the program cannot have, or is not known to have."""
+        seen, name = self.format.types.seen.get(self.format.types.name_of(self.model.config)), self.names[kind]
+        lacking = f"tensor '{kind.name}' has no place in the format '{self.format.name}'"
+        if seen is not None and name not in seen:
+            raise PlanError(f"{lacking}: no model that was compared with {self.format.loading.program} has it")
+        for refusal in self.format.rules.refusals:
+            is_of_it = refusal.found.match(name) is not None and not (refusal.scalars and math.prod(kind.shape) > 1)
+            if is_of_it and _holds(self.model, refusal.when, kind):
+                raise PlanError(f"{lacking}: {refusal.why}", "'reshard formats SOURCE' says which formats are possible")
 
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
         for use in self.format.rules.uses(name):
             line = use.line
-            if line.also or (line.order.by is not None and line.order.by not in kind.rule.axes):
+            if line.also or (line.by is not None and line.by not in kind.rule.axes):
                 continue
-            if line.condition.without is not None and any(
-                line.condition.without.match(other) is not None for other in self._there
-            ):
+            if line.without is not None and any(line.without.match(other) is not None for other in self._there):
                 continue
-            if line.condition.beside is not None and not self._beside.holds(use, self._first[kind]):
+            if line.beside is not None and not self._beside.holds(use, self._first[kind]):
                 continue
-            if line.condition.when is None or self.model.sizes.evaluate(line.condition.when, dict(kind.indices)):
+            if _holds(self.model, line.when, kind):
                 yield use
 
-    def _unpacked(self, kind: Kind, name: str) -> Iterator[Taken]:
-        """A packed tensor by its components, if lines cover the names of all of them."""
-        parts = {part.label: part for part in components(rule_of(self.model, kind))}
-        experts = by_name(name, kind.rule)
-        if experts:
-            found = {
-                label: without_first(parts.get(label) or whole(rule_of(self.model, kind)))
-                for label in [*parts, *([] if parts else [None])]
-            }
-            named = dict(zip(experts, found.values(), strict=True))
-        elif parts:
-            module, _, leaf = name.rpartition(".")
-            parent = module.rpartition(".")[0]
-            named = {f"{parent}.{label}_proj.{leaf}": part for label, part in parts.items()}
-        else:
-            return
-        uses = [next(self._uses(new, kind), None) for new in named]
-        if all(use is not None for use in uses):
-            pairs = zip(named.values(), uses, strict=True)
-            yield tuple(self._portion(kind, part, use, by_index=bool(experts)) for part, use in pairs if use)
-
-    def _portion(self, kind: Kind, component: Component, use: Use, *, by_index: bool = False) -> Portion:
+    def _portion(self, kind: Kind, component: Component, use: Use) -> Portion:
         line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
-        for axes, halves in ((line.order.pairs, True), (line.order.halves, False)):
+        for axes, halves in ((line.pairs, True), (line.halves, False)):
             if axes and axes[use.source]:
                 component = component.in_two(axes[use.source], sizes, halves=halves)
         dims = list(range(len(component.counts)))
-        if line.order.output_first and component.arrow is not None:
+        if line.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]
-        has_arrow = component.arrow is not None and not line.order.output_first
+        joined = len(dims) - 1 if component.arrow is not None and not line.output_first and len(dims) > 1 else 0
         order = [factor for dim in dims for factor in component.of_dim(dim)]
         if component.pair is not None:
             at = order.index(component.pair)
             order[at], order[at + 1] = order[at + 1], order[at]
         counts = tuple(component.counts[dim] for dim in dims)
-        joined = len(dims) - 1 if has_arrow and len(dims) > 1 else 0
-        if line.order.ones is not None:
-            counts, joined = (
-                _with_ones(counts, [str(component.factors[place]) == "1" for place in order], line.order.ones),
-                0,
-            )
+        if line.ones is not None:
+            counts, joined = _with_ones(counts, [str(component.factors[f]) == "1" for f in order], line.ones), 0
         lead = 0
-        if line.order.by is not None:
+        if line.by is not None:
             begin = sum(counts[:joined])
             inside = [component.factors[place].axis for place in order[begin : begin + counts[joined]]]
-            if line.order.by not in inside:
-                raise PlanError(f"tensor '{kind.name}': '{line.order.by}' is no factor of '{component.shape}'")
-            lead = inside.index(line.order.by) + 1
-        return Portion(
-            component, by_index, use.target, use.stacked[1:-1] if use.stacked else None, use.source,
-            len(line.sources), line, tuple(order), counts, joined, lead,
-        )  # fmt: skip
+            if line.by not in inside:
+                raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
+            lead = inside.index(line.by) + 1
+        stacked, slots = use.stacked[1:-1] if use.stacked else None, len(line.sources)
+        return Portion(component, use.target, stacked, use.source, slots, line, tuple(order), counts, joined, lead)
 
-    def _apart(self, kind: Kind, use: Use) -> Iterator[Portion]:
-        found = {part.label: part for part in components(rule_of(self.model, kind))}
-        for slot, label in enumerate(use.line.apart):
-            if label not in found or len(found) != len(use.line.apart):
-                raise PlanError(
-                    f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(use.line.apart)}"
-                )
-            portion = self._portion(kind, found[label], use)
-            yield replace(portion, slot=slot, slots=len(use.line.apart))
-
-    def _named(self, portion: Portion) -> Portion:
-        if not portion.counts and any(
-            pattern.match(str(portion.target)) is not None for pattern in self.format.rules.vectors
-        ):
-            portion = replace(portion, vector=True)
-        for renaming in self.format.rules.names:
-            found = renaming.found.match(str(portion.target))
-            if found is not None and (renaming.when is None or self.model.sizes.evaluate(renaming.when, {})):
-                return replace(portion, target=renaming.new.fill(found))
+    def named(self, portion: Portion) -> Portion:
+        """A portion under its last name. A number that is to be a vector has a dimension of length 1."""
+        target, rules = str(portion.target), self.format.rules
+        if not portion.counts and any(vector.match(target) is not None for vector in rules.vectors):
+            portion = replace(portion, counts=(0,))
+        for name in rules.names:
+            words = name.found.match(target)
+            if words is not None and _holds(self.model, name.when):
+                return replace(portion, target=name.new.fill(words))
         return portion
+
+
+def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
+    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
+    if format.plain:
+        return {kind: (kept_whole(model, kind, None),) for kind in model.kinds}
+    check_model_type(model, format)
+    reading = _Reading(model, format)
+    found = {kind: [*reading.candidates(kind)] for kind in model.kinds}
+    lacking: list[Kind] | None = None
+    while lacking is None or lacking:  # a line that joins applies only if all its sources are there
+        joined: dict[tuple[int, str | None], set[int]] = defaultdict(set)
+        first = {kind: candidates[0] for kind, candidates in found.items() if candidates}
+        for portion in itertools.chain(*first.values()):
+            joined[id(portion.line), portion.target].add(portion.slot)
+        lacking = [
+            kind
+            for kind, portions in first.items()
+            if any(part.line and len(joined[id(part.line), part.target]) < part.slots for part in portions)
+        ]
+        for kind in lacking:
+            del found[kind][0]
+    dropped = dropped_of(model, format) if not all(found.values()) else frozenset()
+    for kind, candidates in found.items():
+        if not candidates and any(tensor.kind is kind and tensor.name not in dropped for tensor in model.tensors):
+            raise PlanError(
+                f"tensor '{kind.name}' has no place in the format '{format.name}'",
+                f"formats/programs/{format.name}.toml has no line for '{reading.names[kind]}'",
+            )
+        reading.check(kind)
+    return {
+        kind: tuple(map(reading.named, portions[0])) if portions else (kept_whole(model, kind, None),)
+        for kind, portions in found.items()
+    }
+
+
+def _holds(model: Model, when: Expression | None, kind: Kind | None = None) -> bool:
+    """Whether a condition is true of a model, for the tensors of a kind."""
+    return when is None or bool(model.sizes.evaluate(when, dict(kind.indices) if kind else {}))
 
 
 def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[int]) -> tuple[int, ...]:
@@ -373,15 +303,17 @@ class _Beside:
     """Which of a model's tensors have another beside them, for the lines of a format that ask for one."""
 
     def __init__(self, model: Model, format: Format) -> None:
-        self._architecture, self._format = model.architecture, format
-        self.lines = [line for line in format.rules.lines if line.condition.beside is not None]
-        self._names = {kind: template_of(model.architecture, kind) for kind in model.kinds} if self.lines else {}
-        wanted = {other for name in self._names.values() for other in self._others(name)}
-        self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in self._names}
-        self._there: dict[str, set[tuple[int, ...]]] = {name: set() for name in wanted}
-        for tensor in model.tensors if wanted else ():
-            if self._names[tensor.kind] in wanted:
-                self._there[self._names[tensor.kind]].add(tensor.at)
+        self._rules = format.rules
+        self.is_asked = any(line.beside is not None for line in format.rules.lines)
+        kinds = model.kinds if self.is_asked else ()
+        self._names = {kind: template_of(model.architecture, kind) for kind in kinds}
+        self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in kinds}
+        asked = {other for name in self._names.values() for other in self._others(name)}
+        self._there = {
+            filled(self._names[tensor.kind], dict(zip(self._axes[tensor.kind], tensor.at, strict=True)))
+            for tensor in (model.tensors if asked else ())
+            if self._names[tensor.kind] in asked
+        }
 
     def holds(self, use: Use, tensor: BoundTensor) -> bool:
         """Whether a tensor has beside it what a line that covers it asks for."""
@@ -392,25 +324,29 @@ class _Beside:
         return tuple(self._has(other, tensor) for other in self._others(self._names[tensor.kind]))
 
     def _has(self, other: str, tensor: BoundTensor) -> bool:
-        numbers = dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
-        axes = [segment[1:-1] for segment in other.split(".") if segment.startswith("{")]
-        return tuple(numbers.get(axis, -1) for axis in axes) in self._there[other]
+        return filled(other, dict(zip(self._axes[tensor.kind], tensor.at, strict=True))) in self._there
 
     def _others(self, name: str) -> list[str]:
-        return [
-            self._other(use, name) for use in self._format.rules.uses(name) if use.line.condition.beside is not None
-        ]
+        return [self._other(use, name) for use in self._rules.uses(name) if use.line.beside is not None]
 
     @staticmethod
     def _other(use: Use, name: str) -> str:
-        assert use.line.condition.beside is not None
-        return use.line.condition.beside.fill(use.line.sources[use.source].match(name) or {})
+        assert use.line.beside is not None
+        return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+
+
+def filled(name: str, at: Mapping[str, int]) -> str:
+    """A name with numbers in place of ``{layer}`` and its like."""
+    if "{" in name:
+        for axis, number in at.items():
+            name = name.replace(f"{{{axis}}}", str(number))
+    return name
 
 
 def apart_by_lines(model: Model, format: Format) -> Model:
     """The same model with kinds divided so that the same lines of a format cover all tensors of a kind."""
     beside = _Beside(model, format.of(model.config))
-    return divided(model, beside.key) if beside.lines else model
+    return divided(model, beside.key) if beside.is_asked else model
 
 
 def template_of(architecture: Architecture, kind: Kind) -> str:
@@ -422,8 +358,18 @@ def template_of(architecture: Architecture, kind: Kind) -> str:
 
 
 def _template_of(architecture: Architecture, kind: Kind) -> str:
-    general = _general(architecture, kind.name, rest=kind.template.endswith("*"))
-    if general == kind.template or _is_same_line(architecture, kind):
+    axes = {place: axis for axis, place in architecture.index_places(kind.name).items()}
+    segments, number, is_open = kind.name.split("."), 0, kind.template.endswith("*")
+    for i, segment in enumerate(segments):
+        if is_index(segment):
+            if number in axes:
+                segments[i] = f"{{{axes[number]}}}"
+            elif is_open:
+                segments[i] = f"{{number{number}}}"  # the name's other numbers
+            number += 1
+    general, match = ".".join(segments), architecture.match(kind.name)
+    # the kind's line covers the name itself; that of a scale is its weight's
+    if general == kind.template or (match is not None and match.template == kind.template and not is_open):
         return kind.template
     module, prefix = kind.template.rpartition(".")[0], architecture.prefixes[0] if architecture.prefixes else ""
     inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
@@ -431,51 +377,19 @@ def _template_of(architecture: Architecture, kind: Kind) -> str:
     return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
 
 
-def _is_same_line(architecture: Architecture, kind: Kind) -> bool:
-    """Whether the name itself is covered by the kind's line; a scale's is not, but its weight's."""
-    match = architecture.match(kind.name)
-    return match is not None and match.template == kind.template and not kind.template.endswith("*")
-
-
-def _general(architecture: Architecture, name: str, *, rest: bool) -> str:
-    """A name with its indices as ``{layer}``; with ``rest``, also with its other numbers, as ``{number0}``."""
-    axes = {place: axis for axis, place in architecture.index_places(name).items()}
-    segments, number = name.split("."), 0
-    for i, segment in enumerate(segments):
-        if is_index(segment):
-            if number in axes:
-                segments[i] = f"{{{axes[number]}}}"
-            elif rest:
-                segments[i] = f"{{number{number}}}"
-            number += 1
-    return ".".join(segments)
-
-
-def copies_of(model: Model, format: Format) -> dict[Kind, list[str]]:
-    """The second names of the tensors (tied ones) that a program stores twice, by kind."""
-    format, found = format.of(model.config), dict[Kind, list[str]]()
-    for kind in model.kinds if any(line.also for line in format.rules.lines) else ():
-        name = template_of(model.architecture, kind)
-        targets = [use.target for use in format.rules.uses(name) if use.line.also]
-        if targets:
-            found[kind] = targets
-    return found
-
-
 def dropped_of(model: Model, format: Format) -> frozenset[str]:
     """The tensors that a program does not store."""
     found: set[str] = set()
     for dropped in format.of(model.config).rules.dropped:
-        if dropped.when is not None and not model.sizes.evaluate(dropped.when, {}):
+        if not _holds(model, dropped.when):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
         covered: dict[Kind, list[int]] = {}
-        for kind in model.kinds:
+        for kind in model.kinds if end is not None else ():
             match = dropped.found.match(template_of(model.architecture, kind))
-            if match is None or end is None:
-                continue
-            axes = [*model.architecture.index_places(kind.name)]
-            covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
+            if match is not None:
+                axes = [*model.architecture.index_places(kind.name)]
+                covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
         for tensor in model.tensors if covered else ():
             places = covered.get(tensor.kind)
             if places is not None and all(tensor.at[place] >= end for place in places):

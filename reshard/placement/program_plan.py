@@ -51,10 +51,10 @@ def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
         known = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
         return known[name] if name in known else model.sizes.look_up(name)
 
-    for demand in format.demands:
-        if not demand.holds.evaluate(look_up):
+    for condition, why in format.demands:
+        if not condition.evaluate(look_up):
             raise PlanError(
-                f"the format '{format.name}' is not possible for {mesh}: {demand.why}",
+                f"the format '{format.name}' is not possible for {mesh}: {why}",
                 "'reshard formats SOURCE' says which formats are possible",
             )
 

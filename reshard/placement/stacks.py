@@ -7,74 +7,54 @@ tensor, a chunk in the arrangement is a chunk in the files with leading dimensio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from formats.files.chunks import Chunk
 from formats.files.safetensors import TensorInfo
-from formats.notation.format import Format
-from formats.notation.format_rules import Stack
-from reshard.model.model import Model
-
-
-def stacks_for(format: Format, model: Model) -> tuple[Stack, ...]:
-    """The stacks of a format that hold for a model."""
-    return tuple(stack for stack in format.rules.stacks if stack.when is None or model.sizes.evaluate(stack.when, {}))
-
-
-def stacked(stacks: Iterable[Stack], name: str) -> tuple[str, tuple[int, ...]]:
-    """The name that a stored tensor has in the files, and its index along each leading dimension there."""
-    places: list[int] = []
-    for stack in stacks:
-        found = stack.of.match(name)
-        if found is not None:
-            places.append(int(found[stack.index]))
-            name = stack.name.fill(found)
-    return name, tuple(places)
-
-
-def first_unstacked(stacks: Iterable[Stack], name: str) -> str:
-    """The name of the first stored tensor within a tensor of the files."""
-    for stack in stacks:
-        words = stack.name.match(name)
-        if words is not None and stack.of.match(name) is None:
-            name = stack.of.fill({**words, stack.index: "0"})
-    return name
-
+from formats.notation.format_rules import Renaming
 
 Piece = tuple[Chunk, TensorInfo]
 """A chunk of a tensor, and where it lies."""
 
 
-def unstacked(stacks: Iterable[Stack], name: str, pieces: Iterable[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+def stacked(stacks: Iterable[Renaming], name: str) -> tuple[str, tuple[int, ...]]:
+    """The name that a stored tensor has in the files, and its index along each leading dimension there."""
+    places: list[int] = []
+    for stack in stacks:
+        words = stack.found.match(name)
+        if words is not None:
+            places.append(int(words[stack.index]))
+            name = stack.new.fill(words)
+    return name, tuple(places)
+
+
+def unstacked(stacks: Sequence[Renaming], name: str, pieces: Iterable[Piece]) -> Iterator[tuple[str, list[Piece]]]:
     """The stored tensors within a tensor of the files, each with its chunks.
 
     A name that has a number in place of a stack's index is not a stack, but one of its tensors.
     """
-    found = {name: list(pieces)}
-    for stack in stacks:
-        words = stack.name.match(name)
-        if words is None or stack.of.match(name) is not None:
-            continue
-        further: dict[str, list[Piece]] = defaultdict(list)
-        for of, held in found.items():
-            words = stack.name.match(of) or {}
-            for at, info in held:
-                for number, piece in _apart(at, info):
-                    new = stack.of.fill({**words, stack.index: str(number)})
-                    further[new].append((piece[0], piece[1]._replace(name=new)))
-        found = further
-        name = next(iter(found), name)
-    yield from found.items()
-
-
-def _apart(at: Chunk, info: TensorInfo) -> Iterator[tuple[int, Piece]]:
-    """A chunk as the chunks of each index of its first dimension."""
-    if not at.shape:
+    stack = stack_of(stacks, name)
+    if stack is None:
+        yield name, list(pieces)
         return
-    shape, each = at.shape[1:], info.nbytes // max(1, at.shape[0])
-    for number in range(at.shape[0]):
-        piece = info._replace(shape=shape, offset=info.offset + number * each, nbytes=each)
-        yield at.offset[0] + number, (Chunk(at.offset[1:], shape), piece)
+    apart: dict[str, list[Piece]] = defaultdict(list)
+    for at, info in pieces:
+        for number in range(at.shape[0]) if at.shape else ():
+            new, nbytes = name_at(stack, name, at.offset[0] + number), info.nbytes // at.shape[0]
+            offset, chunk = info.offset + number * nbytes, Chunk(at.offset[1:], at.shape[1:])
+            apart[new].append((chunk, info._replace(name=new, shape=chunk.shape, offset=offset, nbytes=nbytes)))
+    for new, of_index in apart.items():
+        yield from unstacked(stacks, new, of_index)
+
+
+def stack_of(stacks: Iterable[Renaming], name: str) -> Renaming | None:
+    """The first stack that a tensor of the files is."""
+    return next((each for each in stacks if each.new.match(name) is not None and each.found.match(name) is None), None)
+
+
+def name_at(stack: Renaming, name: str, index: int) -> str:
+    """The name of the tensor at an index of a stack of this name."""
+    return stack.found.fill({**(stack.new.match(name) or {}), stack.index: str(index)})
 
 
 def by_number(
@@ -91,8 +71,3 @@ def by_number(
             ranks[number][name] = info
             chunks[name][number] = at
     return tuple(ranks), chunks
-
-
-def prefixed(places: tuple[int, ...], at: Chunk) -> Chunk:
-    """A chunk of a stored tensor, as a chunk of the tensor in the files."""
-    return Chunk((*places, *at.offset), (*(1 for _ in places), *at.shape))

@@ -14,7 +14,7 @@ from formats.notation.format_rules import Constant
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Spread, common_blocks
-from reshard.placement.portions import Portion
+from reshard.placement.portions import Portion, filled
 
 
 class Atom(NamedTuple):
@@ -118,19 +118,18 @@ class Placed(NamedTuple):
         stored, geometry = self.stored, self.stored.geometry
         return stored.naming is None and geometry.chunks is None and len(geometry.layouts) == 1
 
-    def is_zero(self, rank: int) -> bool:
-        """Whether a rank stores zeros in its place, because an earlier rank has the same part."""
-        if self.portion.line is None or not self.portion.line.ranks.first_rank:
-            return False
-        boxes = self.layout.boxes
-        return any(boxes[other].dims == boxes[rank].dims for other in boxes if other < rank)
-
     @property
     def zeros(self) -> frozenset[int]:
-        """The ranks that store zeros in its place."""
-        if self.portion.line is None or not self.portion.line.ranks.first_rank:
+        """The ranks that store zeros in its place, because an earlier rank has the same part."""
+        if self.portion.line is None or self.portion.line.on != "first rank":
             return frozenset()
-        return frozenset(rank for rank in self.layout.boxes if self.is_zero(rank))
+        first: dict[object, int] = {}
+        boxes = self.layout.boxes
+        return frozenset(rank for rank in sorted(boxes) if first.setdefault(boxes[rank].dims, rank) != rank)
+
+    def is_zero(self, rank: int) -> bool:
+        """Whether a rank stores zeros in its place."""
+        return rank in self.zeros
 
 
 def blocks_of(held: Placed, wanted: Placed) -> Blocks | None:
@@ -146,11 +145,3 @@ def blocks_of(held: Placed, wanted: Placed) -> Blocks | None:
         return tuple((factor,) for factor in range(len(source)))
     starts = {start for geometry, number in sides for start in geometry.starts(number)}
     return common_blocks(source, target, starts)
-
-
-def filled(name: str, at: Mapping[str, int]) -> str:
-    """A name with numbers in place of ``{layer}`` and its like."""
-    if "{" in name:
-        for axis, number in at.items():
-            name = name.replace(f"{{{axis}}}", str(number))
-    return name

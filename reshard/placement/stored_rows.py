@@ -81,13 +81,13 @@ def _how(stored: Stored, portions: Sequence[Portion]) -> str:
     words += ["joined"] if len(portions) > 1 else []
     line = first.line
     if line is not None:
-        words += ["output first"] if line.order.output_first and first.component.arrow is not None else []
-        words += ["halves as pairs"] if any(line.order.pairs) else []
-        words += ["pairs as halves"] if any(line.order.halves) else []
+        words += ["output first"] if line.output_first and first.component.arrow is not None else []
+        words += ["halves as pairs"] if any(line.pairs) else []
+        words += ["pairs as halves"] if any(line.halves) else []
         words += [f"{line.function}(x)"] if line.function else []
         words += [f"as {line.dtype}"] if line.dtype else []
-        words += ["whole"] if line.ranks.cut == Cut() else []
-        words += ["on the first rank, else zeros"] if line.ranks.first_rank else []
+        words += ["whole"] if line.cut == Cut() else []
+        words += ["on the first rank, else zeros"] if line.on == "first rank" else []
     return ", ".join(words)
 
 

@@ -38,7 +38,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import Origins
 from reshard.placement.program_config import dtype_of, made_config, with_dtype
 from reshard.placement.program_plan import program_plan
-from reshard.placement.stacks import Piece, by_number, first_unstacked, unstacked
+from reshard.placement.stacks import by_number, name_at, stack_of, unstacked
 from reshard.placement.stored import Chunks
 from reshard.source.completeness import check_complete
 from reshard.source.distributed_source import Affix, Training, known_names, parts_of
@@ -313,7 +313,9 @@ def _between(path: FilePath, tensors: Iterable[TensorInfo], size: int) -> Iterat
 
 
 def _knows(format: Format, origins: Origins, name: str) -> bool:
-    return origins.knows(first_unstacked(format.rules.stacks, name))
+    while (stack := stack_of(format.rules.stacks, name)) is not None:
+        name = name_at(stack, name, 0)
+    return origins.knows(name)
 
 
 def _likeliest(candidates: Sequence[Format], folder: Folder, found: Distributed) -> list[Format]:
@@ -337,11 +339,11 @@ def _chunks_of(
 
     ``names`` has the stored name of each tensor that is read.
     """
-    pieces: dict[str, list[Piece]] = {}
-    for name, stored in names.items():
-        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
-        pieces |= dict(unstacked(format.rules.stacks, name, renamed))
-    return by_number(pieces)
+    renamed = (
+        (name, [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks])
+        for name, stored in names.items()
+    )
+    return by_number(dict(each for of in renamed for each in unstacked(format.rules.stacks, *of)))
 
 
 def _whole_tensors(

@@ -18,7 +18,7 @@ from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.format import Format
 from formats.notation.format_file import all_formats
-from formats.notation.format_rules import Further
+from formats.notation.format_rules import LaterLayers
 from formats.notation.patterns import Pattern, numbered_names
 from formats.store import FilePath, like, name_in, read_file
 
@@ -287,7 +287,7 @@ def numbered_globally(
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
 
 
-def _behind(further: Further, line: Pattern) -> Pattern | None:
+def _behind(further: LaterLayers, line: Pattern) -> Pattern | None:
     """The names of a line's tensors behind the last layer."""
     words = further.found.match(line.text)
     return Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"})) if words else None

@@ -43,7 +43,7 @@ from reshard.move.moves import KEPT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_config import made_config, program_config
-from reshard.placement.stacks import prefixed, stacked, stacks_for
+from reshard.placement.stacks import stacked
 from reshard.placement.stored import Placed
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished
@@ -127,7 +127,8 @@ class Output:
         training = self._training = source.training if is_same else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
-        self._stacks = stacks_for(format, plan.model)
+        evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
+        self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._others = list(training.archives()) if training is not None and state is None else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
@@ -300,13 +301,15 @@ class Output:
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
+        from formats.files.chunks import Chunk
         from formats.files.dcp import NewChunk, build_chunks  # rarely needed
         from formats.files.dcp import Stored as StoredChunk
 
         places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
         for tensor, dtype, _, nbytes in tensors:
             key, places = stacked(self._stacks, tensor)
-            at = prefixed(places, places_of[tensor][rank])
+            own = places_of[tensor][rank]
+            at = Chunk((*places, *own.offset), (*(1 for _ in places), *own.shape))
             keys[tensor] = self._name_there(key), dtype, at
             chunks.append(NewChunk(tensor, dtype, at, nbytes))
         objects = {} if self._objects or self._state is not None else self._extra_states()

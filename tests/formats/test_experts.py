@@ -8,7 +8,7 @@ import pytest
 
 from formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
 from formats.notation.axes import parse
-from formats.notation.unfused_experts import by_name
+from formats.notation.components import linear, unfused
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from formats.notation.unfused_experts import by_name
     ],
 )  # fmt: skip
 def test_lines_of_single_experts(template: str, shape: str, expected: dict[str, str]):
-    assert {name: str(own) for name, own in by_name(template, parse(shape)).items()} == expected
+    assert {name: str(linear(own)) for name, own in unfused(template, parse(shape)).items()} == expected
 
 
 def test_every_built_in_architecture_with_fused_experts_has_them_by_name():

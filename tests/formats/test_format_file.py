@@ -25,7 +25,7 @@ RIGHT = [
     '[models."x, y".tensors]\n"a.*" = "b.*"\n[models.x.dropped]\n"c.*" = {}',
     '[dropped]\n"a.*" = { beyond = "x" }',
     '[refused]\n"a.*" = { why = "it cannot" }',
-    '[stacks]\n"a.{layer}.*" = { name = "a.*" }',
+    '[stacks]\n"a.{layer}.*" = { to = "a.*" }',
     '[further]\n"a.{layer}.*" = { to = "b.{further}.*", beyond = "x" }',
     '[[constants]]\nbeside = "a.*"\nnames = ["a.*"]\ndtype = "F32"\nvalue = 1.0',
     '[config]\nfile = "params.json"\nwrite = { dim = "hidden_size" }\nread = { hidden_size = "dim" }',
@@ -38,10 +38,10 @@ WRONG = [
     ('[models.x.demands]\n"x" = "it must"', "models.x: unknown key 'demands'"),
     ("models = { x = 3 }", "models.x should be"),
     ("[models.x]\ntensors = 3", "models.x.tensors should be"),
-    ("[models.x]\nconstants = [3]", "models.x.constants should be"),
+    ("[models.x]\nconstants = [3]", "models.x.constants[0] should be"),
     ('[models."x,".names]\n"a.*" = "b.*"', "'x,' names a model type without a name"),
-    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = 3 }', "models.x.tensors.'a.*'.when should be"),
-    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = "" }', "models.x.tensors.'a.*'.when should be"),
+    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = 3 }', "'a.*'.when should be"),
+    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = "" }', "'a.*'.when: '' is not an expression"),
     ("chunks = 1", "chunks should be true or false and is 1"),
     ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),
     ('files = { name = "a", stage = "b" }', "files: unknown key 'stage'"),
@@ -52,7 +52,7 @@ WRONG = [
     ('[names]\n"a.*" = { to = "b.*", if = "x" }', "'a.*': unknown key 'if'"),
     ('[dropped]\n"a.*" = { above = "x" }', "'a.*': unknown key 'above'"),
     ('[refused]\n"a.*" = { why = "it cannot", scalar = true }', "'a.*': unknown key 'scalar'"),
-    ('[stacks]\n"a.{layer}.*" = { name = "a.*", of = "x" }', "'a.{layer}.*': unknown key 'of'"),
+    ('[stacks]\n"a.{layer}.*" = { to = "a.*", of = "x" }', "'a.{layer}.*': unknown key 'of'"),
     (
         '[further]\n"a.{layer}.*" = { to = "b.{further}.*", beyond = "x", why = "y" }',
         "'a.{layer}.*': unknown key 'why'",
@@ -133,7 +133,7 @@ def test_what_the_vocabulary_is_padded_to(
 )
 def test_where_a_line_is_cut(text: str, cut: Cut, tmp_path: Path) -> None:
     (line,) = _format(tmp_path, f'[tensors]\n"a.*" = {{ from = "b.*", cut = {text} }}').rules.lines
-    assert line.ranks.cut == cut
+    assert line.cut == cut
 
 
 def test_what_holds_for_a_model_type_goes_before_what_holds_for_all(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_what_holds_for_a_model_type_goes_before_what_holds_for_all(tmp_path: Pa
     (tmp_path / "new.toml").write_text(f'{LEAST}{lines}[models.z.names]\n"a.*" = "c.*"\n')
     rules = read_format(tmp_path / "new.toml").rules
     first, second = rules.lines
-    assert first.condition.when is not None and second.condition.when is None and second.ranks.cut is None
+    assert first.when is not None and second.when is None and second.cut is None
     cases = (({"model_type": "y", "p": 1}, True), ({"model_type": "z", "p": 1}, False), ({"model_type": "x"}, False))
     for settings, holds in cases:
-        assert bool(first.condition.when.evaluate({"p": 0, **settings}.__getitem__)) is holds
+        assert bool(first.when.evaluate({"p": 0, **settings}.__getitem__)) is holds
     (name,) = rules.names
     assert name.when is not None and name.when.evaluate({"model_type": "z"}.__getitem__)

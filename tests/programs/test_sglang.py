@@ -206,7 +206,7 @@ def test_a_format_builds_on_another(tmp_path: Path) -> None:
         (),
     )
     at = [line.target.text for line in format.rules.lines].index("a.*")
-    assert at and all("model_type" in str(line.condition.when) for line in format.rules.lines[:at])  # these go first
+    assert at and all("model_type" in str(line.when) for line in format.rules.lines[:at])  # these go first
     gone = {"**.qkv_proj.*", "**.short_conv.*.*"}
     below = [line for line in base.rules.lines if line.types is None and line.target.text not in gone]
     of_types = [line for line in format.rules.lines[:at] if line.target.text not in gone]

@@ -116,9 +116,7 @@ def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...]
     for slot, number in enumerate(slot_at):
         one = tuple(order) if number == 0 else tuple(range(len(shapes[number])))
         of = counts if number == 0 else (len(shapes[number]),)
-        portions.append(
-            Portion(cast(Any, None), False, None, "x", slot, len(shapes), None, one, of, 0, lead if others else 0)
-        )
+        portions.append(Portion(cast(Any, None), None, "x", slot, len(shapes), None, one, of, 0, lead if others else 0))
     layouts, whole, at = [], [], 1
     dealt = draw(st.integers(0, len(sizes) - 1))  # ranks divide one factor, and what is joined with it in its place
     shared = draw(ranks_of(padding[dealt], count))
@@ -289,7 +287,7 @@ def test_blocks_begin_where_pieces_do() -> None:
 @given(st.integers(0, 7), st.integers(1, 8))
 def test_elements_of_half_a_byte_are_moved_in_whole_bytes_or_refused(begin: int, length: int) -> None:
     length = min(length, 8 - begin)
-    portion = Portion(cast(Any, None), False, None, None, 0, 1, None, (0,), (1,), 0, 0)
+    portion = Portion(cast(Any, None), None, None, 0, 1, None, (0,), (1,), 0, 0)
     layout = Layout(parse(""), (8,), (8,), {0: Box(((Run(0, 8),),), (8,))}, 1, (8,), frozenset())
     part = replace(layout, boxes={0: Box(((Run(begin, length),),), (length,))})
     before, after = (Geometry((portion,), (of,), False).spread(0, ((0,),)) for of in (layout, part))

@@ -10,7 +10,7 @@ from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
 from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format import HUGGING_FACE, OWN
 from formats.notation.format_file import format_to_write
 from formats.refusals import refused
 from reshard.launcher import Share
@@ -61,7 +61,8 @@ def split(request: SplitRequest) -> Summary:
     began, opened = start(request), open_any(request.source, request)
     plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
     wanted = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
-    ranks, added_to = (None, None) if wanted is None or began.bucket is not None else (wanted, began.folder)
+    has_folders = format is OWN and began.bucket is None  # of ranks, which are added one by one
+    ranks, added_to = (wanted, began.folder) if wanted is not None and has_folders else (None, None)
     new = Output(opened, plan, format, request.max_shard_size, ranks=ranks, added_to=added_to)
     return rewrite(new, began, request, wanted)
 

@@ -372,7 +372,7 @@ def test_a_checkpoint_with_both_forms_is_hugging_face_s(tmp_path: Path) -> None:
     split(model, tmp_path / "out", tp=1, format="mistral")
     shutil.copy(tmp_path / "out" / "consolidated.safetensors", model)
     shutil.copy(tmp_path / "out" / "params.json", model)
-    assert open_source(model).format is None
+    assert open_source(model).format.name == "huggingface"
     (model / "model.safetensors").unlink()
     format = open_source(model).format
     assert format is not None and format.name == "mistral"

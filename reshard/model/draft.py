@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,23 @@ def draft_of(path: FilePath) -> Draft:
 def draft(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> Draft:
     """A draft for tensors of these names and shapes. Raises PlanError where a quantized weight hides its shape."""
     kinds = _kinds(config, tensors)
-    types = Counter(file.stem for file in built_in_architectures().values())
-    bases = [replace(architecture_of({"base": [name]}, Path("draft")), name=name) for name in types]
-    names = {base.name: sum(base.match(kind.name) is not None for kind in kinds) for base in bases}
-    bases.sort(key=lambda base: (-names[base.name], -types[base.name]))
-    fitting = {base.name: sum(_fits(base, config, kind) for kind in kinds) for base in bases[:_NEAREST]}
-    for base in sorted(bases[:_NEAREST], key=lambda base: -fitting[base.name]) if kinds else ():
+    names = {base.name: sum(base.match(kind.name) is not None for kind in kinds) for base in _bases()}
+    bases = sorted(_bases(), key=lambda base: -names[base.name])[:_NEAREST]
+    fitting = {base.name: sum(_fits(base, config, kind) for kind in kinds) for base in bases}
+    for base in sorted(bases, key=lambda base: -fitting[base.name]) if kinds else ():
         with suppress(PlanError):
             lines = dict(_lines(base, config, kinds))
             text = _text(config, base.name, f"{fitting[base.name]} of {len(kinds)} kinds of tensors fit it", lines)
             architecture = architecture_of(tomllib.loads(text), Path("draft"))
             return Draft(text, base.name, bind(architecture, config, tensors, every_rule=True), len(lines))
     raise PlanError("no draft: no architecture is near to it", "write a file: 'reshard plan SIMILAR --save FILE'")
+
+
+@cache
+def _bases() -> Sequence[Architecture]:
+    """The built-in architectures: first those of the most model types."""
+    types = Counter(file.stem for file in built_in_architectures().values())
+    return [replace(architecture_of({"base": [name]}, Path("draft")), name=name) for name, _ in types.most_common()]
 
 
 def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[FullTensor]:

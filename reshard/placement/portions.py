@@ -230,8 +230,8 @@ class _Reading:
             if line.by not in inside:
                 raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
             lead = inside.index(line.by) + 1
-        stacked, slots = use.stacked[1:-1] if use.stacked else None, len(line.sources)
-        return Portion(component, use.target, stacked, use.source, slots, line, tuple(order), counts, joined, lead)
+        slots = len(line.sources)
+        return Portion(component, use.target, use.stacked, use.source, slots, line, tuple(order), counts, joined, lead)
 
     def named(self, portion: Portion) -> Portion:
         """A portion under its last name. A number that is to be a vector has a dimension of length 1."""

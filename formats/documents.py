@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import PurePosixPath
-from typing import Any, NoReturn, TypeVar
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.errors import CheckpointError, brief
 from formats.store import FilePath, read_file
@@ -268,3 +271,51 @@ def record(read: Callable[[Record], T]) -> Reader[T]:
         return found
 
     return reader
+
+
+# --------------------------------------------------------------------------------------------- dataclasses, by type
+
+READERS: dict[Any, Reader[Any]] = {
+    Any: anything, str: text, bool: truth, int: size, float: number, int | float: anything
+}  # fmt: skip
+"""The readers of values, by their types. Whoever has other types of values adds theirs."""
+
+
+def structure(kind: Callable[..., T], table: Record, **given: object) -> T:
+    """A dataclass from a table: each field that is not given, by its type."""
+    for name, key, of, default in _fields_of(kind):
+        if name not in given:
+            reader = _reader(of)
+            given[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+    return kind(**given)
+
+
+@cache
+def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
+    """The fields of a dataclass: name, key in a file, type, default (MISSING: it must be there)."""
+    types = get_type_hints(kind)
+    return [
+        (
+            field.name,
+            field.metadata.get("key", field.name),
+            types[field.name],
+            field.default if field.default_factory is MISSING else field.default_factory(),
+        )
+        for field in fields(kind)
+    ]
+
+
+@cache
+def _reader(kind: Any) -> Reader[Any]:
+    """The reader of a value of this type. A tuple of one need not stand in a list."""
+    if kind in READERS:
+        return READERS[kind]
+    first, *others = get_args(kind)
+    if NoneType in others:
+        return _reader(Union[*(each for each in (first, *others) if each is not NoneType)])
+    if get_origin(kind) is tuple:
+        read = items(_reader(first))
+        return lambda value, where: read(value if isinstance(value, list) else [value], where)
+    if get_origin(kind) is frozenset:
+        return lambda value, where: frozenset(items(_reader(first))(value, where))
+    return mapping(_reader(others[0]))

@@ -16,11 +16,11 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from formats.documents import Record, Unfit, items, json_object, mapping, optional, record, text, truth
+from formats.documents import Record, Unfit, optional, record, structure, text
 from formats.errors import PlanError
 from formats.hints import nearest, with_hint
 
@@ -114,23 +114,12 @@ def version_of(found: str | None) -> tuple[int, ...] | None:
 
 
 def _format(name: str, fields: Record) -> AdapterFormat:
-    a, b = (fields.find(key, optional(record(_factor)), None) for key in ("lora_A", "lora_B"))
-    none: tuple[str, ...] = ()
-    return AdapterFormat(
+    a, b = (fields.find(key, optional(record(partial(structure, Factor))), None) for key in ("lora_A", "lora_B"))
+    return structure(
+        AdapterFormat,
+        fields,
         name=name,
-        loaded_by=fields.get("loaded_by", text),
-        load=fields.get("load", text),
-        tried=fields.get("tried", text),
         factors=None if a is None or b is None else (a, b),
         second=fields.find("input", text, "first") == "second",
-        flipped=frozenset(fields.find("flipped", items(text), none)),
         since=version_of(fields.find("since", text, "")),
-        words=fields.find("words", mapping(text), {}),
-        halves=fields.find("halves", truth, False),
-        one_scale=fields.find("one_scale", truth, False),
-        settings=fields.find("settings", json_object, {}),
     )
-
-
-def _factor(fields: Record) -> Factor:
-    return Factor(fields.get("name", text), fields.get("axes", text))

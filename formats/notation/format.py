@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -201,22 +201,20 @@ class Rules:
     keep: bool = False
 
     @cached_property
-    def _uses(self) -> dict[str, tuple[Use, ...]]:
+    def _uses(self) -> dict[str, list[Use]]:
         return {}
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:
-            self._uses[name] = tuple(self._find(name))
+            self._uses[name] = []
+            for line, (number, source) in ((of, each) for of in self.lines for each in enumerate(of.sources)):
+                words = source.match(name)
+                if words is not None:
+                    (index,) = source.indices - line.target.indices or {None}
+                    stacked = words[index].strip("{}") if index else None
+                    self._uses[name].append(Use(line, number, line.target.fill(words), stacked))
         return self._uses[name]
-
-    def _find(self, name: str) -> Iterator[Use]:
-        for line in self.lines:
-            for number, source in enumerate(line.sources):
-                found = source.match(name)
-                if found is not None:
-                    (stacked,) = source.indices - line.target.indices or {None}
-                    yield Use(line, number, line.target.fill(found), found[stacked] if stacked else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,25 +246,15 @@ class Format:
         """The format with the rules for a model of this config alone."""
         kind = self.types.name_of(config)
         if kind not in self._of:
-            rules = self.rules
-            if kind in self.types.meshes:
-                rules = replace(rules, names=(), refusals=(), vectors=())
-            self._of[kind] = replace(
-                self,
-                rules=replace(
-                    rules,
-                    lines=tuple(self._for(kind, rules.lines)),
-                    constants=tuple(self._for(kind, rules.constants)),
-                    dropped=tuple(self._for(kind, rules.dropped)),
-                ),
-            )
-        return self._of[kind]
+            is_own = kind in self.types.meshes  # a type with rules of its own has these alone
 
-    def _for(self, kind: str, entries: Iterable[_OfTypes]) -> Iterator[_OfTypes]:
-        """The entries that hold for a model type: of one with rules of its own, these alone."""
-        for entry in entries:
-            if kind in entry.types if entry.types is not None else kind not in self.types.meshes:
-                yield entry
+            def only(rules: Iterable[_OfTypes]) -> tuple[_OfTypes, ...]:
+                return tuple(rule for rule in rules if (not is_own if rule.types is None else kind in rule.types))
+
+            rules = replace(self.rules, names=(), refusals=(), vectors=()) if is_own else self.rules
+            lines, constants, dropped = only(rules.lines), only(rules.constants), only(rules.dropped)
+            self._of[kind] = replace(self, rules=replace(rules, lines=lines, constants=constants, dropped=dropped))
+        return self._of[kind]
 
 
 OWN = Format(

@@ -17,13 +17,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from formats.documents import (
+    READERS,
     Reader,
     Record,
     Unfit,
@@ -31,9 +31,9 @@ from formats.documents import (
     items,
     json_object,
     mapping,
-    number,
     optional,
     record,
+    structure,
     text,
     truth,
     unfit,
@@ -146,7 +146,7 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
     )
     return types, Rules(
         lines=tuple(lines_of_types(table.find("lines", anything, []))),
-        constants=_all(table, "constants", record(partial(_read, Constant))),
+        constants=_all(table, "constants", record(partial(structure, Constant))),
         dropped=tuple(
             Dropped(pattern, types=names)
             for names, patterns in _of_each_type(table, "dropped", "names", items(_pattern))
@@ -162,20 +162,20 @@ def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[
 
 def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
     engine = table.find("engine", _engine, _NO_ENGINE)
-    padding = _read(Padding, table)
+    padding = structure(Padding, table)
     if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
         raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
     demands = _table(table, "demands", text).items()
     return Format(
         name=name,
-        loading=_read(Loading, table, engine=engine[0], engine_format=engine[1]),
+        loading=structure(Loading, table, engine=engine[0], engine_format=engine[1]),
         files=table.get("files", _files),
         rules=_rules(table, known[1]),
-        container=_read(Container, table, documents=_table(table, "documents", json_object)),
+        container=structure(Container, table, documents=_table(table, "documents", json_object)),
         padding=padding,
         types=replace(known[0], only=_all(table, "model_types", text)),
         demands=tuple((read_expression(condition), why) for condition, why in demands),
-        settings=table.find("config", record(partial(_read, Settings)), None),
+        settings=table.find("config", record(partial(structure, Settings)), None),
         same_ranks=table.find("same_ranks", truth, False),
     )
 
@@ -184,7 +184,7 @@ def _rules(table: Record, of_types: Rules) -> Rules:
     """All rules of a file. Lines and names for some model types stand before those for all."""
     some = [_of_models(*each) for each in _table(table, "models", anything).items()]
     own = _model_rules(table)
-    return _read(
+    return structure(
         Rules,
         table,
         lines=tuple(line for rules in (*some, own, of_types) for line in rules.lines),
@@ -203,7 +203,7 @@ def _model_rules(table: Record) -> Rules:
     return Rules(
         lines=tuple(line for target, entries in lines for line in _lines(target, entries)),
         names=tuple(_named(Renaming, table, "names", "to")),
-        constants=_all(table, "constants", record(partial(_read, Constant))),
+        constants=_all(table, "constants", record(partial(structure, Constant))),
         dropped=tuple(_named(Dropped, table, "dropped")),
     )
 
@@ -228,7 +228,7 @@ def _lines(target: str, value: object) -> Iterator[Line]:
     is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
     for entry in items(anything)(value, target) if is_list else [value]:
         table = entry if isinstance(entry, dict) else {"from": entry}
-        line = record(partial(_read, Line, target=Pattern(target)))(table, f"'{target}'")
+        line = record(partial(structure, Line, target=Pattern(target)))(table, f"'{target}'")
         if line.ones is not None and len(line.sources) > 1:
             raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
         for source in line.sources:
@@ -273,46 +273,6 @@ def _later(layers: LaterLayers) -> LaterLayers:
 # ------------------------------------------------------------------------------------------------------------- readers
 
 
-def _read(kind: Callable[..., T], table: Record, **given: object) -> T:
-    """A dataclass from a table: each field that is not given, by its type."""
-    for name, key, of, default in _fields_of(kind):
-        if name not in given:
-            reader = _reader(of)
-            given[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
-    return kind(**given)
-
-
-@cache
-def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
-    """The fields of a dataclass: name, key in a file, type, default (MISSING: it must be there)."""
-    types = get_type_hints(kind)
-    return [
-        (
-            field.name,
-            field.metadata.get("key", field.name),
-            types[field.name],
-            field.default if field.default_factory is MISSING else field.default_factory(),
-        )
-        for field in fields(kind)
-    ]
-
-
-@cache
-def _reader(kind: Any) -> Reader[Any]:
-    """The reader of a value of this type. A tuple of one need not stand in a list."""
-    if kind in _READERS:
-        return _READERS[kind]
-    first, *others = get_args(kind)
-    if NoneType in others:
-        return _reader(Union[*(each for each in (first, *others) if each is not NoneType)])
-    if get_origin(kind) is tuple:
-        read = items(_reader(first))
-        return lambda value, where: read(value if isinstance(value, list) else [value], where)
-    if get_origin(kind) is frozenset:
-        return lambda value, where: frozenset(items(_reader(first))(value, where))
-    return mapping(_reader(others[0]))
-
-
 def _pattern(value: object, where: str) -> Pattern:
     return Pattern(text(value, where))
 
@@ -344,18 +304,7 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     return str(value)
 
 
-_READERS: Mapping[Any, Reader[Any]] = {
-    Any: anything,
-    str: text,
-    bool: truth,
-    int: whole(0),
-    float: number,
-    int | float: anything,
-    Pattern: _pattern,
-    Expression: _expression,
-    Cut: _cut,
-    str | Mapping[str, str]: _on,
-}
+READERS.update({Pattern: _pattern, Expression: _expression, Cut: _cut, str | Mapping[str, str]: _on})
 
 
 def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
@@ -375,7 +324,7 @@ def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> 
     for found, value in _table(table, key, anything).items():
         for entry in value if plain and isinstance(value, list) else [value]:
             of = entry if isinstance(entry, dict) or not plain else {plain: entry}
-            yield record(partial(_read, kind, found=Pattern(found)))(of, f"'{found}'")
+            yield record(partial(structure, kind, found=Pattern(found)))(of, f"'{found}'")
 
 
 def _set(table: Record, key: str) -> frozenset[str]:
@@ -394,4 +343,4 @@ def _engine(value: object, where: str) -> tuple[str | None, str | None]:
 
 def _files(value: object, where: str) -> Files:
     """The name of a rank's weight file, or a table of such names."""
-    return record(partial(_read, Files))({"name": value} if isinstance(value, str) else value, where)
+    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)

@@ -164,8 +164,8 @@ class Settings:
 class Use:
     """A line of a format that covers a tensor's name, and which of its ``sources`` the tensor is.
 
-    ``target`` is the name of the stored tensor that it becomes a part of. ``stacked`` is the index (``{expert}``) that
-    only the old name has.
+    ``target`` is the name of the stored tensor that it becomes a part of. ``stacked`` is the index that only the old
+    name has.
     """
 
     line: Line

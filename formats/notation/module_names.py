@@ -17,7 +17,6 @@ from formats.notation.architecture import Architecture, Rule
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
-from formats.notation.format import Rules
 from formats.notation.format_file import format_of
 from formats.notation.format_rules import Use
 
@@ -65,7 +64,8 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     order: list[tuple[int, str, bool]] = []
     for template, of in base.tensors.items():
         for own in ([(template, Part(template), of)], list(_components(template, of))):
-            uses = [_use(rules, name) for name, _, _ in own]
+            covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in own)
+            uses = [next(use, None) for use in covering]
             if own and all(uses):
                 break
         else:
@@ -83,8 +83,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         if len(found) == len(use.line.sources) and name is not None:
             shapes = tuple(_joined(use, [rules for _, _, rules in found]))
             turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
-            stacked = use.stacked[1:-1] if use.stacked else None
-            yield ModuleTensor(name, tuple(part for _, part, _ in found), shapes, stacked, turned)
+            yield ModuleTensor(name, tuple(part for _, part, _ in found), shapes, use.stacked, turned)
 
 
 def _spelled(base: Architecture, name: str) -> str | None:
@@ -124,9 +123,10 @@ def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
 def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     """A stack that joins components index by index, with these one after the other; else the same."""
     found = [each for each in of_experts(tensor) if each.parts[0].label is not None]
-    if not found or all(str(each.parts[0].label) in _labels(tensor.shapes[0][0]) for each in found):
+    stack = tensor.shapes[0][0] if found else Shape(())
+    one_after_another = {summand.label for dim in stack.dims for summand in dim.summands}
+    if all(each.parts[0].label in one_after_another for each in found):
         return tensor
-    stack = tensor.shapes[0][0]
     outs = [each.shapes[0][0].dims[0] for each in found]
     joined = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(outs)))
     dims = (stack.dims[0], joined, found[0].shapes[0][0].dims[1])
@@ -134,32 +134,14 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=found[0].turned)
 
 
-def _labels(shape: Shape) -> set[str | None]:
-    """The components that lie one after the other."""
-    return {summand.label for dim in shape.dims for summand in dim.summands}
-
-
-def _use(rules: Rules, name: str) -> Use | None:
-    return next((use for use in rules.uses(name) if not use.line.also), None)
-
-
 def _components(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
-    """The components of a checkpoint's tensor, under the names that they have where they are not packed."""
-    parts = components(of[0].shapes[0]) if not of[0].shapes[0].is_open else ()
-    module, _, leaf = name.rpartition(".")
-    for part in parts:
-        own = _component(of[0].shapes[0], part.dim, str(part.label))
-        if own is not None:
-            new = f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}"
-            yield new, Part(name, part.label), (Rule((own,), of[0].when),)
-
-
-def _component(shape: Shape, dim: int, label: str) -> Shape | None:
-    """The shape of one component that lies in one piece, else None."""
-    own = [summand for summand in shape.dims[dim].summands if summand.label == label]
-    if len(own) != 1:
-        return None
-    return Shape((*shape.dims[:dim], Dim((Summand(own[0].factors),)), *shape.dims[dim + 1 :]), shape.arrow)
+    """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
+    shape, (module, _, leaf) = of[0].shapes[0], name.rpartition(".")
+    for part in components(shape) if not shape.is_open else ():
+        own = [Dim((Summand(of.factors),)) for of in shape.dims[part.dim].summands if of.label == part.label]
+        if len(own) == 1:
+            rule = Rule((Shape((*shape.dims[: part.dim], *own, *shape.dims[part.dim + 1 :]), shape.arrow),), of[0].when)
+            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), (rule,)
 
 
 def _each(of: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
@@ -182,7 +164,7 @@ def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Exp
             made = Shape((*made.dims[:at], sum_of, *made.dims[at + 1 :]), made.arrow)
         if use.stacked:
             arrow = None if made.arrow is None else made.arrow + 1
-            made = Shape((Dim((Summand((use.stacked[1:-1],)),)), *made.dims), arrow)
+            made = Shape((Dim((Summand((use.stacked,)),)), *made.dims), arrow)
         yield made, each[0][1]
 
 

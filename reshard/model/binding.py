@@ -130,7 +130,7 @@ class _Groups:
         self.dealt = {axis for families in architecture.families.values() for family in families for axis in family}
         self._patterns: dict[tuple[object, ...], _NamePattern] = {}
         self._groups: dict[tuple[object, ...], _TensorGroup] = {}
-        self._layers: dict[frozenset[int], frozenset[int]] = {}
+        self.layers: dict[frozenset[int], frozenset[int]] = {}  # equal sets are one object
         self._at: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @property
@@ -162,11 +162,6 @@ class _Groups:
         found.all_at.append(at)
         return found, at
 
-    def layers(self, each: _TensorGroup) -> frozenset[int]:
-        """The indices of a group along the outermost axis that is not split; equal sets are one object."""
-        found = next((seen for axis, seen in each.seen.items() if axis not in self.dealt), frozenset[int]())
-        return self._layers.setdefault(found, found)
-
     def _pattern(self, tensor: FullTensor) -> _NamePattern:
         places = self.architecture.index_places(tensor.name)
         belonging = belonging_of(tensor.name, self._dtypes, self.architecture, self.sizes)
@@ -178,15 +173,32 @@ class _Groups:
 
 def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
     """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
-    tensor, match, rule, belonging = each.tensor, each.match, each.shapes[0], each.belonging
-    method = unknown_method(groups.sizes.settings, tensor.name)
-    hint = (
-        f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
-        if method
-        else (_WRONG_BLOCKS if belonging else _WRONG_RULE)
-    )
-    shape = _fit(tensor, rule, groups.sizes.of(match.indices), hint)
-    _check_indices(each, groups.sizes)
+    tensor, match, rule, belonging, sizes = each.tensor, each.match, each.shapes[0], each.belonging, groups.sizes
+    of = sizes.of(match.indices)
+    try:
+        shape = rule.sizes(of)
+    except NotationError as error:
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}': {error.message}: "
+            "config.json does not give its size, and no tensor has a dimension of this axis alone"
+        ) from None
+    if tensor.shape is not None and tensor.shape != shape:
+        method = unknown_method(sizes.settings, tensor.name)
+        named = " ".join(f"{axis}={of[axis]}" for axis in sorted(rule.axes))
+        raise PlanError(
+            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+            f"but the rule '{rule}' gives {list(shape)}{' with ' + named if named else ''}",
+            f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
+            if method
+            else (_WRONG_BLOCKS if belonging else _WRONG_RULE),
+        )
+    for place, axis in enumerate(each.axes):
+        size = sizes.counts.get(axis)
+        if size is not None and max(each.seen[axis]) >= size:
+            other, at = next((t, at) for t, at in zip(each.tensors, each.all_at, strict=True) if at[place] >= size)
+            why = f"{axis} {at[place]} is out of range, config.json says {size}"
+            raise PlanError(f"{other.where}: tensor '{other.name}': {why}")
+    layers = next((seen for axis, seen in each.seen.items() if axis not in groups.dealt), frozenset[int]())
     return Kind(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -198,7 +210,7 @@ def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
         stated=stated_shape(each.rule.shapes[0]) if belonging and belonging.states_shape else None,
         advice=belonging.advice if belonging else None,
         count=len(each.tensors),
-        layers=groups.layers(each),
+        layers=groups.layers.setdefault(layers, layers),
     )
 
 
@@ -231,9 +243,10 @@ def _line_of(
 ) -> tuple[Match | None, Companion | None]:
     """The line that covers a tensor. A companion of a quantized weight takes the line of that weight."""
     belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
-    if belonging is not None:
-        return _weight_of(belonging, architecture, sizes), belonging
-    return architecture.match(tensor.name), None
+    if belonging is None or not belonging.of_attention:
+        return architecture.match(belonging.weight if belonging else tensor.name), belonging
+    rules = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
+    return next((match for match, rule in rules if rule and any(map(takes_heads, rule.shapes))), None), belonging
 
 
 def _with_layouts_on_disk(
@@ -257,7 +270,12 @@ def _with_layouts_on_disk(
     for each, places in zip(several, fitting, strict=True):
         left = places if len(places) == 1 else sorted(common[_ending(each.match.template)])
         if len({each.shapes[place].joined for place in left}) != 1:
-            raise _layout_in_doubt(each, places)
+            tensor, shown = each.tensor, " and ".join(f"'{each.shapes[place]}'" for place in places)
+            raise PlanError(
+                f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.held or ())}, "
+                f"which may be either of {shown}",
+                "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE",
+            )
         chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(left[0])
         each.shapes = (each.shapes[left[0]],)
     if not chosen:
@@ -292,7 +310,12 @@ def _layouts_on_disk(
         axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
         found = local_sizes(skeleton, mesh, 0, padded_sizes(found, padding), axes)
     on_disk = tensor.held if tensor.shape is None else tensor.shape
-    given = [_sizes_or_none(shape, found) for shape in each.shapes]
+    given: list[tuple[int, ...] | None] = []
+    for shape in each.shapes:
+        try:
+            given.append(shape.sizes(found))
+        except NotationError:
+            given.append(None)
     fitting = [place for place, lengths in enumerate(given) if lengths == on_disk]
     if fitting:
         return fitting
@@ -301,23 +324,6 @@ def _layouts_on_disk(
         f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
         _WRONG_RULE,
     )
-
-
-def _layout_in_doubt(each: _TensorGroup, places: Sequence[int]) -> PlanError:
-    tensor = each.tensor
-    shown = " and ".join(f"'{each.shapes[place]}'" for place in places)
-    return PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.held or ())}, "
-        f"which may be either of {shown}",
-        "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE",
-    )
-
-
-def _sizes_or_none(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    try:
-        return shape.sizes(sizes)
-    except NotationError:
-        return None
 
 
 def belonging_of(
@@ -330,14 +336,6 @@ def belonging_of(
     dtype = dtypes[name]
     packed = dtype in {"U8", "I8", "I32"}  # an element may have several values: the weight's own rule may not fit
     return sizes.scheme.companion(name, dtype, dtypes) if packed or architecture.match(name) is None else None
-
-
-def _weight_of(belonging: Companion, architecture: Architecture, sizes: AxisSizes) -> Match | None:
-    """The line of the weight that a companion belongs to."""
-    if not belonging.of_attention:
-        return architecture.match(belonging.weight)
-    rules = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
-    return next((match for match, rule in rules if rule is not None and any(map(takes_heads, rule.shapes))), None)
 
 
 def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> PlanError:
@@ -397,32 +395,3 @@ _WRONG_RULE = "either config.json does not belong to these weights, or the rule 
 
 
 _WRONG_BLOCKS = "either config.json does not belong to these weights, or their scale blocks have another size"
-
-
-def _fit(tensor: FullTensor, rule: Shape, sizes: Mapping[str, int], hint: str) -> tuple[int, ...]:
-    try:
-        expected = rule.sizes(sizes)
-    except NotationError as error:
-        raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}': {error.message}: "
-            "config.json does not give its size, and no tensor has a dimension of this axis alone"
-        ) from None
-    if tensor.shape is not None and tensor.shape != expected:
-        named = " ".join(f"{axis}={sizes[axis]}" for axis in sorted(rule.axes))
-        raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-            f"but the rule '{rule}' gives {list(expected)}{' with ' + named if named else ''}",
-            hint,
-        )
-    return expected
-
-
-def _check_indices(each: _TensorGroup, sizes: AxisSizes) -> None:
-    for place, axis in enumerate(each.axes):
-        size = sizes.counts.get(axis)
-        if size is None or max(each.seen[axis]) < size:
-            continue
-        tensor, at = next((t, at) for t, at in zip(each.tensors, each.all_at, strict=True) if at[place] >= size)
-        raise PlanError(
-            f"{tensor.where}: tensor '{tensor.name}': {axis} {at[place]} is out of range, config.json says {size}"
-        )

@@ -17,7 +17,7 @@ from typing import Any
 from formats.files.chunks import Chunk
 from formats.notation.axes import Run, merge_runs, product_runs
 from reshard.mesh.plan import Layout
-from reshard.placement.pieces import Blocks, Piece, Spread, over_blocks, product_boxes
+from reshard.placement.pieces import Blocks, Piece, Runs, Spread, over_blocks, product_boxes
 from reshard.placement.portions import Portion
 
 
@@ -186,28 +186,22 @@ class Geometry:
                 found[place].append(holder)
         return found
 
-    def _lengths(self, rank: int, place: int) -> list[list[int]]:
-        """The length of each factor on a rank, in the stored order, for all slots of an index of the stack."""
-        layouts = self.layouts[place * len(self.portions) :]
-        return [
-            [sum(run.length for run in layout.boxes[rank].dims[factor]) for factor in portion.order]
-            for portion, layout in zip(self.portions, layouts, strict=False)
-        ]
-
     def _pieces(self, holder: int, place: int, slot: int) -> Iterator[Piece]:
         """What a holder has of an atom, with its groups as dimensions."""
         if self.chunks is not None:
             yield from self._in_chunk(holder, place, slot)
             return
-        layout, portion = self.layouts[place * len(self.portions) + slot], self.portions[slot]
-        if holder in layout.empty:
+        layouts, runs = self.layouts[place * len(self.portions) :], list[tuple[Runs, ...]]()
+        if holder in layouts[slot].empty:
             return
-        lengths = self._lengths(holder, place)
+        for portion, layout in zip(self.portions, layouts, strict=False):
+            dims = layout.boxes[holder].dims
+            runs.append(tuple(dims[factor] for factor in portion.order))
+        lengths = [[sum(run.length for run in of) for of in own] for own in runs]
         inner = [math.prod(own[of.outer :]) for own, of in zip(lengths, self.portions, strict=True)]
-        own, outer = lengths[slot], portion.outer
+        own, outer = lengths[slot], self.portions[slot].outer
         strides = (*_row_major(own[:outer], sum(inner)), *_row_major(own[outer:], 1))
-        dims = layout.boxes[holder].dims
-        yield Piece(tuple(tuple(dims[factor]) for factor in portion.order), strides, sum(inner[:slot]))
+        yield Piece(runs[slot], strides, sum(inner[:slot]))
 
     def _chunk(self, file: int) -> Chunk:
         """The chunk of an index of the stack that a file has."""
@@ -223,14 +217,17 @@ class Geometry:
             if not shape or offset[0] <= slot < offset[0] + shape[0]:
                 yield Piece((), (), slot - offset[0] if shape else 0)
             return
-        groups = stored_dims(self.portions, slot)
+        groups, layouts = stored_dims(self.portions, slot), self.layouts[place * len(self.portions) :]
         dims: list[list[tuple[int, list[tuple[Run, int]]]]] = []  # of each dimension: base, runs and strides of groups
         for dim, (begin, length, step) in enumerate(zip(offset, shape, steps, strict=True)):
             if dim != portion.dim or not is_joined:
                 dims.append([(0, [(Run(begin, length), step)])] if length else [])
                 continue
-            first, end, row = self._extent(place, slot)
-            leads, found = math.prod(self._padded(place, slot, groups[dim])) if portion.lead else 1, []
+            ends = [0]  # where atoms end along the dimension in which they are joined
+            for other, layout in zip(self.portions, layouts, strict=False):
+                ends.append(ends[-1] + math.prod(layout.padded[f] for f in other.of_dim(dim)[other.lead :]))
+            first, end, row = ends[slot], ends[slot + 1], ends[-1]
+            leads, found = math.prod(layouts[slot].padded[f] for f in groups[dim]) if portion.lead else 1, []
             for lead, inner in product_boxes(begin, length, (leads, row)):
                 low, high = max(inner.offset, first), min(inner.end, end)
                 if low < high:
@@ -242,18 +239,6 @@ class Geometry:
         for chosen in itertools.product(*dims):
             runs = [*itertools.compress(itertools.chain(*(of for _, of in chosen)), is_there)]
             yield Piece(tuple((run,) for run, _ in runs), tuple(step for _, step in runs), sum(at for at, _ in chosen))
-
-    def _padded(self, place: int, slot: int, factors: Sequence[int]) -> list[int]:
-        padded = self.layouts[place * len(self.portions) + slot].padded
-        return [padded[factor] for factor in factors]
-
-    def _extent(self, place: int, slot: int) -> tuple[int, int, int]:
-        """Where an atom begins and ends along the dimension in which atoms are joined, and the length of all."""
-        ends = [0]
-        for number, portion in enumerate(self.portions):
-            own = portion.of_dim(portion.dim)[portion.lead :]
-            ends.append(ends[-1] + math.prod(self._padded(place, number, own)))
-        return ends[slot], ends[slot + 1], ends[-1]
 
 
 def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:

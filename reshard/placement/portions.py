@@ -225,8 +225,8 @@ class _Reading:
             if line.by not in inside:
                 raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
             lead = inside.index(line.by) + 1
-        stacked, slots = use.stacked[1:-1] if use.stacked else None, len(line.sources)
-        return Portion(component, use.target, stacked, use.source, slots, line, tuple(order), counts, joined, lead)
+        slots = len(line.sources)
+        return Portion(component, use.target, use.stacked, use.source, slots, line, tuple(order), counts, joined, lead)
 
     def named(self, portion: Portion) -> Portion:
         """A portion under its last name. A number that is to be a vector has a dimension of length 1."""
@@ -303,36 +303,32 @@ class _Beside:
     """Which of a model's tensors have another beside them, for the lines of a format that ask for one."""
 
     def __init__(self, model: Model, format: Format) -> None:
-        self._rules = format.rules
         self.is_asked = any(line.beside is not None for line in format.rules.lines)
         kinds = model.kinds if self.is_asked else ()
-        self._names = {kind: template_of(model.architecture, kind) for kind in kinds}
+        names = {kind: template_of(model.architecture, kind) for kind in kinds}
+        self._asked = {kind: [*self._others(format, name)] for kind, name in names.items()}
         self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in kinds}
-        asked = {other for name in self._names.values() for other in self._others(name)}
-        self._there = {
-            filled(self._names[tensor.kind], dict(zip(self._axes[tensor.kind], tensor.at, strict=True)))
-            for tensor in (model.tensors if asked else ())
-            if self._names[tensor.kind] in asked
-        }
-
-    def holds(self, use: Use, tensor: BoundTensor) -> bool:
-        """Whether a tensor has beside it what a line that covers it asks for."""
-        return self._has(self._other(use, self._names[tensor.kind]), tensor)
+        asked = {other for of_kind in self._asked.values() for _, other in of_kind}
+        there = (tensor for tensor in (model.tensors if asked else ()) if names[tensor.kind] in asked)
+        self._there = {filled(names[tensor.kind], self._at(tensor)) for tensor in there}
 
     def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
         """What a tensor has beside it, of all that lines that cover it ask for."""
-        return tuple(self._has(other, tensor) for other in self._others(self._names[tensor.kind]))
+        return tuple(filled(other, self._at(tensor)) in self._there for _, other in self._asked[tensor.kind])
 
-    def _has(self, other: str, tensor: BoundTensor) -> bool:
-        return filled(other, dict(zip(self._axes[tensor.kind], tensor.at, strict=True))) in self._there
+    def holds(self, use: Use, tensor: BoundTensor) -> bool:
+        """Whether a tensor has beside it what a line that covers it asks for."""
+        return dict(zip((id(each) for each, _ in self._asked[tensor.kind]), self.key(tensor), strict=True))[id(use)]
 
-    def _others(self, name: str) -> list[str]:
-        return [self._other(use, name) for use in self._rules.uses(name) if use.line.beside is not None]
+    def _at(self, tensor: BoundTensor) -> Mapping[str, int]:
+        return dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
 
     @staticmethod
-    def _other(use: Use, name: str) -> str:
-        assert use.line.beside is not None
-        return use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+    def _others(format: Format, name: str) -> Iterator[tuple[Use, str]]:
+        """The lines that ask for another tensor, and its name."""
+        for use in format.rules.uses(name):
+            if use.line.beside is not None:
+                yield use, use.line.beside.fill(use.line.sources[use.source].match(name) or {})
 
 
 def filled(name: str, at: Mapping[str, int]) -> str:

@@ -33,42 +33,32 @@ class StoredRow:
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     """The rows of what a program stores, in its order."""
-    architecture = arrangement.plan.model.architecture
-    names = {
-        portion: _source_name(template_of(architecture, kind), portion)
-        for kind, portions in arrangement.taken.items()
-        for portion in portions
-    }
+    architecture, names = arrangement.plan.model.architecture, dict[Portion, str]()
+    for kind, portions in arrangement.taken.items():
+        template = template_of(architecture, kind)
+        for portion in portions:
+            label = portion.component.label
+            names[portion] = f"{template} ({label})" if label else template
     found: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
     for stored in arrangement.stored:
-        shape = stored.constant.shape if stored.constant else _first_shape(stored)
+        shapes = map(stored.geometry.shape, stored.geometry.holders)
+        first = next((shape for shape in shapes if shape is not None), ())
+        shape = stored.constant.shape if stored.constant else first
         found.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
     rows = []
     for (name, dtype, shape), alike in found.items():
-        portions = () if alike[0].constant else alike[0].geometry.portions
-        sources = tuple(dict.fromkeys(names[portion] for portion in portions))
+        own = () if alike[0].constant else alike[0].geometry.portions
+        sources = tuple(dict.fromkeys(names[portion] for portion in own))
         nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
-        rows.append(StoredRow(name, sources, _how(alike[0], portions), dtype, shape, len(alike), nbytes))
+        rows.append(StoredRow(name, sources, _how(alike[0], own), dtype, shape, len(alike), nbytes))
     return rows
-
-
-def _first_shape(stored: Stored) -> tuple[int, ...]:
-    shapes = (stored.geometry.shape(rank) for rank in stored.geometry.holders)
-    return next((shape for shape in shapes if shape is not None), ())
-
-
-def _source_name(template: str, portion: Portion) -> str:
-    label = portion.component.label
-    return f"{template} ({label})" if label else template
 
 
 def _general(stored: Stored) -> str:
     target = stored.geometry.portions[0].target if stored.constant is None else None
     if stored.naming is not None and len({*stored.naming.targets}) == 1:
-        target = stored.naming.targets[0]
-    elif target is not None and Pattern(target).match(stored.name) is None:
-        target = None
-    if target is not None:
+        return stored.naming.targets[0]
+    if target is not None and Pattern(target).match(stored.name) is not None:
         return target
     return re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", stored.name)
 

@@ -21,6 +21,7 @@ RIGHT = [
     '[tensors]\n"a.*" = "b.*"',
     '[tensors]\n"a.*" = { from = "b.*", cut = 0 }',
     '[tensors]\n"a.*" = [{ from = "b.*", cut = 0 }, { from = "c.*" }]',
+    '[tensors]\n"a.*" = { from = "b.*", on = "first rank" }\n"b.*" = { from = "b.*", on = { last = "c" } }',
     '[names]\n"a.*" = { to = "b.*", when = "x" }',
     '[models."x, y".tensors]\n"a.*" = "b.*"\n[models.x.dropped]\n"c.*" = {}',
     '[dropped]\n"a.*" = { beyond = "x" }',
@@ -33,6 +34,8 @@ RIGHT = [
 WRONG = [
     ('[tensors]\n"a.*" = { from = "b.*", cut = true }', "'a.*'.cut.dim should be a whole number from 0 on and is true"),
     ('[tensors]\n"a.*" = { from = "b.*", cut = { dim = 0, part = 3 } }', "'a.*'.cut: unknown key 'part'"),
+    ('[tensors]\n"a.*" = { from = "b.*", on = "rank 3" }', "'a.*'.on should be 'first rank', 'every stage' or a table"),
+    ('[tensors]\n"a.*" = { from = "b.*", on = { middle = "c" } }', "'a.*'.on: unknown key 'middle'"),
     ("padd = 3", "unknown key 'padd' (known: "),
     ('[models.x.tensors]\n"a.*" = { from = "b.*", cuts = 0 }', "'a.*': unknown key 'cuts'"),
     ('[models.x.demands]\n"x" = "it must"', "models.x: unknown key 'demands'"),

@@ -12,6 +12,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from formats.errors import PlanError, ReshardError
 from formats.files.chunks import Chunk
@@ -81,6 +83,29 @@ def test_legacy_that_megatron_wrote_is_read(case: str, tmp_path: Path) -> None:
     original = checkpoint("megatron", case.split("-")[0])
     golden(case, tmp_path / "golden", "--legacy")
     merge(tmp_path / "golden", tmp_path / "merged", config=original)
+    assert _weights(tmp_path / "merged") == _weights(original)
+
+
+@pytest.mark.parametrize(("heads", "kv", "tp"), [(4, 1, 4), (8, 2, 4), (16, 2, 8)])
+def test_more_ranks_than_kv_heads_have_equal_ranges_wherever_these_end(
+    heads: int, kv: int, tp: int, tmp_path: Path
+) -> None:
+    """Ranges of the rows of ``linear_qkv``: of q, k and v of each group in turn, whole heads and parts of heads."""
+    config = {**LLAMA, "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": 1024}
+    original = write_checkpoint(tmp_path / "model", config=config)
+    split(original, tmp_path / "out", tp=tp, format="megatron-legacy")
+    torchfile = module("megatron", "check").torchfile
+    files = [tmp_path / "out" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt" for rank in range(tp)]
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    ranks = [np.asarray(torchfile.load_pt(file.read_bytes())["model"][name]) for file in files]
+    q, k, v = (load_file(original / "model.safetensors")[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
+    groups = [each.reshape(kv, -1, config["hidden_size"]) for each in (q, k, v)]
+    joined = torch.cat(groups, dim=1).reshape(-1, config["hidden_size"])
+    assert {each.shape for each in ranks} == {(len(joined) // tp, config["hidden_size"])}
+    assert np.concatenate(ranks).tobytes() == joined.view(torch.int16).numpy().tobytes()
+    assert verify_exact(open_source(original), tmp_path / "out").verdict == "same"
+    (tmp_path / "out" / "reshard.json").unlink()
+    merge(tmp_path / "out", tmp_path / "merged")
     assert _weights(tmp_path / "merged") == _weights(original)
 
 

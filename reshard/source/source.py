@@ -11,13 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     fingerprint,
 )
-from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -346,50 +345,3 @@ class Folder:
             self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
             manifest=self.manifest, **more,
         )  # fmt: skip
-
-
-def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
-    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
-    if arrangement.chunks is not None:
-        _check_chunks(arrangement, arrangement.chunks, ranks, path)
-        return
-    plan, is_own = arrangement.plan, arrangement.format.plain
-    for rank, tensors in enumerate(ranks):
-        unknown, where = dict(tensors), plan.mesh.folder(rank) if is_own else f"the files of rank {rank}"
-        for stored, shape in arrangement.held(rank):
-            name = stored.name_on(rank)
-            info = unknown.pop(name, None)
-            if info is None:
-                raise MismatchError(f"{path}: tensor '{name}' is missing in {where}")
-            if (info.shape, info.dtype) == (shape, stored.dtype):
-                continue
-            if not is_own:
-                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
-                what = f"is {has}, rank {rank} of {plan.mesh} has {should}"
-            elif info.shape == shape:
-                what = f"is {info.dtype}, but {stored.dtype} in another rank"
-            else:
-                what = f"has shape {list(info.shape)}, rank {rank} of {plan.mesh} has {list(shape)} by the rule "
-                what += f"'{plan.entries[name].layout.rule}'"
-            raise MismatchError(f"{info.file}: tensor '{name}' {what}")
-        if unknown:
-            what = f"does not belong in {where}" if is_own else f"of rank {rank} is none of this model's"
-            raise MismatchError(f"{path}: tensor '{min(unknown)}' {what}")
-
-
-def _check_chunks(
-    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
-) -> None:
-    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
-    unknown = set(chunks)
-    for stored in arrangement.stored:
-        unknown.discard(stored.name)
-        if stored.constant is not None and not chunks.get(stored.name):
-            continue  # whoever wrote it did without
-        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
-        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
-        other = next((info for info in infos if info.dtype != stored.dtype), None)
-        if other is not None:
-            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
-    if unknown:
-        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")

@@ -217,7 +217,8 @@ class Output:
             for each, shape in held
             if each.constant
         }
-        zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
+        computed = () if self.format.plain else held
+        zeros = {each.name for each, _ in computed if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
         files = self.format.files
         parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)

@@ -41,12 +41,15 @@ from reshard.placement.program_plan import program_plan
 from reshard.placement.stacks import Piece, by_number, first_unstacked, unstacked
 from reshard.placement.stored import Chunks
 from reshard.source.completeness import check_complete
-from reshard.source.distributed_source import Affix, Training, known_names, parts_of
 from reshard.source.program_files import (
+    Affix,
     ProgramFile,
+    Training,
     check_belonging,
+    known_names,
     left_behind,
     numbered_globally,
+    parts_of,
     read_chunked,
     read_ranks,
     readings,

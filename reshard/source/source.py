@@ -40,7 +40,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
-    from reshard.source.distributed_source import Training
+    from reshard.source.program_files import Training
     from reshard.store.remote import Remote
 
 UNSPLIT = Mesh((("tp", 1),))

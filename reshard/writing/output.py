@@ -52,7 +52,7 @@ from reshard.store.staging_names import staging_of, unfinished_command
 
 if TYPE_CHECKING:
     from formats.files.dcp import Stored as StoredChunk
-    from reshard.source.distributed_source import Affix
+    from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 

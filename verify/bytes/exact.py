@@ -21,9 +21,8 @@ from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
 from verify.bytes.exact_report import ExactReport
-from verify.bytes.program import ProgramStructure
 from verify.bytes.reading import Files
-from verify.bytes.structure import OwnStructure
+from verify.bytes.structure import OwnStructure, ProgramStructure
 
 
 def verify_exact(

@@ -277,20 +277,3 @@ class Format:
         for entry in entries:
             if kind in entry.types if entry.types is not None else kind not in self.types.meshes:
                 yield entry
-
-
-OWN = Format(
-    "reshard", Loading("reshard", ""),
-    Files("{folder}/model.safetensors", parts="{folder}/model-{number:05d}-of-{parts:05d}.safetensors",
-          index="{folder}/model.safetensors.index.json"),
-    Rules(keep=True), plain=True,
-)  # fmt: skip
-"""reshard's own form: a folder for each rank, which is an ordinary small checkpoint."""
-HUGGING_FACE = Format(
-    "huggingface",
-    Loading("transformers, and all that loads a model of the Hub", 'AutoModelForCausalLM.from_pretrained("{out}")'),
-    Files("model.safetensors", parts="model-{number:05d}-of-{parts:05d}.safetensors",
-          index="model.safetensors.index.json"),
-    Rules(keep=True), plain=True,
-)  # fmt: skip
-"""One full checkpoint, as the Hub has it."""

@@ -41,7 +41,7 @@ from formats.errors import NotationError, PlanError, brief
 from formats.hints import nearest, with_hint
 from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
-from formats.notation.format import HUGGING_FACE, OWN, Container, Files, Format, Loading, Padding, Rules, Types
+from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
 from formats.notation.format_rules import (
     Condition,
     Constant,
@@ -194,6 +194,7 @@ def _format(name: str, fields: Record, of_types: _OfTypes) -> Format:
         demands=tuple(Demand(read_expression(holds), why) for holds, why in _table(fields, "demands", text).items()),
         settings=fields.find("config", record(_settings), None),
         same_ranks=fields.find("same_ranks", truth, False),
+        plain=fields.find("plain", truth, False),
     )  # fmt: skip
 
 
@@ -472,3 +473,7 @@ def _dropped(found: str, value: object) -> Dropped:
             Pattern(found), fields.find("beyond", _expression, None), fields.find("when", _expression, None)
         )
     )(value, f"'{found}'")
+
+
+OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))
+"""The formats that store tensors as Hugging Face does: that of ranks' folders, and that of one full checkpoint."""

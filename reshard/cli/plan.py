@@ -255,7 +255,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
-    from formats.notation.format import OWN
+    from formats.notation.format_file import OWN
     from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
     from reshard.move.downloads import download_of
     from reshard.placement.arrangement import arrangement_of
@@ -421,7 +421,7 @@ def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:
     if attempt.refusal is not None:
         ways = _other_ways(attempt)
         return attempt.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-    from formats.notation.format import OWN
+    from formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of, uneven_lines
     from reshard.placement.program_plan import plan_for
 

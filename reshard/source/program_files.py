@@ -81,8 +81,8 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
     names = [name_in(path, folder) for path in like(folder, pattern)] if folder.is_dir() else []
     if "{tp_rank" in format.files.name:
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
-        found = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
-        return [files for files in found if files]
+        files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
+        return [files for files in files_of_ways if files]
     files = _of_ranks(format, folder, names)
     return [files] if files else []
 
@@ -132,14 +132,14 @@ def _of_coordinates(format: Format, folder: FilePath, names: Sequence[str], pp: 
     if same:
         inner = (("tp", tensors), ("ep", experts))
         mesh = Mesh(tuple(each for each in mesh.degrees if each[0] == "pp") + inner, same_ranks=True)
-    found = []
+    files = []
     for chunk, inside in enumerate(chunks):
         for (stage, expert, tensor), path in sorted(places.items()):
             number = chunk * stages + stage
             here = diagonal[expert, tensor] if same else expert * tensors + tensor
             rank = number * (width if same else experts * tensors) + here
-            found.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
-    return found
+            files.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
+    return files
 
 
 def _chunks(format: Format, path: FilePath) -> list[str | None]:
@@ -170,7 +170,7 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
     """What files have besides the tensors of the model, in a few words. Raises MismatchError if they are of different
     steps.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     first: tuple[FilePath, object] | None = None
     for file in files:
         if file.inside is None:
@@ -180,8 +180,8 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
         first = first or (file.path, step)
         if step != first[1]:
             raise MismatchError(f"{file.path} is of iteration {brief(step)}, {first[0]} of iteration {brief(first[1])}")
-        found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
-    return [*found]
+        names |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
+    return [*names]
 
 
 def without_files(format: Format, folder: FilePath) -> CheckpointError:

@@ -31,7 +31,8 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.format import HUGGING_FACE, Format
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.scale_blocks import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
@@ -74,9 +75,9 @@ class SourceFile:
     @property
     def local(self) -> Path:
         """Its path, if it is local."""
-        found = local_path(self.path)
-        assert found is not None
-        return found
+        path = local_path(self.path)
+        assert path is not None
+        return path
 
 
 class SourcePlace(NamedTuple):
@@ -157,8 +158,8 @@ class Source:
 
     def read_side_file(self, name: str) -> bytes | None:
         """The content of one of them, if it is there."""
-        found = self.side_files.get(name)
-        return found if found is None or isinstance(found, bytes) else read_file(found)
+        content = self.side_files.get(name)
+        return content if content is None or isinstance(content, bytes) else read_file(content)
 
     def check_names(self, written: Collection[str]) -> None:
         """Raise CheckpointError if a side file has the name of a file or folder that will be ``written``.
@@ -181,8 +182,8 @@ class Source:
 
     def read_config(self) -> dict[str, Any]:
         """The config.json that belongs to it. Raises CheckpointError."""
-        made = self.side_files.get(CONFIG)
-        return dict(json.loads(made)) if isinstance(made, bytes) else read_config(self.path / CONFIG)
+        content = self.side_files.get(CONFIG)
+        return dict(json.loads(content)) if isinstance(content, bytes) else read_config(self.path / CONFIG)
 
     @property
     def location(self) -> str:
@@ -279,16 +280,17 @@ class Source:
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
-    def places(self, name: str) -> Places:
-        """The places of a tensor, by rank."""
-        return partial(_place_of, self.ranks, self.files, name)  # jobs are pickled
+    @property
+    def places(self) -> Callable[[str, int], SourcePlace | None]:
+        """The places of tensors, by name and rank."""
+        return partial(_place_of, self.ranks, self.files)
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""
         if names is None:
             return [*self.files.values()]
-        held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
-        return [self.files[path] for path in dict.fromkeys(held)]
+        paths = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
+        return [self.files[path] for path in dict.fromkeys(paths)]
 
 
 @dataclass(frozen=True)
@@ -333,15 +335,15 @@ class Folder:
         files: Iterable[SourceFile],
         side_files: Mapping[str, FilePath],
         *,
-        made: Mapping[str, bytes] = {},
+        computed: Mapping[str, bytes] = {},
         index: FilePath | None = None,
         **more: Any,
     ) -> Source:
-        """What was read, as a source. ``made`` are side files with another content than in the folder."""
+        """What was read, as a source. ``computed`` are side files with another content than in the folder."""
         weights = {file.path: file for file in files}
         others = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
         stamps = stamps_of([*weights, *side_files.values(), *others], self.path, self.stamps)
         return Source(
-            self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
-            manifest=self.manifest, **more,
+            self.path, plan, model, tuple(names), tuple(ranks), weights, {**computed, **side_files, **computed}, stamps,
+            format, manifest=self.manifest, **more,
         )  # fmt: skip

@@ -34,7 +34,8 @@ from formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
-from formats.notation.format import HUGGING_FACE, OWN, Format
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.notation.format_rules import Settings
 from reshard.mesh.plan import Plan
 from reshard.mesh.rank_config import rank_config

@@ -95,9 +95,8 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     weights = _find_weights(path)
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
-        raise CheckpointError(
-            f"{path / CONFIG}: missing", "a checkpoint needs the config.json that describes its model"
-        )
+        hint = "a checkpoint needs the config.json that describes its model"
+        raise CheckpointError(f"{path / CONFIG}: missing", hint)
     config = with_modelopt(read_config(path / CONFIG), path)
     files, tensors, aliases = _read_files(path, weights.names)
     if weights.file_of is not None:

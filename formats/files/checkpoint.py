@@ -93,7 +93,11 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     weights = _find_weights(path)
-    config = with_modelopt(_read_config(path / "config.json"), path)
+    if not (path / CONFIG).exists():
+        refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
+        hint = "a checkpoint needs the config.json that describes its model"
+        raise CheckpointError(f"{path / CONFIG}: missing", hint)
+    config = with_modelopt(read_config(path / CONFIG), path)
     files, tensors, aliases = _read_files(path, weights.names)
     if weights.file_of is not None:
         places = {file.path: file.name for file in files}
@@ -238,13 +242,6 @@ def _read_index(folder: FilePath, name: str) -> _Weights:
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
     said = {tensor: plain[file] for tensor, file in file_of.items()}
     return _Weights(tuple(sorted(set(plain.values()))), name, raw, said)
-
-
-def _read_config(path: FilePath) -> dict[str, Any]:
-    if not path.exists():
-        refuse_foreign(path.parent, [DELTA] if (path.parent / DELTA).is_file() else [])
-        raise CheckpointError(f"{path}: missing", "a checkpoint needs the config.json that describes its model")
-    return read_config(path)
 
 
 def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:

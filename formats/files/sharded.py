@@ -167,12 +167,10 @@ class RankShards:
 
 @dataclass(frozen=True)
 class ShardedCheckpoint:
-    """A split checkpoint with all ranks there. ``manifest`` is None where it is lost."""
+    """A split checkpoint with all ranks there."""
 
-    path: FilePath
     config: dict[str, Any]
     identity: Identity
-    manifest: Manifest | None
     ranks: tuple[RankShards, ...]
     side_files: tuple[FilePath, ...]
 
@@ -216,7 +214,10 @@ def manifest_text(manifest: Manifest) -> str:
             "commit": source.commit,
             "aliases": dict(source.aliases),
             "index": {"name": source.index_name, "content": _text(source.index)} if source.index_name else None,
-            "files": [_source_file_document(file) for file in source.files],
+            "files": [
+                {"name": file.name, "size": file.size, "checksum": file.checksum, "header": _text(file.header[8:])}
+                for file in source.files
+            ],
         },
         "inputs": [stamp.to_document() for stamp in manifest.inputs],
     }
@@ -225,10 +226,6 @@ def manifest_text(manifest: Manifest) -> str:
 
 def _file(record: FileRecord) -> dict[str, Any]:
     return {"name": record.name, "size": record.size, "checksum": record.checksum}
-
-
-def _source_file_document(file: SourceFileRecord) -> dict[str, Any]:
-    return {"name": file.name, "size": file.size, "checksum": file.checksum, "header": _text(file.header[8:])}
 
 
 def _text(content: bytes | None) -> str | None:
@@ -343,8 +340,10 @@ def open_sharded(path: FilePath, manifest: Manifest | None) -> ShardedCheckpoint
     """
     if manifest is None:
         identity, shards = _from_headers(path)
+        files = (file for file in find_side_files(path) if file.is_file() and file.name != MANIFEST)
+        side = tuple(file for file in files if not RANK_FOLDER.fullmatch(name_in(file, path).partition("/")[0]))
     else:
-        identity = manifest.identity
+        identity, side = manifest.identity, tuple(path / record.name for record in manifest.side_files)
         shards = {
             rank: _open_rank(path, manifest, rank) for rank in range(identity.mesh.size) if rank in manifest.ranks
         }
@@ -356,23 +355,13 @@ def open_sharded(path: FilePath, manifest: Manifest | None) -> ShardedCheckpoint
             "bring the folders of all ranks together",
         )
     ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
-    side = tuple(path / record.name for record in manifest.side_files) if manifest else _side_files(path)
     for file in side:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
-    return ShardedCheckpoint(path, _config(path), identity, manifest, ranks, side)
-
-
-def _config(path: FilePath) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.exists():
-        raise CheckpointError(f"{file} is missing", "copy the one of the original model there")
-    return with_modelopt(read_config(file), path)
-
-
-def _side_files(path: FilePath) -> tuple[FilePath, ...]:
-    found = (file for file in find_side_files(path) if file.is_file() and file.name != MANIFEST)
-    return tuple(file for file in found if not RANK_FOLDER.fullmatch(name_in(file, path).partition("/")[0]))
+    config = path / "config.json"
+    if not config.exists():
+        raise CheckpointError(f"{config} is missing", "copy the one of the original model there")
+    return ShardedCheckpoint(with_modelopt(read_config(config), path), identity, ranks, side)
 
 
 def _open_rank(path: FilePath, manifest: Manifest, rank: int) -> RankShards:
@@ -392,27 +381,23 @@ def _open_rank(path: FilePath, manifest: Manifest, rank: int) -> RankShards:
 
 def _read_rank(path: FilePath, files: Sequence[FilePath], rank: int | None) -> tuple[RankShards, Identity]:
     """Read the headers of a rank's files; without ``rank`` the first header says which rank it is."""
-    weight_files: list[WeightFile] = []
-    tensors: dict[str, TensorInfo] = {}
-    places: dict[str, int] = {}
+    weight_files, tensors, places = list[WeightFile](), dict[str, TensorInfo](), dict[str, int]()
     first: Identity | None = None
     for file in files:
         header = read_header(file)
         shard = read_shard(header, file)
-        identity, found = shard.identity, shard.rank
-        rank = found if rank is None else rank
-        if found != rank:
-            raise MismatchError(f"{file} is a shard of rank {found}, it stands in the folder of rank {rank}")
-        if first is not None:
-            _check_identity(identity, first, file, files[0])
-        first = first or identity
+        rank = shard.rank if rank is None else rank
+        if shard.rank != rank:
+            raise MismatchError(f"{file} is a shard of rank {shard.rank}, it stands in the folder of rank {rank}")
+        first = first or shard.identity
+        _check_identity(shard.identity, first, file, files[0])
         twice = tensors.keys() & header.tensors.keys()
         if twice:
             raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
         tensors.update(header.tensors)
         places.update(zip(header.tensors, shard.places, strict=False))
-        name, length = name_in(file, path), file.stat().st_size
-        weight_files.append(WeightFile(name, file, length, header.raw, header.metadata))
+        size = file.stat().st_size
+        weight_files.append(WeightFile(name_in(file, path), file, size, header.raw, header.metadata))
     if first is None or rank is None:
         raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
     return RankShards(rank, files[0].parent, tuple(weight_files), tensors, places), first
@@ -427,9 +412,8 @@ def _from_headers(path: FilePath) -> tuple[Identity, dict[int, RankShards]]:
         if not files:
             raise CheckpointError(f"{folder} has no safetensors file")
         rank_shards, identity = _read_rank(path, files, None)
-        if first is not None:
-            _check_identity(identity, first[0], files[0], first[1])
         first = first or (identity, files[0])
+        _check_identity(identity, first[0], files[0], first[1])
         if identity.mesh.folder(rank_shards.rank) != folder.name:
             raise MismatchError(
                 f"{files[0]} is a shard of {identity.mesh.folder(rank_shards.rank)}, not of {folder.name}"

@@ -33,14 +33,10 @@ class Files:
     folder: str | None = None
     tracker: str | None = None
 
-    @property
-    def patterns(self) -> Sequence[str]:
-        """All patterns for the names of weight files."""
-        return [each for each in (self.name, self.pp, self.ep, self.pp_ep, self.parts) if each is not None]
-
     def is_named(self, name: str) -> bool:
         """Whether a file's name is that of a weight file."""
-        return any(numbered_names(pattern, [name]) for pattern in self.patterns)
+        patterns = filter(None, (self.name, self.pp, self.ep, self.pp_ep, self.parts))
+        return any(numbered_names(pattern, [name]) for pattern in patterns)
 
     @property
     def has_parts(self) -> bool:
@@ -64,21 +60,11 @@ class Files:
 
     def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
         """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
-        of_a_stage = mesh.size // mesh.pp
-        words: dict[str, int | str] = {
-            "rank": rank,
-            "ranks": mesh.size,
-            "part": part,
-            "pp": mesh.stage(rank % mesh.size),
-        }
-        words |= {
-            "folder": mesh.folder(rank % mesh.size),
-            "tp": rank % of_a_stage,
-            "shard": rank + 1,
-            "number": part + 1,
-            "parts": parts,
-        }
-        words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank % mesh.size).items()}
+        of_a_stage, own = mesh.size // mesh.pp, rank % mesh.size
+        words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(own)}
+        words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
+        words |= {f"{name}_rank": place for name, place in mesh.coordinates(own).items()}
+        words["folder"] = mesh.folder(own)
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
         name = self.of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
         return self.place + (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
@@ -255,20 +241,3 @@ class Format:
             lines, constants, dropped = only(rules.lines), only(rules.constants), only(rules.dropped)
             self._of[kind] = replace(self, rules=replace(rules, lines=lines, constants=constants, dropped=dropped))
         return self._of[kind]
-
-
-OWN = Format(
-    "reshard", Loading("reshard", ""),
-    Files("{folder}/model.safetensors", parts="{folder}/model-{number:05d}-of-{parts:05d}.safetensors",
-          index="{folder}/model.safetensors.index.json"),
-    Rules(keep=True), plain=True,
-)  # fmt: skip
-"""reshard's own form: a folder for each rank, which is an ordinary small checkpoint."""
-HUGGING_FACE = Format(
-    "huggingface",
-    Loading("transformers, and all that loads a model of the Hub", 'AutoModelForCausalLM.from_pretrained("{out}")'),
-    Files("model.safetensors", parts="model-{number:05d}-of-{parts:05d}.safetensors",
-          index="model.safetensors.index.json"),
-    Rules(keep=True), plain=True,
-)  # fmt: skip
-"""One full checkpoint, as the Hub has it."""

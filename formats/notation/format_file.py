@@ -43,7 +43,7 @@ from formats.errors import NotationError, PlanError, brief
 from formats.hints import nearest, with_hint
 from formats.notation.adapter_file import adapter_format_names
 from formats.notation.expressions import Expression, read_expression
-from formats.notation.format import HUGGING_FACE, OWN, Container, Files, Format, Loading, Padding, Rules, Types
+from formats.notation.format import Container, Files, Format, Loading, Padding, Rules, Types
 from formats.notation.format_rules import Constant, Cut, Dropped, LaterLayers, Line, Refusal, Renaming, Settings
 from formats.notation.patterns import Pattern
 
@@ -177,6 +177,7 @@ def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
         demands=tuple((read_expression(condition), why) for condition, why in demands),
         settings=table.find("config", record(partial(structure, Settings)), None),
         same_ranks=table.find("same_ranks", truth, False),
+        plain=table.find("plain", truth, False),
     )
 
 
@@ -344,3 +345,7 @@ def _engine(value: object, where: str) -> tuple[str | None, str | None]:
 def _files(value: object, where: str) -> Files:
     """The name of a rank's weight file, or a table of such names."""
     return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)
+
+
+OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))
+"""The formats that store tensors as Hugging Face does: that of ranks' folders, and that of one full checkpoint."""

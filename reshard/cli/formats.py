@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import PlanError, ReshardError
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE
 from reshard.cli.help import Command
 from reshard.cli.options import (
     Place,

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from formats.notation.architecture import Architecture
     from formats.notation.format import Format
     from reshard.commands.plan import PlanRequest
+    from reshard.mesh.degrees import Attempt, Sweep
     from reshard.mesh.plan import Plan
-    from reshard.mesh.sweep import Attempt, Sweep
     from reshard.mesh.totals import Row
     from reshard.model.model import Model
     from reshard.source.source import Source
@@ -255,9 +255,8 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
-    from formats.notation.format import OWN
-    from reshard.mesh.plan_table import format_table, totals_lines
-    from reshard.mesh.totals import rows_of, totals_of
+    from formats.notation.format_file import OWN
+    from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
     from reshard.move.downloads import download_of
     from reshard.placement.arrangement import arrangement_of
 
@@ -293,7 +292,7 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
 
 def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
     """Write the page with the picture of a plan. Raises CheckpointError."""
-    from reshard.mesh.sweep import sweep
+    from reshard.mesh.degrees import sweep
     from reshard.pages.plan_page import Degree, plan_page
 
     attempts = sweep(plan.model, pad=request.pad_vocab, uneven=request.uneven).attempts
@@ -326,7 +325,7 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
 
 
 def _title(model: Model, source: str) -> str:
-    from reshard.mesh.plan_table import title
+    from reshard.mesh.totals import title
 
     return f"{source}: {title(model)}"
 
@@ -375,7 +374,7 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 
 
 def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
-    from reshard.mesh.sweep import sweep
+    from reshard.mesh.degrees import sweep
 
     source, found = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
     if as_json:
@@ -422,9 +421,8 @@ def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:
     if attempt.refusal is not None:
         ways = _other_ways(attempt)
         return attempt.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-    from formats.notation.format import OWN
-    from reshard.mesh.plan_table import uneven_lines
-    from reshard.mesh.totals import rows_of, totals_of
+    from formats.notation.format_file import OWN
+    from reshard.mesh.totals import rows_of, totals_of, uneven_lines
     from reshard.placement.program_plan import plan_for
 
     degree = attempt.degree

@@ -54,8 +54,8 @@ def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Sou
     Raises ReshardError.
     """
     paths = [find(each, access, Weights.FILES if access.download else Weights.RANGES) for each in (a, b)]
-    found = [recognise(path) for path in paths]
-    known = [each.kind != "program" or each.manifest is not None for each in found]
+    recognised = [recognise(path) for path in paths]
+    known = [each.kind != "program" or each.manifest is not None for each in recognised]
     opened: list[Source] = []
     for path, has_model in sorted(zip(paths, known, strict=True), key=lambda each: not each[1]):
         if opened and not has_model and access.config is None:

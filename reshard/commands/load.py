@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.notation.format import OWN
+from formats.notation.format_file import OWN
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import plan_for

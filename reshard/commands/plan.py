@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from formats.errors import PlanError
-from formats.notation.format import HUGGING_FACE, Format
-from formats.notation.format_file import format_to_write
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, format_to_write
 from reshard.mesh.plan import Degrees, Plan
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.access import Access, open_any

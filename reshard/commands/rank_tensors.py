@@ -20,11 +20,11 @@ from reshard.source.source import Source
 
 def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
-    held = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
-    for name, (dtype, _) in held.items():
+    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
+    for name, (dtype, _) in tensors.items():
         if dtype not in TORCH_DTYPES:
             raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
-    rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in held.items()}
+    rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
     memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
     places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
     reader = Reader()
@@ -34,7 +34,7 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
             _load(source, job, reader, memory[place.file][place.offset :])
     finally:
         reader.close()
-    return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in held.items()}
+    return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in tensors.items()}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from formats.errors import CheckpointError
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
 from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format import HUGGING_FACE, OWN
-from formats.notation.format_file import format_to_write
+from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from formats.refusals import refused
 from reshard.launcher import Share
-from reshard.mesh.degrees import unevenly
-from reshard.mesh.finer_blocks import finer_blocks, with_blocks
+from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.access import open_any, open_converted
@@ -60,11 +59,12 @@ def split(request: SplitRequest) -> Summary:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
     began, opened = start(request), open_any(request.source, request)
     plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
-    wanted = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
-    has_folders = format is OWN and began.bucket is None  # of ranks, which are added one by one
-    ranks, added_to = (wanted, began.folder) if wanted is not None and has_folders else (None, None)
-    new = Output(opened, plan, format, request.max_shard_size, ranks=ranks, added_to=added_to)
-    return rewrite(new, began, request, wanted)
+    chosen = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
+    more: dict[str, Any] = {}
+    if chosen is not None and format is OWN and began.bucket is None:
+        more = {"ranks": chosen, "added_to": began.folder}
+    new = Output(opened, plan, format, request.max_shard_size, **more)
+    return rewrite(new, began, request, chosen)
 
 
 _NOT_OF_ADAPTERS = {

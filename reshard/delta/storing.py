@@ -35,7 +35,7 @@ from formats.files.delta import (
 )
 from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE
 from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.delta.numbers import codes_of

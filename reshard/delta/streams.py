@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, TargetFile, TargetPlace

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from formats.errors import LiveError, PlanError
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE
 from formats.torch_dtypes import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms

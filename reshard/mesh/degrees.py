@@ -1,24 +1,23 @@
 """Which degrees are possible, and why others are not: the one place that decides it.
 
-All commands refuse a degree for the reasons found here; ``sweep.py`` tries one degree after the other. The words of a
-refusal are in ``reasons.py``. What a rank owns at a possible degree is in ``formats/notation/axes.py``. What only
-another program's format cannot hold is refused in ``program_plan.py``.
+All commands refuse a degree for the reasons found here. What a rank owns at a possible degree is in
+``formats/notation/axes.py``. What only another program's format cannot hold is refused in ``program_plan.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from formats.errors import NotationError, PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh
-from formats.notation.axes import Share, deal, degrees, owned, unit_of
-from formats.quantization.scale_blocks import block_size
+from formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
+from formats.quantization.scale_blocks import block_size, with_block_size
 from formats.refusals import Refusal, SettingError, refused
-from reshard.mesh.reasons import cuts_blocks, does_not_divide, too_few_units
-from reshard.model.model import Model
+from reshard.model.binding import bind
+from reshard.model.model import FullTensor, Model
 from reshard.model.shares import padded_sizes, padding_for, shares_of
 
 
@@ -165,3 +164,173 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
     begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
     if why.tensor is not None and block_size(model.config) and not begins_anew:
         yield {"refine_blocks": True}
+
+
+# ----------------------------------------------------------------------------------------------- the words of refusals
+
+_COUNTED: Mapping[tuple[str, ...], str] = {
+    ("kv", "group"): "attention heads",
+    ("heads",): "attention heads",
+    ("kv",): "KV heads",
+    ("skv", "sgroup"): "heads of sliding-window attention",
+    ("sheads",): "heads of sliding-window attention",
+    ("chunk", "per", "sgroup"): "heads of sliding-window attention",
+    ("chunk", "per"): "KV heads of sliding-window attention",
+    ("chunk",): "groups of KV heads of sliding-window attention",
+    ("skv",): "KV heads of sliding-window attention",
+    ("gkv", "ggroup"): "heads of global attention",
+    ("gkv",): "KV heads of global attention",
+    ("ekv", "egroup"): "attention heads of the encoder",
+    ("dkv", "dgroup"): "attention heads of the decoder",
+    ("dkv",): "attention heads of the decoder",
+    ("kheads", "vper"): "value heads of linear attention",
+    ("kheads",): "key heads of linear attention",
+    ("lheads",): "heads of linear attention",
+    ("g", "per"): "heads of the state-space layers",
+    ("g",): "groups of the state-space layers",
+    ("mheads",): "heads of the state-space layers",
+    ("groups",): "groups of the attention's output",
+    ("blocks",): "blocks of the recurrent layers",
+    ("expert",): "experts",
+}
+_MEASURED: Mapping[str, str] = {
+    "ff": "an intermediate size",
+    "dense_ff": "an intermediate size of dense layers",
+    "wide_ff": "an intermediate size of wide layers",
+    "moe_ff": "an intermediate size of experts",
+    "text_ff": "an intermediate size of experts for text",
+    "image_ff": "an intermediate size of experts for images",
+    "shared_ff": "an intermediate size of shared experts",
+    "rff": "an intermediate size of the residual MLP",
+    "eff": "an intermediate size of the encoder",
+    "dff": "an intermediate size of the decoder",
+    "gff": "an intermediate size of the global model",
+    "inner": "an inner size of the state-space layers",
+    "channel": "a number of channels",
+    "vocab": "a vocabulary",
+    "draft": "a draft's vocabulary",
+    "dvocab": "a vocabulary of the decoder",
+    "layer_vocab": "a vocabulary of each layer",
+    "rows": "a number of rows of the embedding",
+    "hashes": "a number of hashed embeddings",
+    "ngram_dim": "a size of n-gram embeddings",
+}
+
+
+def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
+    """``12 attention heads do not divide by 5``: why a family of axes with these sizes does not absorb a degree."""
+    axes, size = tuple(axis for axis, _ in family), math.prod(size for _, size in family)
+    if axes in _COUNTED:
+        return f"{size:,} {_COUNTED[axes]} do not divide by {degree}"
+    return f"{_size_of(axes, size)} does not divide by {degree}"
+
+
+def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
+    """``an intermediate size of 96 in units of 32 is enough for 3 of 4 ranks``."""
+    each = Share(degree, 0, unit).run(size).length
+    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // each)} of {degree} ranks"
+
+
+def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:
+    """``an intermediate size of 704 is 5.5 blocks of 128, which do not divide by 2``.
+
+    None if a rank's part of the dimension is whole scale blocks, or if the dimension is a sum or a nested product.
+    """
+    factors = dim.summands[0].factors
+    if dim.step == 1 or len(dim.summands) > 1 or not all(isinstance(factor, str) for factor in factors):
+        return None
+    axes = tuple(factor for factor in factors if isinstance(factor, str) and factor in shares)
+    parts, size = math.prod(shares[axis].parts for axis in axes), dim.whole.size(sizes)
+    if not axes or size % (dim.step * parts) == 0:
+        return None
+    blocks = f"{size / dim.step:g} blocks of {dim.step}, which do not divide by {parts}"
+    named = next((name for end in range(len(axes), 0, -1) if (name := _COUNTED.get(axes[:end]))), None)
+    if named:
+        return f"{size:,} rows of {named} are {blocks}"
+    return f"{_size_of(axes, size)} is {blocks}" if axes == factors else None
+
+
+def _size_of(axes: Sequence[str], size: int) -> str:
+    if len(axes) == 1 and axes[0] in _MEASURED:
+        return f"{_MEASURED[axes[0]]} of {size:,}"
+    return f"a size of {size:,} ({' x '.join(axes)})"
+
+
+# --------------------------------------------------------------------------------------------------------- all degrees
+
+TRIED = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128)
+"""The degrees of tensor parallelism that a sweep tries; those above 16 only up to twice the largest valid one."""
+LARGEST = 1 << 16
+"""The largest degree that is listed as valid."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One degree, and why it is refused (None: it is valid); ``instead`` has options that make it possible."""
+
+    degree: int
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The degrees that were tried, in increasing order, and all that are valid: of ``tp`` and of ``ep``."""
+
+    attempts: tuple[Attempt, ...]
+    valid: tuple[int, ...]
+    valid_ep: tuple[int, ...]
+
+
+def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
+    """Try the usual degrees of tensor parallelism, and all valid ones up to the largest of these.
+
+    ``pad``: an indivisible vocabulary may be padded. ``uneven``: the last ranks may have less of an MLP.
+    """
+    units = units_of(model, experts=True) if uneven else {}
+    valid = valid_degrees(model, pad=pad, units=units, limit=LARGEST)
+    usual = [degree for degree in valid if degree <= max(TRIED)]
+    tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
+    attempts = (_attempt(model, degree, pad=pad, uneven=uneven) for degree in sorted({*tried, *usual}))
+    return Sweep(tuple(attempts), tuple(valid), tuple(valid_degrees(model, "ep")))
+
+
+def _attempt(model: Model, degree: int, *, pad: bool, uneven: bool) -> Attempt:
+    why = refusal(model, "tp", degree, pad=pad, uneven=uneven)
+    if why is None:
+        return Attempt(degree)
+    return Attempt(degree, replace(why, instead=tuple(other_ways(model, Mesh((("tp", degree),)), why, pad=pad))))
+
+
+# ------------------------------------------------------------------------------------------------ smaller scale blocks
+
+
+def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
+    """The largest scale block (rows, columns) that no rank's boundary cuts; None if the model's own is not cut.
+
+    Raises SettingError if scale blocks begin anew in each part of a weight.
+    """
+    block = block_size(model.config)
+    if block is None:
+        return None
+    common = list(block)
+    for tensor in model.in_blocks:
+        if any(dim.part is not None for dim in tensor.rule.dims):
+            why = (
+                f"tensor '{tensor.name}' has scale blocks that begin anew in each part of '{tensor.rule.dims[0].whole}'"
+            )
+            advice = "choose a degree that cuts no scale block"
+            raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
+        sizes = model.sizes.of(dict(tensor.indices))
+        for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
+            for rank in range(mesh.size):
+                runs = owned(dim.whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(sizes)}
+                common[place] = math.gcd(common[place], *edges)
+    return None if tuple(common) == block else (common[0], common[1])
+
+
+def with_blocks(model: Model, block: tuple[int, int]) -> Model:
+    """The same model with scale blocks of another size (rows, columns)."""
+    blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
+    tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
+    return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)

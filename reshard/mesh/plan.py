@@ -119,14 +119,13 @@ class Plan(Result):
     @property
     def headline(self) -> str:
         """The mesh, the type of the model, and its number of tensors."""
-        from reshard.mesh.plan_table import title
+        from reshard.mesh.totals import title
 
         return f"{self.mesh}, {title(self.model)}"
 
     def to_text(self, width: int | None = None) -> str:
         """The table and the totals of ``reshard plan --tp N``."""
-        from reshard.mesh.plan_table import format_table, totals_lines
-        from reshard.mesh.totals import rows_of, totals_of
+        from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
 
         rows = rows_of(self)
         totals = totals_lines(self, totals_of(self, rows))

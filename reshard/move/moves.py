@@ -15,7 +15,7 @@ from typing import TypeVar
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import KEPT
-from formats.notation.format import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Regrid, Restate
 from reshard.move.elements import Change
@@ -44,6 +44,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     here, there = same_atoms(source.arrangement, target)
     moves = _Moves(compare=compare, zeros=source.manifest is not None or not source.format.padding.free)
     check_atoms(here, there)
+    origin, goal = source.places, partial(place_in, places)
 
     @cache
     def whole() -> Mapping[Atom, Placed]:
@@ -58,7 +59,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             held = whole()[atom]
             sources: Places = partial(_same_on_all, _place_in_kept(source, held, atom.tensor))
         else:
-            sources = _sources(source, held)
+            sources = _places(origin, held)
         ranks = frozenset[int]()
         if wanted is not None:
             key = (wanted.stored.geometry, wanted.number)
@@ -66,7 +67,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
                 ranks_of[key] = _ranks_of(wanted, places)
             ranks = ranks_of[key]
         if wanted is not None and ranks:
-            yield moves.job(atom, held, wanted, sources, _targets(places, wanted), ranks)
+            yield moves.job(atom, held, wanted, sources, _places(goal, wanted), ranks)
         if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
             place = places[KEPT_RANK][atom.tensor]
             place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
@@ -74,7 +75,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     for atom, wanted in there.copies:
         held, ranks = here.placed[atom], _ranks_of(wanted, places)
         if ranks:
-            job = moves.job(atom, held, wanted, _sources(source, held), _targets(places, wanted), ranks)
+            job = moves.job(atom, held, wanted, _places(origin, held), _places(goal, wanted), ranks)
             yield job._replace(again=True)
 
 
@@ -203,25 +204,13 @@ def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
     return Change(name, held.stored.dtype, wanted.stored.dtype, function)
 
 
-def _sources(source: Source, placed: Placed) -> Places:
-    """Where an atom lies in the files of each rank of a source."""
-    return source.places(placed.stored.name) if placed.is_alone else partial(_source_place, source, placed)
+def _places(of: Callable[[str, int], Place | None], placed: Placed) -> Callable[[int], Place | None]:
+    """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank. Jobs are pickled."""
+    return partial(of, placed.stored.name) if placed.is_alone else partial(_place_within, of, placed)
 
 
-def _targets(places: TargetPlaces, placed: Placed) -> Callable[[int], TargetPlace | None]:
-    """Where an atom is to lie in the files of each rank of a target."""
-    return partial(place_in, places, placed.stored.name) if placed.is_alone else partial(_target_place, places, placed)
-
-
-def _source_place(source: Source, placed: Placed, rank: int) -> SourcePlace | None:
-    info = source.ranks[rank].get(placed.stored.name_on(rank))
-    if info is None or not placed.stored.geometry.has(rank, placed.number):
-        return None
-    return SourcePlace(source.files[info.file], info.offset + placed.first(rank))
-
-
-def _target_place(places: TargetPlaces, placed: Placed, rank: int) -> TargetPlace | None:
-    place = places[rank].get(placed.stored.name_on(rank))
+def _place_within(of: Callable[[str, int], Place | None], placed: Placed, rank: int) -> Place | None:
+    place = of(placed.stored.name_on(rank), rank)
     if place is None or not placed.stored.geometry.has(rank, placed.number):
         return None
-    return TargetPlace(place.file, place.offset + placed.first(rank))
+    return place._replace(offset=place.offset + placed.first(rank))

@@ -36,13 +36,13 @@ def made_config(
     for name, dtype, shape in tensors:
         shapes[name], dtypes[name] = list(shape), dtype
     stored = {"shapes": shapes, "dtypes": dtypes, "ranks": ranks}
-    found = _evaluated(settings.read, {**document, **stored}.get, "config.json")
+    config = _evaluated(settings.read, {**document, **stored}.get, "config.json")
     # transformers has defaults of its own for what is not there
-    return {key: found.get(key) for key in settings.read if "." not in key} | found
+    return {key: config.get(key) for key in settings.read if "." not in key} | config
 
 
 def _evaluated(expressions: Mapping[str, Expression], look_up: Lookup, file: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for key, expression in expressions.items():
         try:
             value = expression.evaluate(look_up)
@@ -50,11 +50,11 @@ def _evaluated(expressions: Mapping[str, Expression], look_up: Lookup, file: str
             raise PlanError(f"{file}: '{key}' cannot be made: {error.message}", error.hint) from None
         if value is not None:
             *outer, last = key.split(".")
-            inner = found
+            inner = document
             for name in outer:
                 inner = inner.setdefault(name, {})
             inner[last] = value
-    return found
+    return document
 
 
 # ------------------------------------------------------------------------------------------------------ the dtype
@@ -68,8 +68,8 @@ def dtype_of(held: Iterable[Mapping[str, TensorInfo]]) -> str | None:
     for tensors in held:
         for info in tensors.values():
             counts[info.dtype] += math.prod(info.shape)
-    found = counts.most_common(1)
-    return DTYPE_NAMES.get(found[0][0]) if found else None
+    most = counts.most_common(1)
+    return DTYPE_NAMES.get(most[0][0]) if most else None
 
 
 def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | None) -> tuple[dict[str, Any], set[str]]:

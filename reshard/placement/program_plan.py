@@ -9,7 +9,8 @@ from typing import Any
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.adapters import MERGE_IT, SETTINGS
-from formats.notation.format import HUGGING_FACE, OWN, Format
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.refusals import refused
 from reshard.mesh.degrees import unevenly
 from reshard.mesh.plan import Degrees, Plan, make_plan
@@ -117,14 +118,14 @@ def not_kept(format: Format) -> Mapping[str, str]:
         return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
     if format is OWN:
         return {}
-    found = {
+    reasons = {
         "pad_vocab_to": "it says itself what is padded",
         "refine_blocks": "its reader takes the scale blocks of config.json",
     }
     if not format.container.chunks or format.padding.to is not None:
-        found["uneven"] = "its ranks have equal parts"
+        reasons["uneven"] = "its ranks have equal parts"
     if format.container.chunks:
-        found["ranks"] = "any number of ranks loads it"
+        reasons["ranks"] = "any number of ranks loads it"
     if not format.files.has_parts:
-        found["max_shard_size"] = "its ranks have one file each"
-    return found
+        reasons["max_shard_size"] = "its ranks have one file each"
+    return reasons

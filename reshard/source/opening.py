@@ -32,16 +32,16 @@ from formats.files.stamps import stamps_in
 from formats.notation.adapters import SETTINGS, settings_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.format import HUGGING_FACE, OWN
+from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, name_in
-from reshard.mesh.finer_blocks import with_blocks
-from reshard.mesh.plan import make_plan
+from reshard.mesh.degrees import with_blocks
+from reshard.mesh.plan import Plan, make_plan
 from reshard.model.binding import bind, lines_for
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes
 from reshard.source.completeness import check_complete
 from reshard.source.low_rank import check_tensors
-from reshard.source.source import UNSPLIT, Folder, Source, SourceFile, check_stored
+from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
 from reshard.store.staging_names import unfinished_command
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool) -> S
         HUGGING_FACE, make_plan(model, UNSPLIT), model, tensors, [tensors],
         (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),
         {name_in(file, path): file for file in checkpoint.side_files},
-        made={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
+        computed={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
         index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _open_sharded(folder: Folder) -> Source:
                 "put the config.json of the split there again",
             )
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
-    names = _names(sharded)
+    names = _names(sharded, folder.manifest)
     full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in map(holders.__getitem__, names)]
     model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
@@ -185,7 +185,7 @@ def _open_sharded(folder: Folder) -> Source:
         (SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path)) for r in sharded.ranks for f in r.files),
         {name_in(file, path): file for file in sharded.side_files}, stated=identity,
     )  # fmt: skip
-    check_stored(source.arrangement, source.ranks, path)
+    _check_shapes(sharded, plan, path)
     check_complete(model, path)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
@@ -195,15 +195,35 @@ def _open_sharded(folder: Folder) -> Source:
     return source
 
 
-def _names(sharded: ShardedCheckpoint) -> tuple[str, ...]:
+def _names(sharded: ShardedCheckpoint, manifest: Manifest | None) -> tuple[str, ...]:
     """The names of all tensors in the order of the original files.
 
     Without a manifest the order is that of the shards. Their headers state positions if no rank holds all tensors.
     """
-    held = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
-    if sharded.manifest is None:
+    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
+    if manifest is None:
         places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
-        return tuple(sorted(held, key=lambda name: places.get(name, 0)))
-    files = sharded.manifest.source.files
-    order = [name for file in files for name in file.tensors if name in held]
-    return tuple(dict.fromkeys([*order, *held]))
+        return tuple(sorted(names, key=lambda name: places.get(name, 0)))
+    files = manifest.source.files
+    order = [name for file in files for name in file.tensors if name in names]
+    return tuple(dict.fromkeys([*order, *names]))
+
+
+def _check_shapes(sharded: ShardedCheckpoint, plan: Plan, path: FilePath) -> None:
+    """Raise MismatchError unless each rank has exactly the planned tensors, dtypes and local shapes."""
+    for rank in sharded.ranks:
+        planned = {kind: (kind.dtype, box.shape) for kind, box in plan.boxes(rank.rank).items()}
+        for name, kind, _ in plan.model.tensors:
+            info, should = rank.tensors.get(name), planned.get(kind)
+            if info is None and should is None:
+                continue
+            if info is None or should is None:
+                what = "is missing in" if info is None else "does not belong in"
+                raise MismatchError(f"{path}: tensor '{name}' {what} {rank.folder.name}")
+            if info.shape != should[1]:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
+                    f"has {list(should[1])} by the rule '{plan.laid[kind].layout.rule}'"
+                )
+            if info.dtype != should[0]:
+                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, but {should[0]} in another rank")

@@ -19,9 +19,9 @@ from functools import cache, partial
 from typing import Any
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, ReshardError
+from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
-from formats.files.chunks import Chunk, whole_shape
+from formats.files.chunks import Chunk, check_tiling, whole_shape
 from formats.files.dcp import Distributed, read_distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import KEPT, MANIFEST
@@ -41,18 +41,21 @@ from reshard.placement.program_plan import program_plan
 from reshard.placement.stacks import by_number, name_at, stack_of, unstacked
 from reshard.placement.stored import Chunks
 from reshard.source.completeness import check_complete
-from reshard.source.distributed_source import Affix, Training, known_names, parts_of
 from reshard.source.program_files import (
+    Affix,
     ProgramFile,
+    Training,
     check_belonging,
+    known_names,
     left_behind,
     numbered_globally,
+    parts_of,
     read_chunked,
     read_ranks,
     readings,
     without_files,
 )
-from reshard.source.source import UNSPLIT, Folder, Source, SourceFile, check_stored
+from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
 from reshard.store.remote import NEAR, Range, joined
 
 
@@ -79,8 +82,8 @@ def _misfit(rank: int) -> Iterator[None]:
 class _Reading:
     """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
 
-    ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``made`` are side files
-    that do not lie in the folder as they are, ``note`` what was changed in config.json.
+    ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
+    files that do not lie in the folder as they are, ``note`` what was changed in config.json.
     """
 
     format: Format
@@ -91,7 +94,7 @@ class _Reading:
     model: Model
     mesh: Mesh | None
     is_known: bool
-    made: Mapping[str, bytes] = field(default_factory=dict)
+    computed: Mapping[str, bytes] = field(default_factory=dict)
     note: str | None = None
 
     @property
@@ -123,12 +126,12 @@ class _Reading:
             lacking = {each.name: dict[int, Chunk]() for each in arrangement.stored}
             yield len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
             return
-        held = [
+        planned = [
             {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
             for rank in range(mesh.size)
         ]
         count = sum(
-            held[rank].get(name) != (info.dtype, info.shape)
+            planned[rank].get(name) != (info.dtype, info.shape)
             for rank, tensors in enumerate(self.ranks)
             for name, info in tensors.items()
         )
@@ -192,7 +195,7 @@ def _read(
     """What the files have, as shards of a model that is known, or of that which a config.json describes."""
     split = check_belonging(files)
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
-    chunks, training, note, made = None, None, None, dict[str, bytes]()
+    chunks, training, note, computed = None, None, None, dict[str, bytes]()
     with _misfit(1):
         if format.container.chunks and not format.files.is_distributed:
             ranks, chunks = read_chunked(files)
@@ -201,7 +204,7 @@ def _read(
     if known is not None:
         config, architecture = dict(known.config), known.architecture
     else:
-        config, made = _config_of(format, folder, ranks)
+        config, computed = _config_of(format, folder, ranks)
         architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
     has_mesh = known is not None or all(
@@ -212,45 +215,47 @@ def _read(
             found, knows = distributed(), partial(_knows, format, _origins_of(format, architecture, config))
             training = Training(found, parts_of(found, knows, format.container.ignores))
             ranks, chunks = _chunks_of(format, found, training.parts.model)
-        held = _held(ranks, chunks)
+        tensors = _held(ranks, chunks)
         if known is None:
-            config, made, note = _with_dtype(folder, architecture, config, made, held)
+            config, computed, note = _with_dtype(folder, architecture, config, computed, tensors)
         if mesh is not None and format.rules.numbered:
-            mesh, held = numbered_globally(format, mesh, ranks)
-        full = _full_tensors(folder, format, architecture, config, held) if known is None else ()
+            mesh, tensors = numbered_globally(format, mesh, ranks)
+        full = _full_tensors(folder, format, architecture, config, tensors) if known is None else ()
     if known is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
         is_known = folder.manifest is not None or (format.container.chunks and split is not None)
         return _Reading(format, files, ranks, chunks, training, known, mesh, is_known)
     with _misfit(2 * has_mesh):
-        sizes = folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, held, full)
+        sizes = (
+            folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
+        )
         model = bind(architecture, config, full, known=sizes)
-        _check_extent(model, held)
-    return _Reading(format, files, ranks, chunks, training, model, mesh, folder.manifest is not None, made, note)
+        _check_extent(model, tensors)
+    return _Reading(format, files, ranks, chunks, training, model, mesh, folder.manifest is not None, computed, note)
 
 
 def _with_dtype(
     folder: Folder,
     architecture: Architecture,
     config: dict[str, Any],
-    made: dict[str, bytes],
-    held: Sequence[Mapping[str, TensorInfo]],
+    computed: dict[str, bytes],
+    tensors: Sequence[Mapping[str, TensorInfo]],
 ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
     """A config and the side files with it, which say the dtype of the weights if the config is given apart from them.
 
     Returns also what was changed, in words.
     """
     if folder.config is None:
-        return config, made, None
-    dtype = dtype_of(held)
-    given = json.loads(made[CONFIG])
+        return config, computed, None
+    dtype = dtype_of(tensors)
+    given = json.loads(computed[CONFIG])
     own, others = with_dtype(given, architecture.section(given), dtype)
     if not others:
-        return config, made, None
+        return config, computed, None
     config, _ = with_dtype(config, architecture.section(config), dtype)
     note = f"config.json says {dtype}, as the weights are; the one that was given says {' and '.join(sorted(others))}"
-    return config, {**made, CONFIG: json_bytes(own) + b"\n"}, note
+    return config, {**computed, CONFIG: json_bytes(own) + b"\n"}, note
 
 
 def _check_extent(model: Model, held: Sequence[Mapping[str, TensorInfo]]) -> None:
@@ -287,7 +292,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
-        (_program_file(folder, file, of) for file, of in infos.items()), side, made=reading.made, kept=kept,
+        (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, kept=kept,
         chunks=reading.chunks, training=training, note=reading.note,
         left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
@@ -419,17 +424,17 @@ def inferred_tensors(
 ) -> list[FullTensor]:
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    found = _origins_of(format, architecture, config).of(stored)
-    forms = {name: architecture.form(name)[0] for name in found if format.rules.keep}
+    origins = _origins_of(format, architecture, config).of(stored)
+    forms = {name: architecture.form(name)[0] for name in origins if format.rules.keep}
     first = {form: name for name, form in reversed(forms.items())}
     kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
-    alone = Counter(found.values() if format.container.chunks else ())  # a rank's shape may be another
+    alone = Counter(origins.values() if format.container.chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
             name, stored[of].dtype, None, stored[of].file.name,
             stored[of].shape if forms.get(name) in kept or alone[of] == 1 else None,
         )
-        for name, of in found.items()
+        for name, of in origins.items()
     ]  # fmt: skip
 
 
@@ -445,7 +450,7 @@ def inferred_sizes(
     """
     sizes = AxisSizes(architecture, config, {})
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-    known, found = sizes.of({}), dict[str, int]()
+    known, inferred = sizes.of({}), dict[str, int]()
     shapes = {name: info.shape for name, info in ranks[0].items()}
     if len(ranks) == 1:
         shapes |= {tensor.name: tensor.held for tensor in full if tensor.held is not None}
@@ -455,8 +460,8 @@ def inferred_sizes(
         for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
             if dim.axis is not None and dim.axis not in known:
                 holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
-                found.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
-    return found
+                inferred.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
+    return inferred
 
 
 def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]]) -> dict[str, int]:
@@ -464,7 +469,7 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
 
     Each is the sum of all ranks' parts of a stored tensor that has a dimension of this axis alone.
     """
-    model, found = arrangement.plan.model, dict[str, int]()
+    model, padded = arrangement.plan.model, dict[str, int]()
     for axis in model.architecture.pad:
         for placed in arrangement.placed.values():
             dims, order = placed.portion.component.factors, placed.portion.order
@@ -479,9 +484,48 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
             }
             size = sum(lengths.values())
             if size > layout.full[order[place]]:
-                found[axis] = size
+                padded[axis] = size
             break
-    return found
+    return padded
+
+
+def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
+    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    if arrangement.chunks is not None:
+        _check_chunks(arrangement, arrangement.chunks, ranks, path)
+        return
+    for rank, tensors in enumerate(ranks):
+        unknown = dict(tensors)
+        for stored, shape in arrangement.held(rank):
+            name = stored.name_on(rank)
+            info = unknown.pop(name, None)
+            if info is None:
+                raise MismatchError(f"{path}: tensor '{name}' is missing in the files of rank {rank}")
+            if info.shape != shape or info.dtype != stored.dtype:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
+                    f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
+                )
+        if unknown:
+            raise MismatchError(f"{path}: tensor '{min(unknown)}' of rank {rank} is none of this model's")
+
+
+def _check_chunks(
+    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
+) -> None:
+    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
+    unknown = set(chunks)
+    for stored in arrangement.stored:
+        unknown.discard(stored.name)
+        if stored.constant is not None and not chunks.get(stored.name):
+            continue  # whoever wrote it did without
+        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
+        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
+        other = next((info for info in infos if info.dtype != stored.dtype), None)
+        if other is not None:
+            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
+    if unknown:
+        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")
 
 
 def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
@@ -495,9 +539,9 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
         ranks, chunks = _chunks_of(format, training.found, names)
-        held = [_whole_tensors(ranks, chunks)]
-        full = inferred_tensors(format, architecture, config, held)
-        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, held, full))
+        tensors = [_whole_tensors(ranks, chunks)]
+        full = inferred_tensors(format, architecture, config, tensors)
+        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
         yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
@@ -510,14 +554,14 @@ def with_unlike_constants(source: Source) -> Source:
     CheckpointError if a file cannot be read.
     """
     constants = {each.name: each for each in source.arrangement.stored if each.constant is not None}
-    found: list[tuple[str, TensorInfo]] = []
+    infos: list[tuple[str, TensorInfo]] = []
     for rank, tensors in enumerate(source.ranks):
         here = {each.name_on(rank): each.name for each in constants.values()}
-        found += [(here[name], info) for name, info in tensors.items() if name in here]
-    if not found:
+        infos += [(here[name], info) for name, info in tensors.items() if name in here]
+    if not infos:
         return source
     unlike: dict[str, set[bytes]] = {}
-    for (name, info), content in zip(found, _contents([info for _, info in found]), strict=True):
+    for (name, info), content in zip(infos, _contents([info for _, info in infos]), strict=True):
         if content != constants[name].constant_bytes(info.shape):
             unlike.setdefault(name, set()).add(content)
     one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
@@ -533,12 +577,12 @@ def in_general(name: str) -> str:
 
 def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:
     """The bytes of tensors; what lies close together in a file is one read."""
-    wanted: dict[FilePath, list[Range]] = {}
+    ranges_of: dict[FilePath, list[Range]] = {}
     for info in tensors:
-        wanted.setdefault(info.file, []).append((info.offset, info.offset + info.nbytes))
-    parts = [(file, *part) for file, ranges in wanted.items() for part in joined(ranges, NEAR)]
+        ranges_of.setdefault(info.file, []).append((info.offset, info.offset + info.nbytes))
+    parts = [(file, *part) for file, ranges in ranges_of.items() for part in joined(ranges, NEAR)]
     contents = dict(zip(parts, read_ranges(parts), strict=True))
-    begun = {file: sorted(part[1:] for part in parts if part[0] == file) for file in wanted}
+    begun = {file: sorted(part[1:] for part in parts if part[0] == file) for file in ranges_of}
 
     def content(info: TensorInfo) -> bytes:
         ranges = begun[info.file]

@@ -1,26 +1,33 @@
-"""The weight files of another program's format: their names, and the tensors of each rank in them."""
+"""The weight files of another program's format: their names, and the tensors of each rank in them.
+
+A distributed checkpoint of a trainer has dictionaries: the model may lie under a key (``model.``, ``state_dict.``), and
+the states of the optimizer beside it, each named after its parameter (``optim.state.{name}.exp_avg``). The names
+themselves tell them apart.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import METADATA, read_weights
 from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import is_distributed
-from formats.files.safetensors import Header, TensorInfo, read_header
+from formats.files.dcp import Distributed, is_distributed, tensor_bytes
+from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
 from formats.notation.format import Format
 from formats.notation.format_file import all_formats
-from formats.notation.format_rules import LaterLayers
 from formats.notation.patterns import Pattern, numbered_names
-from formats.store import FilePath, like, name_in, read_file
+from formats.store import FilePath, like, name_in, open_file, read_file
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
@@ -74,8 +81,8 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
     names = [name_in(path, folder) for path in like(folder, pattern)] if folder.is_dir() else []
     if "{tp_rank" in format.files.name:
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
-        found = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
-        return [files for files in found if files]
+        files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
+        return [files for files in files_of_ways if files]
     files = _of_ranks(format, folder, names)
     return [files] if files else []
 
@@ -125,14 +132,14 @@ def _of_coordinates(format: Format, folder: FilePath, names: Sequence[str], pp: 
     if same:
         inner = (("tp", tensors), ("ep", experts))
         mesh = Mesh(tuple(each for each in mesh.degrees if each[0] == "pp") + inner, same_ranks=True)
-    found = []
+    files = []
     for chunk, inside in enumerate(chunks):
         for (stage, expert, tensor), path in sorted(places.items()):
             number = chunk * stages + stage
             here = diagonal[expert, tensor] if same else expert * tensors + tensor
             rank = number * (width if same else experts * tensors) + here
-            found.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
-    return found
+            files.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
+    return files
 
 
 def _chunks(format: Format, path: FilePath) -> list[str | None]:
@@ -152,16 +159,6 @@ def _saved(path: FilePath, inside: str) -> Saved:
     return read_saved(path, lambda name: pattern.fullmatch(name) is not None)
 
 
-def read_program_file(file: ProgramFile) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
-    """The tensors of a rank in a file, its tied names, and its header if it is safetensors. Raises CheckpointError."""
-    if file.inside is None:
-        return read_weights(file.path)
-    saved = _saved(file.path, file.inside)
-    if file.inside not in saved.tensors:
-        raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
-    return saved.tensors[file.inside], saved.aliases[file.inside], None
-
-
 def tensors_in(path: FilePath, inside: str | None) -> list[TensorInfo]:
     """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
     if inside is None:
@@ -173,7 +170,7 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
     """What files have besides the tensors of the model, in a few words. Raises MismatchError if they are of different
     steps.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     first: tuple[FilePath, object] | None = None
     for file in files:
         if file.inside is None:
@@ -183,8 +180,8 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
         first = first or (file.path, step)
         if step != first[1]:
             raise MismatchError(f"{file.path} is of iteration {brief(step)}, {first[0]} of iteration {brief(first[1])}")
-        found |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
-    return [*found]
+        names |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
+    return [*names]
 
 
 def without_files(format: Format, folder: FilePath) -> CheckpointError:
@@ -227,23 +224,28 @@ def read_ranks(
     Raises CheckpointError if a rank is missing, or a tensor is there twice.
     """
     count = max([file.rank for file in files]) + 1
-    said = {file.ranks for file in files if file.ranks is not None}
-    if len(said) > 1:
-        raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(said)))}")
-
+    counts = {file.ranks for file in files if file.ranks is not None}
+    if len(counts) > 1:
+        raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(counts)))}")
     if mesh is not None and count > mesh.size:
         raise MismatchError(f"{where} has files of rank {count - 1}, which {mesh} does not have")
-    ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *said, mesh.size if mesh else 0]))]
+    ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
-        found, aliases, _ = read_program_file(file)
-        found |= {name: found[kept]._replace(name=name) for name, kept in aliases.items()}
-        tensors = {name: info for name, info in found.items() if not format.container.ignores(name)}
+        if file.inside is None:
+            infos, aliases, _ = read_weights(file.path)
+        else:
+            saved = _saved(file.path, file.inside)
+            if file.inside not in saved.tensors:
+                raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
+            infos, aliases = saved.tensors[file.inside], saved.aliases[file.inside]
+        infos |= {name: infos[kept]._replace(name=name) for name, kept in aliases.items()}
+        tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
         ranks[file.rank].update(tensors)
-    for rank, found in enumerate(ranks):
-        if not found:
+    for rank, tensors in enumerate(ranks):
+        if not tensors:
             mesh = files[0].mesh or mesh
             name = f" ({format.files.name_of(mesh, rank, 0)})" if mesh else ""
             hint = "bring the folders of all ranks together"
@@ -266,55 +268,37 @@ def numbered_globally(
     """
     targets = [*(renaming.new for renaming in format.rules.names), *(line.target for line in format.rules.lines)]
     lines = [target for target in targets if target.indices & {*format.rules.numbered}]
-    lines = [
-        *(behind for further in format.rules.further for line in lines if (behind := _behind(further, line))),
-        *lines,
+    lines[:0] = [  # names of tensors behind the last layer
+        Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"}))
+        for further in format.rules.further
+        for line in lines
+        if (words := further.found.match(line.text))
     ]
-    found = [{name: _first_match(lines, name) for name in rank} for rank in ranks]
-    counts = [_counts(matches.values()) for matches in found]
+    matches = [
+        {name: match for name in rank
+         if (match := next(((line, words) for line in lines if (words := line.match(name)) is not None), None))}
+        for rank in ranks
+    ]  # fmt: skip
+    counts: list[dict[str, int]] = [{} for _ in ranks]  # one more than the largest number of each index in names
+    for count, of_rank in zip(counts, matches, strict=True):
+        for line, words in of_rank.values():
+            count |= {axis: max(count.get(axis, 0), 1 + int(words[axis])) for axis in line.indices}
     layers: list[int] = []
     for stage in range(mesh.pp):
         of = {count.get(LAYER, 0) for rank, count in enumerate(counts) if mesh.stage(rank) == stage}
         if len(of) > 1:
             raise MismatchError(f"the ranks of stage {stage} have {' and '.join(map(str, sorted(of)))} layers")
         layers += of
-    named = []
-    for number, (rank, matches) in enumerate(zip(ranks, found, strict=True)):
-        held = {axis: count for axis, count in counts[number].items() if axis in format.rules.numbered}
-        first = {axis: mesh.coordinates(number).get("ep", 0) * count for axis, count in held.items()}
-        first[LAYER] = sum(layers[: mesh.stage(number)])
-        named.append({_shifted(name, matches[name], first): info for name, info in rank.items()})
+    named: list[dict[str, TensorInfo]] = []
+    for number, rank in enumerate(ranks):
+        place = mesh.coordinates(number).get("ep", 0)
+        first = {axis: place * count for axis, count in counts[number].items() if axis in format.rules.numbered}
+        first[LAYER], shifted = sum(layers[: mesh.stage(number)]), dict[str, str]()
+        for name, (line, words) in matches[number].items():
+            numbers = {axis: str(int(words[axis]) + first.get(axis, 0)) for axis in line.indices}
+            shifted[name] = line.fill({**words, **numbers})
+        named.append({shifted.get(name, name): info for name, info in rank.items()})
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
-
-
-def _behind(further: LaterLayers, line: Pattern) -> Pattern | None:
-    """The names of a line's tensors behind the last layer."""
-    words = further.found.match(line.text)
-    return Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"})) if words else None
-
-
-_Match = tuple[Pattern, Mapping[str, str]]
-
-
-def _first_match(lines: Iterable[Pattern], name: str) -> _Match | None:
-    matches = ((line, line.match(name)) for line in lines)
-    return next(((line, found) for line, found in matches if found is not None), None)
-
-
-def _counts(matches: Iterable[_Match | None]) -> dict[str, int]:
-    """One more than the largest number of each index in names."""
-    found: dict[str, int] = {}
-    for line, words in filter(None, matches):
-        for axis in line.indices:
-            found[axis] = max(found.get(axis, 0), 1 + int(words[axis]))
-    return found
-
-
-def _shifted(name: str, match: _Match | None, first: Mapping[str, int]) -> str:
-    if match is None:
-        return name
-    line, words = match
-    return line.fill({**words, **{axis: str(int(words[axis]) + first.get(axis, 0)) for axis in line.indices}})
 
 
 def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
@@ -334,3 +318,154 @@ def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
             raise MismatchError(f"{file.path} and {first[1]} are of different splits")
         first = first or (shard, file.path)
     return first[0].identity if first is not None else None
+
+
+# -------------------------------------------------------------------------------------------- a distributed checkpoint
+
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
+"""Prefixes that torch.compile, activation checkpointing, FSDP and Lightning put before names in a module that they
+wrap.
+"""
+_DEEPEST, _SAMPLE = 5, 200
+_TRAINING = re.compile(r"(?:.*\.)?(?:optim\w*|state|exp_avg\w*|ema\w*)\..*")
+
+
+class Affix(NamedTuple):
+    """The prefix and suffix that a training state's name has around its parameter's name."""
+
+    before: str
+    behind: str
+
+
+class Parts(NamedTuple):
+    """The parts of a training checkpoint, by stored names.
+
+    ``model`` has the stored name for each name of the format. ``states`` has, for each kind of state, the stored name
+    of the state of each model tensor; such a state has the tensor's shape. ``others`` are all other tensors and
+    objects.
+    """
+
+    model: dict[str, str]
+    states: dict[Affix, dict[str, str]]
+    others: tuple[str, ...]
+
+    def words(self, *, of_states: bool = True) -> tuple[str, ...]:
+        """The parts besides the model, in a few words."""
+        tops = {stored.partition(".")[0] for stored in self.model.values()}
+        states = [before or f"*{behind}" for before, behind in self.states] if of_states else []
+        words = [word if word.startswith("*") else word.partition(".")[0] for word in states]
+        words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.others]
+        return tuple(dict.fromkeys(words))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A distributed checkpoint as a trainer saved it, and the parts of it."""
+
+    found: Distributed
+    parts: Parts
+
+    def chunks(self) -> Iterator[TensorInfo]:
+        """Where the chunks of all tensors lie that are not the model's."""
+        model = {*self.parts.model.values()}
+        for name, whole in self.found.tensors.items():
+            yield from (info for _, info in whole.chunks if name not in model)
+
+    def archives(self) -> Iterator[tuple[str, Chunk | None, bytes]]:
+        """Each chunk and each object that is neither a tensor of the model nor a state of one, as torch.save writes it.
+
+        Raises CheckpointError if a file cannot be read, or for more than ``LARGEST`` bytes of it.
+        """
+        total = 0
+        for name in self.parts.others:
+            blob, whole = self.found.objects.get(name), self.found.tensors.get(name)
+            places: list[tuple[Chunk | None, FilePath, int, int]] = [(None, *blob)] if blob else []
+            places += [(at, info.file, info.offset, info.nbytes) for at, info in (whole.chunks if whole else ())]
+            total += sum(length for *_, length in places)
+            if total > LARGEST:
+                raise CheckpointError(
+                    f"{self.found.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
+                    f"up to '{name}'",
+                    "merge it, or split it into another program's format: both leave this behind",
+                )
+            for at, path, offset, length in places:
+                with open_file(path) as file:
+                    content = os.pread(file.fileno(), length, offset)
+                yield name, at, content if whole is None or at is None else tensor_bytes(whole.dtype, at.shape, content)
+
+
+LARGEST = 256 << 20
+"""The most bytes that are copied unchanged."""
+
+
+def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:
+    """Tell the parts apart. ``knows`` says whether a name is one of the model's, ``ignores`` whether it can be ignored.
+
+    Raises CheckpointError if no name is.
+    """
+    names = {stored: name for stored in found.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
+    prefix = _prefix([*names.values()], knows)
+    if prefix is None:
+        some = min(names.values(), default="nothing")
+        raise CheckpointError(f"{found.path} holds '{some}', and no tensor of this model")
+    inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
+    model = {name: stored for stored, name in inside.items() if knows(name)}
+    if len(model) < sum(map(knows, inside.values())):
+        raise CheckpointError(f"{found.path} has two tensors of one name, with and without a wrapper's")
+    of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
+    plain_name = {stored: name for name, stored in model.items()}
+    tops = {name.partition(".")[0] for name in model}
+    states: dict[Affix, dict[str, str]] = defaultdict(dict)
+    others = list[str]()
+    for stored, name in names.items():
+        if stored in plain_name:
+            continue
+        affix, of = _state_of(name, of_name)
+        if affix is not None and found.tensors[stored].shape == found.tensors[of].shape:
+            states[affix][plain_name[of]] = stored
+        elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
+            model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
+        else:
+            others.append(stored)
+    return Parts(model, dict(states), (*others, *(name for name in found.objects if not ignores(name))))
+
+
+def known_names(found: Distributed, knows: Callable[[str], bool]) -> int:
+    """How many of a sample of names are of the model, with the prefix that gives the most."""
+    return max(_known([_WRAPPERS.sub("", stored) for stored in found.tensors], knows).values(), default=0)
+
+
+def _prefix(names: Sequence[str], knows: Callable[[str], bool]) -> str | None:
+    """What stands before the names of a model: of all beginnings of names that with the most known names behind it."""
+    counts = _known(names, knows)
+    most = max(counts.values(), default=0)
+    return min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
+
+
+def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:
+    """For each beginning of names, how many of a sample of them have a known name behind it."""
+    plain = [name for name in names if _TRAINING.fullmatch(name) is None] or names
+    sample = plain[:: max(1, len(plain) // _SAMPLE)]
+    return Counter(prefix for name in sample for prefix in _beginnings(name) if knows(name.removeprefix(prefix)))
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """The beginnings of a name up to a dot, the empty one first, before any number."""
+    yield ""
+    segments = name.split(".")[:-1]
+    for place, beginning in enumerate(accumulate(segments, "{0}.{1}".format)):
+        if place == _DEEPEST or segments[place].isdecimal():
+            return
+        yield f"{beginning}."
+
+
+def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]:
+    """What stands around the longest name of a tensor of the model within a name, and that tensor's stored name."""
+    segments = name.split(".")
+    for length in range(len(segments) - 1, 0, -1):
+        for start in range(len(segments) - length + 1):
+            stored = of_name.get(".".join(segments[start : start + length]))
+            if stored is not None:
+                before, behind = segments[:start], segments[start + length :]
+                return Affix("".join(f"{each}." for each in before), "".join(f".{each}" for each in behind)), stored
+    return None, ""

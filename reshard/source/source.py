@@ -11,13 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     fingerprint,
 )
-from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -32,7 +31,8 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_document import architecture_from_document, to_document
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.format import HUGGING_FACE, Format
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.scale_blocks import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
@@ -41,7 +41,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
-    from reshard.source.distributed_source import Training
+    from reshard.source.program_files import Training
     from reshard.store.remote import Remote
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -75,9 +75,9 @@ class SourceFile:
     @property
     def local(self) -> Path:
         """Its path, if it is local."""
-        found = local_path(self.path)
-        assert found is not None
-        return found
+        path = local_path(self.path)
+        assert path is not None
+        return path
 
 
 class SourcePlace(NamedTuple):
@@ -158,8 +158,8 @@ class Source:
 
     def read_side_file(self, name: str) -> bytes | None:
         """The content of one of them, if it is there."""
-        found = self.side_files.get(name)
-        return found if found is None or isinstance(found, bytes) else read_file(found)
+        content = self.side_files.get(name)
+        return content if content is None or isinstance(content, bytes) else read_file(content)
 
     def check_names(self, written: Collection[str]) -> None:
         """Raise CheckpointError if a side file has the name of a file or folder that will be ``written``.
@@ -182,8 +182,8 @@ class Source:
 
     def read_config(self) -> dict[str, Any]:
         """The config.json that belongs to it. Raises CheckpointError."""
-        made = self.side_files.get(CONFIG)
-        return dict(json.loads(made)) if isinstance(made, bytes) else read_config(self.path / CONFIG)
+        content = self.side_files.get(CONFIG)
+        return dict(json.loads(content)) if isinstance(content, bytes) else read_config(self.path / CONFIG)
 
     @property
     def location(self) -> str:
@@ -280,16 +280,17 @@ class Source:
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
-    def places(self, name: str) -> Places:
-        """The places of a tensor, by rank."""
-        return partial(_place_of, self.ranks, self.files, name)  # jobs are pickled
+    @property
+    def places(self) -> Callable[[str, int], SourcePlace | None]:
+        """The places of tensors, by name and rank."""
+        return partial(_place_of, self.ranks, self.files)
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""
         if names is None:
             return [*self.files.values()]
-        held = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
-        return [self.files[path] for path in dict.fromkeys(held)]
+        paths = (tensors[name].file for tensors in self.ranks for name in names if name in tensors)
+        return [self.files[path] for path in dict.fromkeys(paths)]
 
 
 @dataclass(frozen=True)
@@ -334,62 +335,15 @@ class Folder:
         files: Iterable[SourceFile],
         side_files: Mapping[str, FilePath],
         *,
-        made: Mapping[str, bytes] = {},
+        computed: Mapping[str, bytes] = {},
         index: FilePath | None = None,
         **more: Any,
     ) -> Source:
-        """What was read, as a source. ``made`` are side files with another content than in the folder."""
+        """What was read, as a source. ``computed`` are side files with another content than in the folder."""
         weights = {file.path: file for file in files}
         others = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
         stamps = stamps_of([*weights, *side_files.values(), *others], self.path, self.stamps)
         return Source(
-            self.path, plan, model, tuple(names), tuple(ranks), weights, {**made, **side_files, **made}, stamps, format,
-            manifest=self.manifest, **more,
+            self.path, plan, model, tuple(names), tuple(ranks), weights, {**computed, **side_files, **computed}, stamps,
+            format, manifest=self.manifest, **more,
         )  # fmt: skip
-
-
-def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
-    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
-    if arrangement.chunks is not None:
-        _check_chunks(arrangement, arrangement.chunks, ranks, path)
-        return
-    plan, is_own = arrangement.plan, arrangement.format.plain
-    for rank, tensors in enumerate(ranks):
-        unknown, where = dict(tensors), plan.mesh.folder(rank) if is_own else f"the files of rank {rank}"
-        for stored, shape in arrangement.held(rank):
-            name = stored.name_on(rank)
-            info = unknown.pop(name, None)
-            if info is None:
-                raise MismatchError(f"{path}: tensor '{name}' is missing in {where}")
-            if (info.shape, info.dtype) == (shape, stored.dtype):
-                continue
-            if not is_own:
-                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
-                what = f"is {has}, rank {rank} of {plan.mesh} has {should}"
-            elif info.shape == shape:
-                what = f"is {info.dtype}, but {stored.dtype} in another rank"
-            else:
-                what = f"has shape {list(info.shape)}, rank {rank} of {plan.mesh} has {list(shape)} by the rule "
-                what += f"'{plan.entries[name].layout.rule}'"
-            raise MismatchError(f"{info.file}: tensor '{name}' {what}")
-        if unknown:
-            what = f"does not belong in {where}" if is_own else f"of rank {rank} is none of this model's"
-            raise MismatchError(f"{path}: tensor '{min(unknown)}' {what}")
-
-
-def _check_chunks(
-    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
-) -> None:
-    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
-    unknown = set(chunks)
-    for stored in arrangement.stored:
-        unknown.discard(stored.name)
-        if stored.constant is not None and not chunks.get(stored.name):
-            continue  # whoever wrote it did without
-        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
-        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
-        other = next((info for info in infos if info.dtype != stored.dtype), None)
-        if other is not None:
-            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
-    if unknown:
-        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")

@@ -34,7 +34,8 @@ from formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
-from formats.notation.format import HUGGING_FACE, OWN, Format
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.notation.format_rules import Settings
 from reshard.mesh.plan import Plan
 from reshard.mesh.rank_config import rank_config
@@ -52,7 +53,7 @@ from reshard.store.staging_names import staging_of, unfinished_command
 
 if TYPE_CHECKING:
     from formats.files.dcp import Stored as StoredChunk
-    from reshard.source.distributed_source import Affix
+    from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -218,7 +219,8 @@ class Output:
             for each, shape in held
             if each.constant
         }
-        zeros = {each.name for each, _ in held if each.atoms and Placed(each, 0).is_zero(rank)}
+        computed = () if self.format.plain else held
+        zeros = {each.name for each, _ in computed if each.atoms and Placed(each, 0).is_zero(rank)}
         constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
         files = self.format.files
         parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)

@@ -163,9 +163,12 @@ def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> Fi
         names, mine = [*sizes], part.of_sizes([*sizes.values()])
         label, files = f"part-{part.index}-of-{part.count}", frozenset(names[number] for number in mine)
     elif ranks is not None:
-        held = {*ranks, *([KEPT_RANK] if 0 in ranks else [])}  # the first rank's also: what a program does not keep
+        with_kept = {
+            *ranks,
+            *([KEPT_RANK] if 0 in ranks else []),
+        }  # and what a program does not keep
         label = f"rank-{'-'.join(map(str, [*ranks][:20]))}-of-{new.plan.mesh.size}"
-        files = frozenset(file.name for file in new.all_files() if file.rank in held)
+        files = frozenset(file.name for file in new.all_files() if file.rank in with_kept)
     return FileShare(label, files, sizes, tuple(new.folders))
 
 
@@ -341,11 +344,11 @@ def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> 
     sources = {file.name: file for file in sums.of}
     numbers = {file.name: number for number, file in enumerate(files)}
     for read in reads:
-        file, wanted = sources[read.source], frozenset(numbers[name] for name in read.targets)
+        file, targets = sources[read.source], frozenset(numbers[name] for name in read.targets)
         total = PartialSum.from_text(read.sum, file.size)
-        if wanted not in sums.of[file]:
-            sums.add(file, wanted, total)
-        elif not sums.of[file][wanted].equals(total):
+        if targets not in sums.of[file]:
+            sums.add(file, targets, total)
+        elif not sums.of[file][targets].equals(total):
             raise MismatchError(f"{file.path} has changed since another run read a part of it")
 
 
@@ -389,9 +392,9 @@ def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
     for file in files:
         if file.expected is None:
             continue
-        found = sums.checksum(file) or checksum_of(file)
-        if found != file.expected:
+        checksum = sums.checksum(file) or checksum_of(file)
+        if checksum != file.expected:
             raise MismatchError(
-                f"{file.path} has the checksum {found}, its manifest says {file.expected}",
+                f"{file.path} has the checksum {checksum}, its manifest says {file.expected}",
                 "the file is damaged: fetch or split it again",
             )

@@ -87,7 +87,7 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
     rounded = "BF16" if goal.program in LIVE else None  # trainers have a router's bias in F32
     model = bound(live, opened.read_config(), dtype=rounded)
     if goal.program not in LIVE:
-        chunks = theirs.format is not None and theirs.format.container.chunks
+        chunks = theirs.format.container.chunks
         wanted = [_expected(opened, theirs, rank) for rank in range(theirs.ranks)] if chunks else on_disk(folder, goal)
         return different(between(model, live, goal, bucket=BUCKET), given, wanted, theirs)
     receivers = held_on(opened.model, goal)

@@ -22,8 +22,8 @@ from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from reshard.placement.geometry import Geometry
-from reshard.source.distributed_source import Affix, parts_of
 from reshard.source.inspect import inspect
+from reshard.source.program_files import Affix, parts_of
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.marks import of_ranks

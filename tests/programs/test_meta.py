@@ -15,6 +15,7 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import read_header
 from formats.files.torch_bin import read_bin
 from formats.files.torch_zip import build_archive
+from formats.notation.format_file import HUGGING_FACE
 from reshard.api import merge, plan, split
 from reshard.source.opening import open_source
 from reshard.store.hub import weight_files
@@ -372,7 +373,6 @@ def test_a_checkpoint_with_both_forms_is_hugging_face_s(tmp_path: Path) -> None:
     split(model, tmp_path / "out", tp=1, format="mistral")
     shutil.copy(tmp_path / "out" / "consolidated.safetensors", model)
     shutil.copy(tmp_path / "out" / "params.json", model)
-    assert open_source(model).format.name == "huggingface"
+    assert open_source(model).format is HUGGING_FACE
     (model / "model.safetensors").unlink()
-    format = open_source(model).format
-    assert format is not None and format.name == "mistral"
+    assert open_source(model).format.name == "mistral"

@@ -107,7 +107,7 @@ def test_a_folder_is_recognised_as_what_it_is(form: str, model: str, tmp_path: P
     split(checkpoint("vllm", model), tmp_path / "out", tp=2, format=form)
     (tmp_path / "out" / "reshard.json").unlink()
     format = open_source(tmp_path / "out").format
-    assert format is not None and format.name == form
+    assert format.name == form
 
 
 def test_what_is_wrong_is_said_of_the_format_that_it_is(tmp_path: Path) -> None:

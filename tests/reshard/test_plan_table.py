@@ -9,8 +9,7 @@ import pytest
 from formats.mesh import Mesh
 from formats.notation.architecture_files import find_architecture
 from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.plan_table import format_table
-from reshard.mesh.totals import rows_of, totals_of
+from reshard.mesh.totals import format_table, rows_of, totals_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 

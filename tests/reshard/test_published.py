@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture_files import find_architecture
-from reshard.mesh.degrees import valid_degrees
-from reshard.mesh.finer_blocks import finer_blocks
+from reshard.mesh.degrees import finer_blocks, valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor

@@ -8,7 +8,7 @@ import pytest
 
 from formats.notation.architecture_files import BUILT_IN, load_architecture
 from formats.notation.axes import Share, deal, parse, share
-from reshard.mesh.reasons import cuts_blocks, does_not_divide
+from reshard.mesh.degrees import cuts_blocks, does_not_divide
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from formats.mesh import Mesh
 from formats.notation.architecture_files import find_architecture
-from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
-from reshard.mesh.sweep import TRIED, sweep
+from reshard.mesh.degrees import TRIED, check_degrees, refusal, sweep, valid_degrees
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 

@@ -16,12 +16,10 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import read_header
 from formats.mesh import Mesh
 from reshard.api import load, merge, plan, split
-from reshard.mesh.degrees import refusal, unevenly, valid_degrees
+from reshard.mesh.degrees import refusal, sweep, unevenly, valid_degrees
 from reshard.mesh.plan import make_plan
-from reshard.mesh.plan_table import uneven_lines
 from reshard.mesh.rank_config import rank_config
-from reshard.mesh.sweep import sweep
-from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of
+from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of, uneven_lines
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.opening import open_source

@@ -23,7 +23,7 @@ from formats.files.safetensors import build_header, parse_header, read_header
 from formats.mesh import Mesh
 from formats.notation.architecture_document import architecture_from_document
 from formats.notation.axes import Run
-from formats.notation.format import OWN
+from formats.notation.format_file import OWN
 from reshard.api import merge, split
 from reshard.cli.commands import main
 from reshard.mesh.plan import Box, Layout, Plan, make_plan

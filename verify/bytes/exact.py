@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.notation.format import OWN
+from formats.notation.format_file import OWN
 from formats.store import FilePath
-from reshard.mesh.finer_blocks import with_blocks
+from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source, recognise
@@ -21,9 +21,8 @@ from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
 from verify.bytes.exact_report import ExactReport
-from verify.bytes.program import ProgramStructure
 from verify.bytes.reading import Files
-from verify.bytes.structure import OwnStructure
+from verify.bytes.structure import OwnStructure, ProgramStructure
 
 
 def verify_exact(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from reshard.api import merge, split
 from tests import zoo
-from verify.forward.launch import run_ranks
+from verify.profile.processes import run_processes
 
 LAYOUTS: Sequence[tuple[str, tuple[int, ...], tuple[str, ...]]] = (
     ("FSDP", (2,), ("fsdp",)),
@@ -72,7 +72,7 @@ def main() -> None:
         split(root / "original", root / "dcp", tp=2, format="dcp")
         for number, (name, sizes, kinds) in enumerate(LAYOUTS):
             again, ranks = root / f"saved-{number}", torch.Size(sizes).numel()
-            differ = run_ranks(_load, ranks, root / "dcp", original, again, sizes, kinds)
+            differ = run_processes(_load, ranks, root / "dcp", original, again, sizes, kinds)
             merge(again, root / "merged", config=root / "original", overwrite=True)
             before, after = load_file(original), load_file(root / "merged" / "model.safetensors")
             is_same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

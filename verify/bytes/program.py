@@ -13,8 +13,8 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.source.opening import open_source
 from reshard.source.program_source import program_files, weights_folder
 from verify.bytes import folder
-from verify.bytes.boundaries import boundary_problem
 from verify.bytes.chunks import check_chunks
+from verify.bytes.folder import boundary_problem
 from verify.bytes.structure import Structure, config_differences
 
 

@@ -153,7 +153,7 @@ class Measured:
 
     def to_markdown(self) -> str:
         lines = [
-            f"Measured on {platform.machine()} CPU, gloo, torch {torch.__version__}, on random tokens, 2 x 32, with "
+            f"Measured on {platform.machine()} CPU, torch {torch.__version__}, on random tokens, 2 x 32, with "
             f"the tests' small models of 3 layers. {self._summary()}",
         ]
         for dtype in dict.fromkeys(found.case.dtype for found in self.faults):

@@ -162,7 +162,7 @@ MUTATIONS = (
     Mutation("reshard", "self.files.isdisjoint(other[\"files\"])", "True", PARTS),
     Mutation("reshard", "if built and self._may_hold_others:", "if False:", PARTS),
     Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
-    Mutation("verify", "dist.all_gather_object(results, fn(*args))", "results[rank] = fn(*args)", LAUNCHES),
+    Mutation("verify", "= group.gather(fn(*args))", "= [fn(*args)] * world_size", LAUNCHES),
     Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
     # parts, uploads, requests that are made again
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
@@ -186,7 +186,16 @@ MUTATIONS = (
              ("tests/formats/test_format_file.py",)),
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),
-    Mutation("verify/forward", "with _without_the_script(), variable(", "with variable(", ("tests/test_api.py",)),
+    # ranks as threads
+    Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),
+    Mutation("verify/rank", "for rank in range(1, self.size):", "for rank in range(1, 2):", COLLECTIVES),
+    Mutation("verify/rank", "lambda: known == what and _ALL in values", "lambda: _ALL in values", LAUNCHES),
+    Mutation("verify/rank", "        if known == what:\n", "        if True:\n", LAUNCHES),
+    Mutation("verify/rank", "if is_late and not all(patient for", "if is_late and not all(False for", LAUNCHES),
+    Mutation("verify/rank", "            self._go[rank].acquire()\n            self.check()\n",
+             "            self._go[rank].acquire()\n", LAUNCHES),
+    Mutation("verify/rank", "self.failure = self.failure or (rank, error)", "self.failure = (rank, error)", LAUNCHES),
+    Mutation("verify/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
     # live: the plan of a push
     Mutation("reshard/live", "inside = of[bisect_right", "inside = [] and of[bisect_right", ROUTES),
     Mutation("reshard/live", "found += index * stride", "found += index", ROUTES),

@@ -1,11 +1,10 @@
 """Correct shards of every small model of tests/zoo, forward: at tp 2, 4 and 8, in float32 and bfloat16.
 
-    python -m benchmarks.zoo_forward RESULTS [--models llama,gpt2] [--runs 4:bfloat16,8:float32] [--crew 12] [--write]
+    python -m benchmarks.zoo_forward RESULTS [--models llama,gpt2] [--runs 4:bfloat16,8:float32] [--write]
 
 Prints a line for each model, degree and dtype: the verdict, the largest error over noise, and seconds. RESULTS, a file
 with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped goes on.
-The ranks are started once for ``--crew`` models; where one of these cannot be run, they are run one by one. With
-``--write`` the counts are written into docs/explanation/measurements.md, between its markers, at the end.
+With ``--write`` the counts are written into docs/explanation/measurements.md, between its markers, at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import platform
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from formats.errors import ReshardError
 from reshard.mesh.totals import rows_of
 from reshard.source.source import Source
 from tests.zoo import ZOO
-from verify.forward.compare import ForwardReport, run_forwards
+from verify.forward.compare import ForwardReport, run_forward
 from verify.forward.noise import LIMIT
 
 RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
@@ -75,24 +74,20 @@ def result(run: tuple[str, int, str], pair: tuple[Source, Source], found: Forwar
     return Result(*run, verdict, largest(found), found.first, found.seconds, **special)
 
 
-def check(root: Path, runs: Sequence[tuple[str, int, str]]) -> Iterable[Result]:
-    """Run models at one degree with one crew of ranks; each with its own if that fails."""
-    pairs = [pair_of(root, *run) for run in runs]
+def check(root: Path, run: tuple[str, int, str]) -> Result:
+    """Run a model at a degree in a dtype."""
+    pair = pair_of(root, *run)
     try:
-        yield from map(result, runs, pairs, run_forwards(pairs))
+        return result(run, pair, run_forward(*pair))
     except ReshardError as error:
-        if len(runs) > 1:
-            for run in runs:
-                yield from check(root, [run])
-        else:
-            yield result(runs[0], pairs[0], error)
+        return result(run, pair, error)
 
 
 def to_markdown(results: Sequence[Result]) -> str:
     """The counts, by degree and dtype."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [
-        f"Measured on {platform.machine()} CPU, gloo, {versions}, on 2 x 32 random tokens. {_summary(results)}",
+        f"Measured on {platform.machine()} CPU, {versions}, on 2 x 32 random tokens. {_summary(results)}",
         "",
         "| | models | the same | largest ratio | tied embeddings | padded vocabulary | ranks share parts |",
         "|---" * 7 + "|",
@@ -131,7 +126,6 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--models", default=",".join(ZOO))
     parser.add_argument("--runs", default=",".join(f"{tp}:{dtype}" for tp, dtype in RUNS))
-    parser.add_argument("--crew", type=int, default=12, help="models for one launch of the ranks")
     parser.add_argument("--write", action="store_true", help=f"put the counts into {DOCUMENT.name}")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
@@ -141,12 +135,11 @@ def main() -> None:
     for degree, dtype in (text.split(":") for text in arguments.runs.split(",")):
         runs = [(name, int(degree), dtype) for name in arguments.models.split(",") if int(degree) in ZOO[name].degrees]
         runs = [run for run in runs if run not in done]
-        for i in range(0, len(runs), arguments.crew):
+        for run in runs:
             with tempfile.TemporaryDirectory(prefix="reshard-zoo-") as folder, file.open("a") as kept:
-                for found in check(Path(folder), runs[i : i + arguments.crew]):
-                    results.append(found)
-                    print(found, flush=True)
-                    print(json.dumps(asdict(found)), file=kept, flush=True)
+                results.append(check(Path(folder), run))
+                print(results[-1], flush=True)
+                print(json.dumps(asdict(results[-1])), file=kept, flush=True)
     if arguments.write:
         write(to_markdown(results), BEGIN)
     else:

@@ -1,10 +1,12 @@
 """Settings of all tests."""
 
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -98,16 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_place)
 
 
-OFTEN = ("bamba", "bart", "bert", "bloom", "codegen", "deepseek_v3", "falcon", "gemma3", "gpt2", "gpt_neox", "gpt_oss",
-         "llama", "mixtral", "olmo2", "phi3", "qwen2_moe", "qwen3", "stablelm", "t5", "whisper")  # fmt: skip
-"""Models of transformers that many tests run on many ranks."""
-
-
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """All ranks of all tests come from one fork server, which is told at its start what to import."""
-    from verify.forward.compare import IMPORTED
-    from verify.forward.launch import start_fork_server
-
-    models = (f"transformers.models.{name}.modeling_{name}" for name in OFTEN)
-    start_fork_server("hypothesis", "pytest", "torch.distributed.device_mesh", *IMPORTED, *models)
+    """The processes that tests fork come from one server, which has imported what most of them need."""
+    preloaded = (
+        "hypothesis",
+        "pytest",
+        "torch.distributed.device_mesh",
+        "verify.forward.shards",
+        "verify.profile.rank",
+    )
+    multiprocessing.set_forkserver_preload([*preloaded])
+    forkserver.ensure_running()

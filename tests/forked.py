@@ -63,7 +63,7 @@ def forked(works: Sequence[Work], cwd: Path) -> list[CompletedProcess[str]]:
 
 
 def _be(work: Callable[[], None], environment: Mapping[str, str], cwd: Path, out: Path, err: Path) -> None:
-    # the fork server starts with Ctrl-C blocked and ignored (see start_fork_server)
+    # the fork server starts with Ctrl-C blocked and ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.clear()

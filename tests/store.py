@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -78,6 +79,21 @@ def pair(
     return open_source(original), open_source(split_for)
 
 
-def references() -> Path:
-    """The folder that keeps what the originals compute (see ``run_forwards``)."""
-    return made("references", Path.mkdir)
+class References(dict[str, Any]):
+    """What the originals compute (see ``run_forwards``), kept for all processes of a run in the store."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (made("references", Path.mkdir) / str(key)).exists()
+
+    def __missing__(self, key: str) -> Any:
+        super().__setitem__(key, pickle.loads((made("references", Path.mkdir) / key).read_bytes()))
+        return self[key]
+
+    def __setitem__(self, key: str, reference: Any) -> None:
+        file = made("references", Path.mkdir) / key
+        part = file.with_name(f"{key}.{os.getpid()}")
+        part.write_bytes(pickle.dumps(reference))
+        part.replace(file)
+
+
+REFERENCES = References()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from reshard.commands.fields import by_fields
-from verify import command as _verify
-from verify.profile import command as _profile
+from verify import command as _command
 from verify.profile.job import ProfileRequest
 
-profile = by_fields(ProfileRequest, _profile.profile)
-verify = by_fields(_verify.VerifyRequest, _verify.verify)
+profile = by_fields(ProfileRequest, _command.profile)
+verify = by_fields(_command.VerifyRequest, _command.verify)

@@ -21,11 +21,18 @@ from verify.bytes.exact import open_shards
 from verify.bytes.exact_report import ExactReport
 from verify.prove import SILENT, Display, prove
 from verify.report.answer import Answer
-from verify.run_settings import BYTES_ALONE, RunSettings
-from verify.unmerged import Unmerged
+from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
     from verify.forward.crew import Crew
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from verify.profile.job import ProfileRequest
+
+if TYPE_CHECKING:
+    from verify.profile.words import Profile
+
 
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
 _OF_AN_ENGINE = {"engine": "name", "engine_python": "python", "engine_mesh": "meshes", "dtype": "dtype", "seed": "seed"}
@@ -136,3 +143,20 @@ def _lost_quantization(original: Source, path: FilePath, shards: Source | ExactR
         config = shards.read_config() if isinstance(shards, Source) else read_config(path / "config.json")
         return not quantization_settings(config)
     return False
+
+
+# -------------------------------------------------------------------------------------------------------------- profile
+
+
+def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
+    """Say which degree of tensor parallelism is fast on this node: ``recommended`` of what is returned.
+
+    Raises ReshardError.
+    """
+    found = find(request.source, request, Weights.HEADERS)
+    folder = found.parent if found.name == "config.json" else found
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
+    from verify.profile.run import profile as profile_folder  # torch
+
+    return profile_folder(folder, request, progress)

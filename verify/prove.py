@@ -16,7 +16,7 @@ from verify.bytes.exact_report import ExactReport
 from verify.report.answer import Answer
 from verify.report.words import OwnPlan
 from verify.rules import own_rules
-from verify.unmerged import Unmerged
+from verify.run_settings import Unmerged
 
 if TYPE_CHECKING:
     from verify.forward.crew import Crew

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.source.source import Source
 
 BYTES_ALONE = "--exact-only compares the bytes alone"
 
@@ -26,3 +29,15 @@ class RunSettings:
     backward: bool = False
     streamed: bool = False
     timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """The base model, and the folder of the adapter.
+
+    ``is_alone``: the shards are those of the adapter, without the base model's weights.
+    """
+
+    base: Source
+    adapter: Path
+    is_alone: bool

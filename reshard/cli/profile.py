@@ -101,7 +101,7 @@ def profile_command(report: Path | None, as_json: bool, **given: Any) -> None:
     say: Callable[[str], None] = (lambda _: None) if as_json else print_note
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         say("reading config.json")
-        from verify.profile.command import profile  # it imports torch, which takes a while
+        from verify.command import profile  # it imports torch, which takes a while
 
         found = profile(request, say)
     _print(found, report, as_json=as_json)

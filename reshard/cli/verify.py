@@ -101,7 +101,7 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
     formats' lists. Either is a folder, a Hub id or a URL. With --exact-only, what is not on this machine is read where
-    it is; otherwise it is downloaded into the cache first. The forward pass starts one process per rank.
+    it is; otherwise it is downloaded into the cache first. The ranks of the forward pass are threads that take turns.
 
     With a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
 
@@ -112,6 +112,7 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     from verify.ending import one_line_when_interrupted
     from verify.prove import SILENT
 
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
     request = request_of(VerifyRequest, given, exact_only=exact_only, quiet=quiet or as_json)
     answer = request.begin()
 
@@ -119,7 +120,8 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
         return _finish(answer, report, as_json=as_json, quiet=quiet)
 
     with one_line_when_interrupted(_interrupted):
-        if not _is_launched() or (exact_only and os.environ["RANK"] == "0"):
+        is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # by torchrun, say
+        if not is_launched or (exact_only and os.environ["RANK"] == "0"):
             attempt(answer, request, SILENT if request.quiet else _Display())
             _print_traceback(answer)
             return finish()
@@ -133,11 +135,6 @@ def _interrupted() -> str:
     if os.environ.get("RANK", "0") != "0":
         return ""
     return ("\r\x1b[K" if bars_are_wanted() else "") + "reshard: interrupted\n"
-
-
-def _is_launched() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:

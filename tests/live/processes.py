@@ -16,8 +16,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from verify.forward.launch import start_fork_server
-
 
 def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60, group: bool = True) -> list[Any]:
     """Call ``function(rank, world, *args)`` in so many processes; returns what each returned, by rank.
@@ -26,7 +24,6 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     group on gloo. Raises RuntimeError with the tracebacks if one raises, dies, or is not done within ``timeout``
     seconds; then all are killed.
     """
-    start_fork_server()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(prefix="live-") as folder:
         given = (function, world, args, Path(folder), group, timeout)

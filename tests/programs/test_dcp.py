@@ -30,7 +30,7 @@ from tests.marks import of_ranks
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.reshard.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
-from verify.forward.launch import run_ranks
+from verify.profile.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -442,7 +442,7 @@ def _unlike(folder: Path, original: Path) -> list[str]:
 def test_two_ranks_load_into_dtensors_what_is_for_four(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=4, format="dcp")
-    assert run_ranks(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
+    assert run_processes(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
 
 
 def test_it_is_verified_chunk_for_chunk(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.marks import of_ranks
 from tests.support import command, contents
 from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
-from verify.forward.launch import run_ranks
+from verify.profile.processes import run_processes
 
 FORMAT = format_of("transformers")
 MESHES = [
@@ -171,14 +171,14 @@ def _unlike(folder: Path, original: Path) -> list[str]:
 def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=4, format="transformers")
-    assert run_ranks(_same_logits, 2, tmp_path / "out", original) == [True, True]
+    assert run_processes(_same_logits, 2, tmp_path / "out", original) == [True, True]
 
 
 @of_ranks
 def test_torch_reads_it_on_a_device_mesh(tmp_path: Path) -> None:
     original = store.checkpoint("phi3")
     split(original, tmp_path / "out", tp=4, format="transformers")
-    assert run_ranks(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
+    assert run_processes(_unlike, 2, tmp_path / "out", original / "model.safetensors") == [[], []]
 
 
 def test_torch_consolidates_it(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def written(
     """A folder that transformers wrote on two ranks."""
     tmp_path = tmp_path_factory.mktemp("written")
     original = store.checkpoint(request.param)
-    run_ranks(_write, 2, original, tmp_path / "out")
+    run_processes(_write, 2, original, tmp_path / "out")
     yield request.param, tmp_path / "out"
 
 

@@ -22,7 +22,7 @@ from reshard.source.completeness import missing
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.support import contents
 from tools.required import built, written
 from verify.forward.compare import ForwardOptions, run_forwards
@@ -150,7 +150,6 @@ def _made(towers: str, text: str, folder: Path) -> tuple[Source, Source]:
     return open_source(folder / "model"), open_source(folder / "out")
 
 
-@of_ranks
 def test_shards_are_merged_to_the_original_and_compute_the_same(tmp_path: Path) -> None:
     pairs = [("llava", "phi3"), ("paligemma", "gemma"), ("deepseek_vl", "cohere"), ("internvl", "qwen3_moe")]
     found = [_made(*pair, tmp_path / "-".join(pair)) for pair in pairs]

@@ -71,12 +71,12 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
 @pytest.mark.parametrize("degree", NAMES)
 @thorough
 def test_transformers_computes_the_same_with_the_plan(degree: int) -> None:
-    from verify.forward.launch import run_ranks
+    from verify.profile.processes import run_processes
 
     folders = [checkpoint(name) for name in NAMES[degree]]
     jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder in folders]
     expected = [logits(load(folder)) for folder, _ in jobs]
-    for rank in run_ranks(run_rank, degree, jobs):
+    for rank in run_processes(run_rank, degree, jobs):
         for name, wanted, (found, held) in zip(NAMES[degree], expected, rank, strict=True):
             assert (found - wanted).abs().max() < 1e-5 * max(1.0, wanted.abs().max().item()), name
             assert name in WHOLE or held < 1 / degree + 0.13, (name, held)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 
 def logits_by_transformers(folders: list[Path], ids: torch.Tensor) -> list[torch.Tensor]:
@@ -28,13 +27,14 @@ def logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list[
     """What a rank's own folder makes of the same tokens."""
     from reshard.source.opening import open_source
     from verify.rank.collectives import Groups
+    from verify.rank.group import world
     from verify.rank.model import load_rank
     from verify.rank.roles import Rank
 
     found = []
     for original, shards in paths:
         source = open_source(shards)
-        rank = Rank(source.plan, dist.get_rank(), open_source(original).model.architecture, source.model.config)
+        rank = Rank(source.plan, world().rank, open_source(original).model.architecture, source.model.config)
         folder = shards / source.plan.mesh.folder(rank.rank)
         groups = Groups(source.plan.mesh)
         loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), groups, tokens=ids.shape[1])

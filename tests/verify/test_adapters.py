@@ -17,12 +17,10 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.api import merge, split
 from reshard.source.opening import open_source
 from tests import peft_adapters, store
-from tests.marks import of_ranks, one_of_each, thorough
+from tests.marks import one_of_each, thorough
 from tests.support import command
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
-from verify.unmerged import Unmerged
-
-pytestmark = of_ranks
+from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=16, draws=1)
 STABILISED = {"use_rslora": True, "rank_pattern": {"q_proj": 2, "down_proj": 4}, "alpha_pattern": {"q_proj": 3}}

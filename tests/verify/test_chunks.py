@@ -19,7 +19,7 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store
-from tests.marks import of_ranks, one_of_each, thorough
+from tests.marks import one_of_each, thorough
 from tests.support import change_tensor, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
@@ -387,7 +387,6 @@ def _pair(name: str, folder: Path) -> tuple[Source, Source]:
 
 
 @thorough
-@of_ranks
 def test_correct_boxes_compute_the_same() -> None:
     meshes = [(name, mesh) for name, mesh in MESHES if name != "falcon-7b"]
     pairs = [_pair(name, written(name, **mesh)) for name, mesh in meshes]
@@ -410,7 +409,6 @@ FORWARD: dict[str, tuple[Change, str]] = {
 
 
 @thorough
-@of_ranks
 def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
     pairs = []
     for number, (change, _) in enumerate(FORWARD.values()):
@@ -424,7 +422,6 @@ def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
 
 
 @thorough
-@of_ranks
 def test_the_command(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
     done = command("verify", original, written("llama", tp=4), "--json")

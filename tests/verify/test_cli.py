@@ -73,7 +73,7 @@ def test_the_same(model: Path) -> None:
     assert done.stderr.splitlines() == PHASES
     lines = done.stdout.splitlines()
     assert lines[0].startswith("bytes: all equal, 276.80 kB in 30 tensors on 2 ranks, tp 2;")
-    assert lines[1].startswith("forward: bfloat16 on 2 ranks (tp 2), cpu, gloo; 2 x 32 tokens, seed 0;")
+    assert lines[1].startswith("forward: bfloat16 on 2 ranks (tp 2), cpu, threads; 2 x 32 tokens, seed 0;")
     assert lines[2].split() == ["layer", "error", "noise", "ratio"]
     places = [line.split() for line in lines[3 : lines.index("")]]
     assert [len(place) for place in places] == [4] * 11 and places[-1][0] == "logits"
@@ -113,7 +113,8 @@ def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
 def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path) -> None:
     deep = tmp_path / "deep" / ("x" * 90)
     deep.mkdir(parents=True)
-    done = verify(model / "full", model / "shards", launcher=ALONE, TMPDIR=str(deep))
+    profile = [sys.executable, "-m", "reshard", "profile", model / "full", "--tp", "1"]
+    done = subprocess.run(profile, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(deep)})
     assert done.returncode == 2 and f"socket cannot be in {deep}" in done.stderr and "set TMPDIR" in done.stderr
 
 
@@ -143,7 +144,7 @@ def test_progress_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert lines.pop() == ""
     at_the_end = [line.rpartition("\r")[2] for line in lines]
     assert [re.sub(r": \d+ s\x1b\[K$", "", line) for line in at_the_end] == [*PHASES, "gradients"]
-    assert lines[1].count("\rstarting 2 ranks, cpu: ") >= 3, (
+    assert lines[3].count("\roriginal in bfloat16, 8 times: ") >= 3, (
         "it is drawn again while it lasts, not only as it begins and ends"
     )
 

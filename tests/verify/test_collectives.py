@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
+from formats.mesh import mesh_of
 from tests.marks import examples, of_ranks, thorough
 from verify.forward.launch import run_ranks
-from verify.forward.worker import RankError
-from verify.rank.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from verify.profile.processes import run_processes
+from verify.rank.collectives import Groups, copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from verify.rank.group import RankError, world
 
 pytestmark = [thorough, of_ranks]
 
@@ -49,7 +50,7 @@ def gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, 
 
 def copy_and_reduce(batch: list[Case]) -> None:
     """sum over ranks of f(x, w_rank), f bilinear, is what one process computes, and so are its gradients."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = world().rank, world().size
     for case in batch:
         x = randn(*case.shape, seed=case.seed).requires_grad_()
         weights = randn(ranks, *case.shape, seed=case.seed + 1).requires_grad_()
@@ -58,7 +59,7 @@ def copy_and_reduce(batch: list[Case]) -> None:
         dx, dw = gradients((whole * upstream).sum(), x, weights)
 
         own = weights.detach()[rank].clone().requires_grad_()
-        y = reduce_from_group(torch.sin(copy_to_group(x, None) * own), None)
+        y = reduce_from_group(torch.sin(copy_to_group(x, world()) * own), world())
         close(y, whole)
         dx_here, dw_here = gradients((y * upstream).sum(), x, own)
         close(dx_here, dx)
@@ -66,7 +67,7 @@ def copy_and_reduce(batch: list[Case]) -> None:
 
 
 def gather_and_scatter(batch: list[Case]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = world().rank, world().size
     for case in batch:
         shape = list(case.shape)
         shape[case.dim] *= ranks
@@ -75,16 +76,16 @@ def gather_and_scatter(batch: list[Case]) -> None:
         (expected,) = gradients((torch.sin(whole) * upstream).sum(), whole)
 
         own = whole.detach().chunk(ranks, case.dim)[rank].clone().requires_grad_()
-        gathered = gather_from_group(own, None, case.dim)
+        gathered = gather_from_group(own, world(), case.dim)
         close(gathered, whole)
         close(gradients((torch.sin(gathered) * upstream).sum(), own)[0], expected.chunk(ranks, case.dim)[rank])
 
-        part = scatter_to_group(whole, None, case.dim)
+        part = scatter_to_group(whole, world(), case.dim)
         close(part, own)
         own_upstream = upstream.chunk(ranks, case.dim)[rank]
         close(gradients((torch.sin(part) * own_upstream).sum(), whole)[0], expected)
 
-        back = gather_from_group(scatter_to_group(whole, None, case.dim), None, case.dim)
+        back = gather_from_group(scatter_to_group(whole, world(), case.dim), world(), case.dim)
         close(back, whole)
         close(gradients((torch.sin(back) * upstream).sum(), whole)[0], expected)
 
@@ -102,10 +103,10 @@ def test_values_and_gradients(degree, batch):
 
 
 def inputs_are_left_alone() -> None:
-    x = torch.ones(3, 4, dtype=torch.bfloat16) * (dist.get_rank() + 1)
+    x = torch.ones(3, 4, dtype=torch.bfloat16) * (world().rank + 1)
     before = x.clone()
-    reduced = reduce_from_group(x, None)
-    gathered = gather_from_group(x.t(), None, 0)  # not contiguous
+    reduced = reduce_from_group(x, world())
+    gathered = gather_from_group(x.t(), world(), 0)  # not contiguous
     assert torch.equal(x, before)
     assert reduced.dtype == gathered.dtype == torch.bfloat16
     assert torch.equal(reduced, torch.full((3, 4), 3.0, dtype=torch.bfloat16))
@@ -117,11 +118,11 @@ def test_inputs_are_left_alone():
 
 
 def rounding() -> None:
-    parts = randn(dist.get_world_size(), 1000, seed=1).bfloat16()
+    parts = randn(world().size, 1000, seed=1).bfloat16()
     once = parts.double().sum(0).bfloat16()
-    x = parts[dist.get_rank()].requires_grad_()
-    assert torch.equal(reduce_from_group(x, None), once)
-    assert torch.equal(gradients((copy_to_group(x, None) * x.detach()).sum(), x)[0], once)
+    x = parts[world().rank].requires_grad_()
+    assert torch.equal(reduce_from_group(x, world()), once)
+    assert torch.equal(gradients((copy_to_group(x, world()) * x.detach()).sum(), x)[0], once)
 
 
 def test_a_16_bit_sum_is_rounded_once():
@@ -129,7 +130,7 @@ def test_a_16_bit_sum_is_rounded_once():
 
 
 def uneven() -> None:
-    scatter_to_group(torch.ones(2, 3), None, 1)
+    scatter_to_group(torch.ones(2, 3), world(), 1)
 
 
 def test_unequal_slices_are_refused():
@@ -138,14 +139,49 @@ def test_unequal_slices_are_refused():
 
 
 def on_a_mesh() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    data, tensor = mesh.get_coordinate() or []
-    x = torch.tensor([10.0 * data + tensor])
-    assert reduce_from_group(x, mesh.get_group("tensor")).item() == 20 * data + 1
-    assert reduce_from_group(x, mesh.get_group("data")).item() == 10 + 2 * tensor
-    assert gather_from_group(x, mesh.get_group("tensor")).tolist() == [10 * data, 10 * data + 1]
-    assert scatter_to_group(torch.arange(2.0), mesh.get_group("data")).item() == data
+    groups = Groups(mesh_of(tp=2, ep=2))
+    outer, inner = groups.along({"ep"}), groups.along({"tp"})
+    x = torch.tensor([10.0 * outer.rank + inner.rank])
+    assert reduce_from_group(x, inner).item() == 20 * outer.rank + 1
+    assert reduce_from_group(x, outer).item() == 10 + 2 * inner.rank
+    assert gather_from_group(x, inner).tolist() == [10 * outer.rank, 10 * outer.rank + 1]
+    assert scatter_to_group(torch.arange(2.0), outer).item() == outer.rank
 
 
 def test_groups_of_a_mesh():
     run_ranks(on_a_mesh, 4)
+
+
+def messages() -> tuple[Any, ...]:
+    """What each way of a group brings; of tensors, what is done to it afterwards is no other rank's."""
+    rank, size = world().rank, world().size
+    received = None
+    if rank == 0:
+        world().send({"from": rank}, size - 1)
+        world().send(torch.full((2,), 7), size - 1)
+    elif rank == size - 1:
+        received = world().receive(0), world().receive(0).tolist()
+    total = world().all_reduce(torch.tensor([1.0, rank]))
+    total += rank
+    gathered = [part.item() for part in world().all_gather(torch.tensor(rank))]
+    collected = world().collect(rank * rank)
+    return (received, (total - rank).tolist(), gathered, world().gather(str(rank)),
+            collected if rank == 0 else None,             world().share("all" if rank == 0 else None))  # fmt: skip
+
+
+def everything() -> tuple[Any, ...]:
+    conjugates([Case((2, 3), 1, 1), Case((2, 1, 2), 0, 2)])
+    rounding()
+    if world().size == 4:
+        on_a_mesh()
+    return messages()
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_threads_and_processes_are_alike(degree: int) -> None:
+    """As torchrun's ranks are processes, and profile's."""
+    by_threads = run_ranks(everything, degree)
+    assert by_threads == run_processes(everything, degree)
+    assert by_threads[-1][0] == ({"from": 0}, [7, 7])
+    squares = [rank**2 for rank in range(degree)]
+    assert by_threads[0][2:] == ([*range(degree)], [*map(str, range(degree))], squares, "all")

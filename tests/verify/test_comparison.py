@@ -17,10 +17,10 @@ from reshard.writing.output import Tensor, partition
 from tests import store
 from tests.reshard.test_split import write_fp8
 from verify.bytes import reading, views
-from verify.bytes.boundaries import are_full, files_needed
 from verify.bytes.comparison import no_progress
 from verify.bytes.exact import compare, open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.folder import are_full, files_needed
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12), data=st.data())

@@ -15,14 +15,14 @@ from reshard.api import split
 from reshard.launcher import Share
 from reshard.store.staging_names import PUBLISHED
 from tests import store as made
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, status, upload
 from tests.reshard.test_ranges import in_process
 from tests.support import change_tensor, command
 from verify.bytes import reading
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 @pytest.fixture

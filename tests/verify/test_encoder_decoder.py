@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store, zoo
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 from verify.forward.compare import ForwardOptions, run_forwards
 from verify.rank.inputs import inputs_of, random_ids, running
 from verify.rank.layers import vocab_parallel
 from verify.rank.trace import Places, run
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 # each way in which a model takes its inputs, ties its tables, and lets a decoder see an encoder

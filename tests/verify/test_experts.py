@@ -11,13 +11,13 @@ import pytest
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.verify.faults import LAYER, Shards, inject
 from tests.verify.test_forward import run_all
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.worker import RankError
+from verify.rank.group import RankError
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 EXPERTS = 8

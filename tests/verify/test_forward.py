@@ -18,15 +18,14 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store, zoo
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.verify.faults import inject
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
 from verify.forward.launch import run_ranks
 from verify.forward.noise import SURE
-from verify.forward.worker import RankError
-
-pytestmark = of_ranks
+from verify.profile.processes import run_processes
+from verify.rank.group import RankError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,7 +62,7 @@ def pairs(names: Iterable[str], tp: int, dtype: str = "float32", kv: int | None 
 
 def run_all(found: list[tuple[Source, Source]], options: ForwardOptions) -> list[ForwardReport]:
     """Compare; what an original computes is kept for other tests."""
-    return run_forwards(found, options, references=store.references())
+    return run_forwards(found, options, references=store.REFERENCES)
 
 
 def show(report: ForwardReport) -> list[tuple[str, str, float]]:
@@ -169,7 +168,12 @@ def test_report_says_what_was_measured() -> None:
     logits = report.logits
     assert logits is not None
     assert (report.batch, report.seq, report.seed, logits.positions) == (3, 20, 5, 60)
-    assert (report.dtype, report.exact_dtype, report.backend, report.device) == ("bfloat16", "float32", "gloo", "cpu")
+    assert (report.dtype, report.exact_dtype, report.backend, report.device) == (
+        "bfloat16",
+        "float32",
+        "threads",
+        "cpu",
+    )
     assert 0 < logits.kl < 0.1 and 0 < logits.own_kl < 0.1
     assert 0 < logits.relative_error < 0.1 and 0 < logits.own_relative_error < 0.1
     assert logits.agreement == 1 - len(logits.mismatches) / 60
@@ -288,7 +292,7 @@ def test_transformers_own_tensor_parallelism_agrees() -> None:
     names = ["llama", "qwen3", "phi3"]
     paths = [(original.path, shards.path) for original, shards in pairs(names, 2)]
     ids = torch.arange(60).reshape(2, 30)
-    theirs = run_ranks(logits_by_transformers, 2, [original for original, _ in paths], ids)
+    theirs = run_processes(logits_by_transformers, 2, [original for original, _ in paths], ids)
     ours = run_ranks(logits_of_shards, 2, paths, ids)
     for rank in range(2):
         for name, one, other in zip(names, theirs[rank], ours[rank], strict=True):

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import reshard
 from formats.errors import CheckpointError, ReshardError
@@ -25,17 +24,14 @@ from tests.support import command
 from tests.verify.by_hand import by_hand
 from verify.forward import compare, original, shards
 from verify.forward.compare import ForwardOptions, run_forward
-from verify.forward.failure import is_of_model
 from verify.forward.job import Result
-from verify.forward.launch import run_ranks
+from verify.forward.launch import join_group, rank_device, run_ranks
 from verify.forward.report import report_of
-from verify.forward.worker import RankError, _join_group, rank_device
+from verify.forward.shards import is_of_model
+from verify.rank.group import GPU, MEMORY, RankError, machine_fault, world
 from verify.rank.loading import from_pretrained
-from verify.rank.machine import GPU, MEMORY, machine_fault
 from verify.report.words import forward_summary
-from verify.unmerged import Unmerged
-
-pytestmark = of_ranks
+from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=8, draws=1)
 OF_GPUS = [
@@ -95,21 +91,22 @@ def test_what_a_model_cannot_do_is_its_own(error: Exception) -> None:
             raise error
 
 
-def _break_the_model(jobs: Any, device: str, references: Path | None) -> Any:
-    """Be a rank, of which the second has a model that does not run on its GPU."""
+def _break_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank has a model that does not run on its GPU."""
+    load_rank = shards.load_rank
 
     def load(*args: Any, **more: Any) -> Any:
         loaded = load_rank(*args, **more)
-        if dist.get_rank() == 1:
+        if world().rank == 1:
             loaded.model.register_forward_pre_hook(_fail)
         return loaded
 
-    load_rank, shards.load_rank = shards.load_rank, load
-    return shards.run_jobs(jobs, device, references)
+    monkeypatch.setattr(shards, "load_rank", load)
 
 
-def _break_the_original(jobs: Any, device: str, references: Path | None) -> Any:
-    """Be a rank, of which the first cannot run the original in 16 bits."""
+def _break_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank cannot run the original in 16 bits."""
+    load_original = original.load_original
 
     def load(folder: Path, config: Any, plan: Any, dtype: torch.dtype, more: Any) -> Any:
         loaded = load_original(folder, config, plan, dtype, more)
@@ -117,8 +114,7 @@ def _break_the_original(jobs: Any, device: str, references: Path | None) -> Any:
             loaded.model.register_forward_pre_hook(_fail)
         return loaded
 
-    load_original, original.load_original = original.load_original, load
-    return shards.run_jobs(jobs, device, references)
+    monkeypatch.setattr(original, "load_original", load)
 
 
 def _fail(*_: Any) -> None:
@@ -127,21 +123,20 @@ def _fail(*_: Any) -> None:
 
 def _fail_together() -> None:
     """Fail once all ranks have joined: the store where they meet ends with the first of them."""
-    torch.distributed.barrier()
+    world().gather(None)
     _fail()
 
 
-@pytest.mark.parametrize(("rank", "broken"), [(1, _break_the_model), (0, _break_the_original)])
-@thorough
+@pytest.mark.parametrize(("rank", "break_it"), [(1, _break_the_model), (0, _break_the_original)])
 def test_a_broken_gpu_of_one_rank_is_exit_code_2_whatever_the_plan(
-    rank: int, broken: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, break_it: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a plan of the user's, too, where a failure of the model would be the answer DIFFERENT."""
     whole, plan = store.pair("llama", "bfloat16", tp=2)[0].path, tmp_path / "plan.toml"
     assert command("plan", whole, "--save", plan).returncode == 0
     plan.write_text(plan.read_text().replace('"vocab hidden"', '"words hidden"'))
     split(whole, tmp_path / "shards", tp=2, plan_file=plan)
-    monkeypatch.setattr(compare, "_in_rank", broken)
+    break_it(monkeypatch)
     done = command("verify", whole, tmp_path / "shards", "--plan", plan, "--json")
     document = json.loads(done.stdout)
     assert (done.returncode, document["verdict"], document["forward"]) == (2, "unchecked", None)
@@ -151,6 +146,7 @@ def test_a_broken_gpu_of_one_rank_is_exit_code_2_whatever_the_plan(
     ]
 
 
+@of_ranks
 @thorough
 def test_under_another_launcher_too() -> None:
     first, second = by_hand([_be_a_broken_rank] * 2)
@@ -191,7 +187,7 @@ def test_one_model_of_the_original_is_in_memory_at_a_time(
     monkeypatch.setattr(original, "load_original", load)
     gc.disable()  # a rank's own collections are far between
     try:
-        original.reference_of(job, torch.device("cpu"), None)
+        run_ranks(original.reference_of, 1, job, torch.device("cpu"), {})
         left.append(sum(weight() is not None for weight in weights))
     finally:
         gc.enable()
@@ -201,17 +197,18 @@ def test_one_model_of_the_original_is_in_memory_at_a_time(
 # --------------------------------------------------------------------------------------------------------------- TF32
 
 
-def test_float32_is_no_tf32_for_the_run(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+def test_float32_is_no_tf32_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     backends, seen = torch.backends, []
     precision = torch.get_float32_matmul_precision()
 
     def look(*_: Any) -> None:
         seen.append((backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32))
 
-    monkeypatch.setattr(shards, "_run_job", look)
+    monkeypatch.setattr(shards, "run_job", look)
+    monkeypatch.setattr(compare, "report_of", lambda *_: None)
     torch.set_float32_matmul_precision("high")
     try:
-        shards.run_jobs([compare._job(*store.pair("llama", tp=1), QUICK)], "cpu", None)
+        run_forward(*store.pair("llama", tp=1), QUICK)
         assert (backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32) == (True, True)
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -248,7 +245,7 @@ def test_streamed_runs_on_the_cpu_beside_gpus_and_says_so(gpus: Callable[[int], 
     gpus(2)
     report = run_forward(*store.pair("llama", tp=2), replace(QUICK, streamed=True))
     assert report.is_same
-    assert "(tp 2), cpu, gloo (--streamed works with --device cpu only so far); 2 x 8" in forward_summary(report)
+    assert "(tp 2), cpu, threads (--streamed works with --device cpu only so far); 2 x 8" in forward_summary(report)
 
 
 def test_the_report_says_why_ranks_send_through_the_cpu(
@@ -266,6 +263,14 @@ def test_the_report_says_why_ranks_send_through_the_cpu(
     assert report_of(job, [result] * 4, "cuda").reason == "through the CPU: 3 ranks see 2 GPUs"
     assert report_of(job, [replace(result, backend="nccl")] * 4, "cuda").reason is None
     assert report_of(job, [result] * 4, "cpu").reason is None
+
+
+def test_threads_have_a_gpu_each_or_share_them(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    current: list[torch.device] = []
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    devices = [torch.device("cuda", number) for number in (0, 1, 0)]
+    assert run_ranks(lambda: world().device, 3, device="cuda") == devices == current
 
 
 @pytest.mark.parametrize(
@@ -290,5 +295,5 @@ def test_each_rank_has_its_gpu(
     joined: list[Any] = []
     monkeypatch.setattr("torch.cuda.set_device", joined.append)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **_: joined.append(name))
-    _join_group("cuda", 1.0)
+    join_group("cuda", 1.0)
     assert joined == [torch.device(device), backend] and rank_device("cuda") == torch.device(device)

@@ -1,4 +1,7 @@
-"""The launcher: results come back, and whatever goes wrong on a rank ends all of them and is one error."""
+"""Ranks as threads: results come back, and whatever goes wrong on a rank ends all of them and is one error.
+
+And as processes, which ``profile`` times, and which another launcher starts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,226 +21,282 @@ import torch.distributed as dist
 from formats.errors import CheckpointError, ReshardError
 from tests.marks import of_ranks, thorough
 from tests.verify.by_hand import by_hand
-from verify.forward.launch import DEFAULT_TIMEOUT, RankTimeoutError, _explain, run_ranks
-from verify.forward.worker import Environment, RankError, say
-
-pytestmark = [thorough, of_ranks]
-
+from verify.forward.launch import DEFAULT_TIMEOUT, RankAnswer, run_ranks
+from verify.profile.processes import run_processes
+from verify.rank.collectives import copy_to_group
+from verify.rank.group import RankError, RankTimeoutError, say, world
 
 ROOT = Path(__file__).parents[2]
 
 
-def total(x: torch.Tensor, name: str) -> dict[str, object]:
-    y = x * (dist.get_rank() + 1)
-    dist.all_reduce(y)
-    return {"rank": dist.get_rank(), "sum": y, "env": os.environ.get(name), "cwd": str(Path.cwd())}
+def total(x: torch.Tensor) -> dict[str, object]:
+    return {"rank": world().rank, "sum": world().all_reduce(x * (world().rank + 1)), "grad": torch.is_grad_enabled()}
 
 
-def test_results_come_back_in_rank_order_with_todays_environment(monkeypatch, tmp_path):
+def test_results_come_back_in_rank_order() -> None:
     x = torch.arange(3.0)
-    for value in ("first", "second"):  # the fork server is older than the second
-        monkeypatch.setenv("RESHARD_TEST", value)
-        monkeypatch.chdir(tmp_path)
-        results = run_ranks(total, 3, x, "RESHARD_TEST", timeout=20)
-        assert [r["rank"] for r in results] == [0, 1, 2]
-        assert all(torch.equal(r["sum"], x * 6) and r["env"] == value for r in results)
-        assert {r["cwd"] for r in results} == {str(tmp_path)}
-    assert torch.equal(x, torch.arange(3.0)), "arguments are copies"
+    with torch.no_grad():  # it is of the caller's thread
+        results = run_ranks(total, 3, x)
+    assert [r["rank"] for r in results] == [0, 1, 2]
+    assert all(torch.equal(r["sum"], x * 6) and r["grad"] for r in results)
+    assert torch.equal(x, torch.arange(3.0))
+    with pytest.raises(ValueError, match="world_size"):
+        run_ranks(total, 0, x)
 
 
-def speaks() -> str:
+def sum_is_its_own() -> float:
+    mine = world().all_reduce(torch.ones(1))
+    mine *= world().rank
+    world().gather(None)
+    return mine.item()
+
+
+def test_what_a_rank_does_to_a_sum_is_no_other_ranks() -> None:
+    assert run_ranks(sum_is_its_own, 3) == [0.0, 3.0, 6.0]
+
+
+def one_at_a_time(log: list[int]) -> None:
+    for _ in range(3):
+        log.append(world().rank)
+        time.sleep(0.01)
+        log.append(world().rank)
+        world().gather(None)
+
+
+def test_ranks_take_turns() -> None:
+    log: list[int] = []
+    run_ranks(one_at_a_time, 3, log)
+    assert log[::2] == log[1::2] and sorted(log) == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def speaks() -> None:
     for text in ("one", "two"):
-        say(f"{text} on rank {dist.get_rank()}")
-    return tempfile.mkdtemp()
+        say(f"{text} on rank {world().rank}")
+    print("not on standard output")
 
 
-def test_rank_0_is_heard_and_temporary_files_of_ranks_are_gone():
+def test_rank_0_is_heard_and_standard_output_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[str] = []
-    made = run_ranks(speaks, 2, progress=heard.append)
+    run_ranks(speaks, 2, progress=heard.append)
     assert heard == ["one on rank 0", "two on rank 0"]
-    assert len(set(made)) == 2 and not any(Path(folder).exists() for folder in made)
+    assert capsys.readouterr().out == ""
 
 
-def test_signal_handlers_and_multiprocessing_are_left_alone():
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    run_ranks(os.getpid, 1)
-    assert {s: signal.getsignal(s) for s in before} == before
+def test_signal_handlers_and_threads_are_left_alone() -> None:
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}, threading.active_count()
+    run_ranks(speaks, 2)
+    assert ({s: signal.getsignal(s) for s in before[0]}, threading.active_count()) == before
 
 
-def raises(culprit: int, error: Exception, pids: str) -> None:
-    Path(pids, str(dist.get_rank())).write_text(str(os.getpid()))
-    dist.barrier()
-    if dist.get_rank() == culprit:
-        raise error
-    dist.all_reduce(torch.ones(1))
+def raises(culprit: int, error: BaseException, cleaned: list[int]) -> None:
+    try:
+        world().gather(None)
+        if world().rank == culprit:
+            raise error
+        world().all_reduce(torch.ones(1))
+    finally:
+        cleaned.append(world().rank)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_raises_is_the_one_reported(tmp_path, culprit):
-    start = time.monotonic()
+def test_a_rank_that_raises_is_the_one_reported_and_all_clean_up(culprit: int) -> None:
+    start, cleaned, threads = time.monotonic(), list[int](), threading.active_count()
     with pytest.raises(RankError) as info:
-        run_ranks(raises, 3, culprit, ValueError("layer 7\nhas no weight"), str(tmp_path))
+        run_ranks(raises, 3, culprit, ValueError("layer 7\nhas no weight"), cleaned)
     assert info.value.rank == culprit
     assert info.value.message.startswith(f"rank {culprit} of 3 failed: ValueError: layer 7")
     assert "in raises" in info.value.details
+    assert sorted(cleaned) == [0, 1, 2] and threading.active_count() == threads
     assert time.monotonic() - start < DEFAULT_TIMEOUT  # at once, and not when the others have waited for it
-    assert_gone(pids_in(tmp_path))
 
 
-def test_an_error_in_our_own_words_keeps_them(tmp_path):
+def test_an_error_in_our_own_words_keeps_them() -> None:
     with pytest.raises(RankError, match=r"^rank 1 of 2 failed: rank 1 has no folder$"):
-        run_ranks(raises, 2, 1, CheckpointError("rank 1 has no folder"), str(tmp_path))
+        run_ranks(raises, 2, 1, CheckpointError("rank 1 has no folder"), [])
 
 
-def is_killed(pids: str, how: int) -> None:
-    Path(pids, str(dist.get_rank())).write_text(str(os.getpid()))
-    for step in range(100):
-        dist.all_reduce(torch.ones(1))
-        if dist.get_rank() == 1 and step == 50:
-            os.kill(os.getpid(), how)
-
-
-def test_a_rank_that_nccl_ends_has_waited_too_long(tmp_path: Path) -> None:
-    """Where collectives do not block, NCCL's own thread sees the time-out, and aborts the process."""
-    of_gpu = Environment(str(tmp_path), "", {}, "", "cuda", 7.0)
-    found = _explain(of_gpu, 1, -signal.SIGABRT, 2)
-    assert isinstance(found, RankTimeoutError) and "has waited 7 s in a collective" in found.message
-    of_cpu = _explain(replace(of_gpu, device="cpu"), 1, -signal.SIGABRT, 2)
-    assert not isinstance(of_cpu, RankTimeoutError)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_killed_midway_is_the_one_reported(tmp_path, how):
-    with pytest.raises(RankError) as info:
-        run_ranks(is_killed, 3, str(tmp_path), int(how), timeout=60)
-    assert info.value.rank == 1
-    assert info.value.message == f"rank 1 of 3 was ended by {how.name}"
-    assert_gone(pids_in(tmp_path))
-
-
-def exits() -> None:
-    sys.exit(3)
-
-
-def test_a_rank_that_exits_has_failed():
+def test_a_rank_that_exits_has_failed() -> None:
     with pytest.raises(RankError, match="SystemExit: 3"):
-        run_ranks(exits, 2)
+        run_ranks(raises, 2, 1, SystemExit(3), [])
 
 
-def hangs(pids: str) -> None:
-    Path(pids, str(dist.get_rank())).write_text(str(os.getpid()))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        sleeps_long()
-    dist.all_reduce(torch.ones(1))
+def test_an_answer_of_one_rank_is_the_answer() -> None:
+    with pytest.raises(RankAnswer) as info:
+        run_ranks(raises, 3, 1, RankAnswer({"known": 7}), [])
+    assert info.value.value == {"known": 7}
+
+
+def computes_long(how: Callable[[], None]) -> None:
+    world().gather(None)
+    if world().rank == 1:
+        how()
+    world().all_reduce(torch.ones(1))
 
 
 def sleeps_long() -> None:
-    time.sleep(3600)
+    time.sleep(20)
 
 
-def test_a_hang_names_rank_and_collective(tmp_path):
+def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankTimeoutError) as info:
-        run_ranks(hangs, 3, str(tmp_path), timeout=3)
+        run_ranks(computes_long, 3, sleeps_long, timeout=0.5)
     assert info.value.rank == 1
     assert info.value.message.startswith("rank 1 did not come to all_reduce (test_launch.py:")
-    assert "in hangs), where ranks 0, 2 waited 3 s; rank 1 was at test_launch.py:" in info.value.message
+    assert "in computes_long), where ranks 0, 2 waited 0.5 s; rank 1 was at test_launch.py:" in info.value.message
     assert info.value.message.endswith("in sleeps_long")
-    assert_gone(pids_in(tmp_path))
 
 
-def hangs_in_backward() -> None:
-    from verify.rank.layers import ColumnParallelLinear
+def waits_for_the_first() -> None:
+    if world().rank == 0:
+        time.sleep(1.5)
+    world().share(None)
 
-    layer = ColumnParallelLinear(2, 2, group=None)
+
+def test_a_wait_for_the_original_has_no_limit() -> None:
+    run_ranks(waits_for_the_first, 2, timeout=0.2)
+
+
+def misses_a_sum() -> None:
+    if world().rank != 1:
+        world().all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_ends_too_early_is_named_at_once() -> None:
+    with pytest.raises(RankTimeoutError) as info:
+        run_ranks(misses_a_sum, 3)
+    assert info.value.message.startswith("rank 1 did not come to all_reduce (test_launch.py:")
+    assert info.value.message.endswith("in misses_a_sum), where ranks 0, 2 wait; rank 1 has ended")
+
+
+def misses_a_sum_of_a_backward() -> None:
     x = torch.ones(1, 2, requires_grad=True)
-    y = layer(x).sum()
-    if dist.get_rank() == 0:
-        sleeps_long()
-    y.backward()
+    y = copy_to_group(x, world()).sum()
+    if world().rank == 1:
+        y.backward()
 
 
-def test_a_hang_in_a_backward_is_named(tmp_path):
-    with pytest.raises(RankTimeoutError, match=r"^rank 0 did not come to all_reduce \(.* in hangs_in_backward\)"):
-        run_ranks(hangs_in_backward, 2, timeout=3)
-
-
-def hangs_last() -> None:
-    if dist.get_rank() == 0:
-        sleeps_long()
-
-
-def test_a_hang_after_the_last_collective_ends_too():
-    with pytest.raises(RankTimeoutError, match="rank 0 did not come to the end of the run"):
-        run_ranks(hangs_last, 2, timeout=3)
+def test_a_hang_in_a_backward_is_named() -> None:
+    with pytest.raises(RankTimeoutError, match=r"^rank 0 did not come to all_reduce \(.* in misses_a_sum_of_a_back"):
+        run_ranks(misses_a_sum_of_a_backward, 2)
 
 
 def disagrees() -> None:
-    if dist.get_rank() == 0:
-        dist.broadcast(torch.ones(1), 1)
+    if world().rank == 0:
+        world().all_gather(torch.ones(1))
     else:
-        dist.recv(torch.ones(1), 0)
+        world().receive(0)
 
 
-def test_ranks_in_different_collectives_are_told_apart():
-    with pytest.raises(RankTimeoutError, match=r"different collectives: rank 0 broadcast \(.*; rank 1 recv \("):
-        run_ranks(disagrees, 2, timeout=3)
+def disagrees_in_one_group() -> None:
+    if world().rank == 0:
+        world().all_gather(torch.ones(1))
+    else:
+        world().all_reduce(torch.ones(1))
 
 
-def test_no_function_to_import_no_ranks():
-    with pytest.raises(Exception, match=r"pickle|local"):
-        run_ranks(lambda: None, 1)
-    with pytest.raises(ValueError, match="world_size"):
-        run_ranks(os.getpid, 0)
+@pytest.mark.parametrize(("how", "other"), [(disagrees, "receive"), (disagrees_in_one_group, "all_reduce")])
+def test_ranks_in_different_collectives_are_told_apart(how: Callable[[], None], other: str) -> None:
+    with pytest.raises(RankTimeoutError, match=rf"different collectives: rank 0 all_gather \(.*; rank 1 {other} \("):
+        run_ranks(how, 2)
 
 
-# In another process: interruption, and other launchers
+# ------------------------------------------------------------------------------------------------- interrupted
+
+
+SCRIPT = """
+import sys, time
+from verify.ending import temporary_folder
+from verify.forward.launch import run_ranks
+from verify.rank.group import world
+
+def work():
+    with temporary_folder("reshard-of-a-rank-"):
+        world().gather(None)
+        if world().rank == 1:
+            print("begun", flush=True)
+            time.sleep(3600)
+        world().gather(None)
+
+if __name__ == "__main__":
+    run_ranks(work, 2, timeout=100)
+"""
+
+
+@thorough
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_ends_at_once(tmp_path: Path, how: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], env=environment(), stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None and process.stderr.readline() == "begun\n"
+    start = time.monotonic()
+    process.send_signal(how)
+    stderr = process.communicate(timeout=20)[1]
+    assert process.returncode == -how, stderr
+    assert time.monotonic() - start < 10 and not session(process.pid)
+
+
+# ------------------------------------------------------------------------------------------------- as processes
+
+
+@of_ranks
+@thorough
+def test_processes_too_report_the_rank_that_fails(tmp_path: Path) -> None:
+    def run(fn: Callable[..., object], *args: object) -> None:
+        run_processes(fn, 3, *args)
+
+    with pytest.raises(RankError, match=r"^rank 2 of 3 failed: ValueError: no$"):
+        run(raises, 2, ValueError("no"), [])
+    with pytest.raises(RankAnswer) as info:
+        run(raises, 1, RankAnswer({"known": 7}), [])
+    assert info.value.value == {"known": 7}
+    for how in (signal.SIGKILL, signal.SIGSEGV):
+        with pytest.raises(RankError) as killed:
+            run(is_killed, str(tmp_path), int(how))
+        assert killed.value.rank == 1 and killed.value.message == f"rank 1 of 3 was ended by {how.name}"
+        assert_gone(pids_in(tmp_path))
+
+
+def is_killed(pids: str, how: int) -> None:
+    Path(pids, str(world().rank)).write_text(str(os.getpid()))
+    for step in range(100):
+        dist.all_reduce(torch.ones(1))
+        if world().rank == 1 and step == 50:
+            os.kill(os.getpid(), how)
 
 
 WORK = """
 import os, time
 from pathlib import Path
-import torch, torch.distributed as dist
+import torch.distributed as dist
 
 def work(folder):
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
     dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(3600)
-    dist.all_reduce(torch.ones(1))
+    time.sleep(3600)
 """
-SCRIPT = """
+OF_PROCESSES = """
 import sys
-from verify.forward.launch import run_ranks
+from verify.profile.processes import run_processes
 from work_of_a_rank import work
 
-run_ranks(work, 2, sys.argv[1], timeout=100)
+run_processes(work, 2, sys.argv[1])
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
+@thorough
+@pytest.mark.parametrize(("how", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+def test_no_process_outlives_the_command(tmp_path: Path, how: int, group: bool) -> None:
+    """Ctrl-C in a terminal reaches all processes."""
+    (tmp_path / "script.py").write_text(OF_PROCESSES)
     (tmp_path / "work_of_a_rank.py").write_text(WORK)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("how", "group", "code"),
-    [
-        (signal.SIGINT, True, -signal.SIGINT),  # Ctrl-C in a terminal reaches all processes
-        (signal.SIGTERM, False, -signal.SIGTERM),
-        (signal.SIGKILL, False, -signal.SIGKILL),
-    ],
-)
-def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
     folder = tmp_path / "pids"
     folder.mkdir()
-    temporary = Path(tempfile.mkdtemp(prefix="r"))  # short: a socket's path has room for about 100 characters
     process = subprocess.Popen(
-        [sys.executable, script, folder],
-        env={**environment(), "TMPDIR": str(temporary)},
+        [sys.executable, tmp_path / "script.py", folder],
+        env=environment(),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -252,10 +311,12 @@ def test_no_process_outlives_the_command(tmp_path, script, how, group, code):
         stderr = process.communicate(timeout=20)[1]
     finally:
         process.kill()
-    assert process.returncode == code, stderr
+    assert process.returncode == -how, stderr
     assert_gone(pids_in(folder))
     wait_until(lambda: not session(process.pid), 10)  # the fork server too
-    temporary.rmdir()  # it is empty
+
+
+# ------------------------------------------------------------------------------------------ under another launcher
 
 
 def prints_results() -> None:
@@ -263,11 +324,11 @@ def prints_results() -> None:
 
 
 def takes_part() -> tuple[int, float]:
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    return dist.get_rank(), x.item()
+    return world().rank, world().all_reduce(torch.ones(1)).item()
 
 
+@of_ranks
+@thorough
 def test_under_another_launcher_every_rank_gets_all_results():
     """Under torchrun itself: test_cli.py."""
     for rank in by_hand([prints_results] * 2):
@@ -275,26 +336,28 @@ def test_under_another_launcher_every_rank_gets_all_results():
 
 
 def fails() -> None:
-    if dist.get_rank() == 1:
+    if world().rank == 1:
         raise ValueError("no such layer")
-    dist.barrier()
+    world().gather(None)
 
 
 def runs_what_fails() -> None:
     run_ranks(fails, 2, timeout=20)
 
 
+@of_ranks
+@thorough
 def test_under_another_launcher_errors_name_the_rank():
     ranks = by_hand([runs_what_fails] * 2)
     assert ranks[1].returncode == 1
-    assert "verify.forward.worker.RankError: rank 1 of 2 failed: ValueError: no such layer" in ranks[1].stderr
+    assert "verify.rank.group.RankError: rank 1 of 2 failed: ValueError: no such layer" in ranks[1].stderr
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ReshardError, match="started 2 ranks, but 4 are needed"):
-        run_ranks(os.getpid, 4)
+        run_ranks(prints_results, 4)
 
 
 def environment() -> dict[str, str]:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.marks import examples, of_ranks, thorough
+from formats.mesh import mesh_of
+from tests.marks import examples, thorough
 from verify.forward.launch import run_ranks
-from verify.forward.worker import RankError
+from verify.rank.collectives import Groups
+from verify.rank.group import Group, RankError, world
 from verify.rank.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,7 +31,7 @@ from verify.rank.layers import (
     vocab_parallel,
 )
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 DEGREES = [2, 3, 4]
 
@@ -53,8 +53,9 @@ def close(actual: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def own(whole: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+def own(whole: Tensor, dim: int, group: Group | None = None) -> Tensor:
+    group = group or world()
+    return whole.chunk(group.size, dim)[group.rank]
 
 
 def load(parallel: nn.Module, **weights: Tensor) -> None:
@@ -106,8 +107,8 @@ def whole_mlp(hidden: int, ff: int, bias: bool, seed: int) -> nn.Module:
     return filled(MLP(nn.Linear(hidden, ff, bias), nn.Linear(ff, hidden, bias)), seed)
 
 
-def parallel_mlp(whole: nn.Module, group: dist.ProcessGroup | None, gather: bool = False) -> nn.Module:
-    up, down, n = whole.up, whole.down, dist.get_world_size(group)
+def parallel_mlp(whole: nn.Module, group: Group, gather: bool = False) -> nn.Module:
+    up, down, n = whole.up, whole.down, group.size
     bias, kind = up.bias is not None, {"group": group, "dtype": torch.float64}
     first = ColumnParallelLinear(up.in_features, up.out_features // n, bias, gather_output=gather, **kind)
     if gather:
@@ -129,10 +130,10 @@ def compare_mlps(whole: nn.Module, mlp: nn.Module, of: Callable[[nn.Parameter], 
 
 def mlps(batch: list[MLPCase]) -> None:
     for case in batch:
-        n = dist.get_world_size()
+        n = world().size
         hidden = case.hidden * n if case.gather else case.hidden
         whole = whole_mlp(hidden, case.ff_local * n, case.bias, case.seed)
-        mlp = parallel_mlp(whole, None, case.gather)
+        mlp = parallel_mlp(whole, world(), case.gather)
         x = randn(*case.batch, hidden, seed=case.seed).requires_grad_()
         x_here = x.detach().clone().requires_grad_()
         y, y_here = whole(x), mlp(x_here)
@@ -171,7 +172,7 @@ class Attention(nn.Module):
 
 
 def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = world().rank, world().size
     for case in batch:
         kv_ranks = math.gcd(case.kv, n)
         replicas = n // kv_ranks
@@ -187,7 +188,7 @@ def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
         def of_kv(w: Tensor, kv_ranks=kv_ranks, replicas=replicas) -> Tensor:
             return w.chunk(kv_ranks, 0)[rank // replicas]
 
-        kind = {"group": None, "dtype": torch.float64}
+        kind = {"group": world(), "dtype": torch.float64}
         own_q, own_kv = kv * group * case.head, kv * case.head
         here = Attention(
             *(ColumnParallelLinear(hidden, size, case.bias, **kind) for size in (own_q, own_kv, own_kv)),
@@ -215,8 +216,7 @@ def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
             elif name.startswith("q"):
                 close(grad, of_q(p.grad))
             else:  # each replica has what came through its own query heads: their sum is the gradient
-                parts = [torch.empty_like(grad) for _ in range(n)]
-                dist.all_gather(parts, grad)
+                parts = world().all_gather(grad)
                 close(sum(parts[r] for r in range(n) if r // replicas == rank // replicas), of_kv(p.grad))
 
 
@@ -258,7 +258,7 @@ vocab_cases = st.builds(
 
 def vocabularies(batch: list[VocabCase]) -> None:
     """Embed, and multiply by an output layer that is tied to the embedding."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = world().rank, world().size
     for case in batch:
         size = case.rows_local * n
         true_size = size - case.padding
@@ -270,12 +270,12 @@ def vocabularies(batch: list[VocabCase]) -> None:
         backward(logits, case.seed)
 
         embedding = nn.Embedding(case.rows_local, case.dim, dtype=torch.float64)
-        vocab_parallel(embedding, rank * case.rows_local, None)
+        vocab_parallel(embedding, rank * case.rows_local, world())
         load(embedding, weight=own(table, 0))
         close(embedding(ids), F.embedding(ids, whole))
         head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
         head.weight = embedding.weight
-        here = gather_logits(head, None, true_size)(torch.tanh(embedding(ids)))
+        here = gather_logits(head, world(), true_size)(torch.tanh(embedding(ids)))
         close(here, logits)
         backward(here, case.seed)
         padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])
@@ -295,14 +295,14 @@ class _Head(nn.Module):
 
 
 def heads(true_size: int, rows: int) -> None:
-    degree, rank = dist.get_world_size(), dist.get_rank()
+    degree, rank = world().size, world().rank
     whole, head, x = filled(_Head(true_size, 5), 1), _Head(rows, 5), randn(7, 5, seed=2)
     padding = rows * degree - true_size
     for mine, full in zip(head.parameters(), whole.parameters(), strict=True):
         padded = torch.cat([full.detach(), full.new_zeros(padding, *full.shape[1:])])
         mine.data = padded.chunk(degree)[rank].clone()
-    gather_logits(head.decoder, None, true_size)
-    gathered_vectors(head, None, {"bias": true_size})
+    gather_logits(head.decoder, world(), true_size)
+    gathered_vectors(head, world(), {"bias": true_size})
     here, expected = head(x), whole(x)
     close(here, expected)
     backward(here, 3)
@@ -325,11 +325,11 @@ class _Einsum(nn.Module):
 
 
 def einsums(heads: int) -> None:
-    degree, rank = dist.get_world_size(), dist.get_rank()
+    degree, rank = world().size, world().rank
     whole, part, x = filled(_Einsum(heads), 1), _Einsum(heads // degree), randn(7, 5, seed=2)
     for mine, full in zip(part.parameters(), whole.parameters(), strict=True):
         mine.data = full.detach().chunk(degree, 1)[rank].clone()
-    here, expected = sum_at_use(part, "o", None)(x), whole(x)
+    here, expected = sum_at_use(part, "o", world())(x), whole(x)
     close(here, expected)
     backward(here, 3)
     backward(expected, 3)
@@ -338,8 +338,8 @@ def einsums(heads: int) -> None:
 
 
 def looks_up(ids: list[int], padding_row: int | None) -> tuple[Tensor, Tensor | None]:
-    embedding = nn.Embedding(3, 2, padding_idx=None if dist.get_rank() else 1)
-    vocab_parallel(embedding, 3 * dist.get_rank(), None, padding_row=padding_row)
+    embedding = nn.Embedding(3, 2, padding_idx=None if world().rank else 1)
+    vocab_parallel(embedding, 3 * world().rank, world(), padding_row=padding_row)
     y = embedding(torch.tensor(ids))
     y.sum().backward()
     return y, embedding.weight.grad
@@ -375,14 +375,14 @@ class Gemma(nn.RMSNorm):
 
 
 def norms(batch: list[NormCase]) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = world().rank, world().size
     for case in batch:
         replicas = case.replicas if n % case.replicas == 0 else 1
         slices, kind = n // replicas, {"eps": 1e-5, "dtype": torch.float64}
         dim = case.dim_local * slices
         classes = (nn.RMSNorm, nn.LayerNorm, Gemma)
         wholes = [cls(dim, **kind) for cls in classes]
-        heres = [parallel_norm(cls(case.dim_local, **kind), None) for cls in classes]
+        heres = [parallel_norm(cls(case.dim_local, **kind), world()) for cls in classes]
         for whole, here in zip(wholes, heres, strict=True):
             filled(whole, case.seed)
 
@@ -401,8 +401,7 @@ def norms(batch: list[NormCase]) -> None:
             (y_here * part(upstream[rank % replicas])).sum().backward()
             tensors = [(x_here, x), *((here.get_parameter(name), p) for name, p in whole.named_parameters())]
             for tensor_here, tensor in tensors:
-                parts = [torch.empty_like(tensor_here) for _ in range(n)]
-                dist.all_gather(parts, tensor_here.grad)
+                parts = world().all_gather(tensor_here.grad)
                 total = sum(parts[r] for r in range(n) if r // replicas == rank // replicas)
                 close(total, part(tensor.grad))
 
@@ -438,9 +437,11 @@ class Experts(nn.Module):
 
 
 def conv1ds() -> None:
-    n, hidden, ff = dist.get_world_size(), 4, 6
+    n, hidden, ff = world().size, 4, 6
     whole = filled(MLP(Conv1D(ff, hidden), Conv1D(hidden, ff)), 1)
-    mlp = MLP(column_parallel(Conv1D(ff // n, hidden), None), row_parallel(Conv1D(hidden, ff // n), None)).double()
+    mlp = MLP(
+        column_parallel(Conv1D(ff // n, hidden), world()), row_parallel(Conv1D(hidden, ff // n), world())
+    ).double()
     parts = {"up.weight": 1, "up.bias": 0, "down.weight": 0, "down.bias": None}
     load(mlp, **{k: p if parts[k] is None else own(p, parts[k]) for k, p in whole.named_parameters()})
     calls = []
@@ -459,11 +460,11 @@ def conv1ds() -> None:
 
 
 def experts() -> None:
-    n, hidden, ff = dist.get_world_size(), 4, 6
+    n, hidden, ff = world().size, 4, 6
     whole, here = filled(Experts(hidden, ff), 1), Experts(hidden, ff // n).double()
     parts = {"up": 2, "up_bias": 2, "down": 1, "down_bias": None}
     load(here, **{k: p if parts[k] is None else own(p, parts[k]) for k, p in whole.named_parameters()})
-    row_parallel(column_parallel(here, None), None, elsewhere=["down_bias"] if dist.get_rank() else [])
+    row_parallel(column_parallel(here, world()), world(), elsewhere=["down_bias"] if world().rank else [])
     inputs = [randn(3, hidden, seed=1).requires_grad_(), randn(3, 2, seed=2).requires_grad_()]
     inputs_here = [t.detach().clone().requires_grad_() for t in inputs]
     y, _ = whole(*inputs, names=["a"])
@@ -475,12 +476,12 @@ def experts() -> None:
     for t_here, t in zip(inputs_here, inputs, strict=True):
         close(t_here.grad, t.grad)
     for k, p in whole.named_parameters():
-        if parts[k] is None and dist.get_rank():
+        if parts[k] is None and world().rank:
             assert here.get_parameter(k).grad is None, "it counts on the first rank"
         else:
             close(here.get_parameter(k).grad, p.grad if parts[k] is None else own(p.grad, parts[k]))
     with pytest.raises(ValueError, match="no parameter gate"):
-        row_parallel(here, None, elsewhere=["gate"])
+        row_parallel(here, world(), elsewhere=["gate"])
 
 
 def transformers_modules() -> None:
@@ -488,11 +489,11 @@ def transformers_modules() -> None:
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.pytorch_utils import Conv1D as TrueConv1D
 
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n, rank = world().size, world().rank
     whole = filled(Gemma3TextScaledWordEmbedding(6, 4, 0, embed_scale=3.0), 1)
     here = Gemma3TextScaledWordEmbedding(6 // n, 4, 0, embed_scale=3.0).double()
     load(here, weight=own(whole.weight, 0))
-    vocab_parallel(here, rank * 6 // n, None, padding_row=0)
+    vocab_parallel(here, rank * 6 // n, world(), padding_row=0)
     ids = torch.tensor([[0, 5, 3], [2, 1, 4]])
     y, y_here = whole(ids), here(ids)
     close(y_here, y)
@@ -503,24 +504,24 @@ def transformers_modules() -> None:
     norm, norm_here = filled(Olmo2RMSNorm(6), 1), Olmo2RMSNorm(6 // n).double()
     load(norm_here, weight=own(norm.weight, 0))
     x = randn(5, 6, seed=1)
-    assert torch.equal(parallel_norm(norm_here, None)(own(x, -1)), own(norm(x), -1)), "to the last bit"
+    assert torch.equal(parallel_norm(norm_here, world())(own(x, -1)), own(norm(x), -1)), "to the last bit"
 
     layer, layer_here = filled(nn.LayerNorm(6), 1), nn.LayerNorm(6 // n).double()
     load(layer_here, weight=own(layer.weight, 0), bias=own(layer.bias, 0))
     layer_here.normalized_shape = (6,)  # made to the original's config.json, cut afterwards
-    assert torch.equal(parallel_norm(layer_here, None)(own(x, -1)), own(layer(x), -1)), "to the last bit"
+    assert torch.equal(parallel_norm(layer_here, world())(own(x, -1)), own(layer(x), -1)), "to the last bit"
 
     conv, conv_here = filled(TrueConv1D(3, 6), 1), TrueConv1D(3, 6 // n).double()
     load(conv_here, weight=own(conv.weight, 0), bias=conv.bias)
-    close(row_parallel(conv_here, None)(own(x, -1)), conv(x))
+    close(row_parallel(conv_here, world())(own(x, -1)), conv(x))
 
 
 # Data x tensor parallel, and training
 
 
 def mesh_of_data_and_tensor() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+    groups = Groups(mesh_of(tp=2, ep=2))
+    data, tensor = groups.along({"ep"}), groups.along({"tp"})
     whole = whole_mlp(4, 6, True, 1)
     mlp = parallel_mlp(whole, tensor)
     x = randn(6, 4, seed=2)
@@ -530,14 +531,14 @@ def mesh_of_data_and_tensor() -> None:
     close(y_here, own(y, 0, data))
     y_here.square().mean().backward()
     for p in mlp.parameters():
-        dist.all_reduce(p.grad, group=data)
+        p.grad = data.all_reduce(p.grad)
         p.grad /= 2
     compare_mlps(whole, mlp, lambda p: p.grad, tensor)
 
 
 def training() -> tuple[float, float]:
     wholes = nn.Sequential(*(whole_mlp(5, 12, True, seed) for seed in range(3)))
-    heres = nn.Sequential(*(parallel_mlp(mlp, None) for mlp in wholes))
+    heres = nn.Sequential(*(parallel_mlp(mlp, world()) for mlp in wholes))
     losses = []
     for model in (wholes, heres):
         with torch.no_grad():

@@ -15,15 +15,15 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.support import command
 from tests.verify.faults import Shards
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
 from verify.forward.noise import LIMIT
-from verify.forward.worker import RankError
+from verify.rank.group import RankError
 from verify.report.words import power_in_words
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 def pair(original: Path, tp: int = 2) -> tuple[Source, Source]:

@@ -27,7 +27,7 @@ from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from verify.bytes.exact import compare
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
-from verify.forward.worker import RankError
+from verify.rank.group import RankError
 from verify.rules import own_rules, with_sound_config
 
 pytestmark = [thorough, of_ranks]

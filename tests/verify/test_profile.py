@@ -31,12 +31,10 @@ from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from tools.profile_figure import figure
-from verify.forward.worker import RankError
 from verify.profile.charts import Axes, Line, Point, line_chart, plain_plot
 from verify.profile.compose import Memory, Part, Time, joined
 from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
-from verify.profile.job import Found, Job, Measured, Patience, ProfileRequest, Span, Workload
-from verify.profile.layers import LayerKind, layer_kinds
+from verify.profile.job import Found, Job, LayerKind, Measured, Patience, ProfileRequest, Span, Workload, layer_kinds
 from verify.profile.node import RESERVE
 from verify.profile.page import page
 from verify.profile.recommend import NotRun, Row, recommend
@@ -44,6 +42,7 @@ from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
 from verify.profile.widths import free_for_widths, time_widths
 from verify.rank.collectives import Carrier
+from verify.rank.group import RankError
 
 pytestmark = thorough
 
@@ -122,12 +121,8 @@ def test_widths(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1 << 30, [256, 512, 1024]), (8 * 512**2 * 2 * 2, [256, 512])])
-def test_widths_end_before_they_take_too_long(
-    free: int, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_widths_end_before_they_take_too_long(free: int, expected: list[int], folder: Path, one_rank: None) -> None:
     """Twice as wide is expected to take four times as long: no pass of more than 5 times the patience is begun."""
-    monkeypatch.setattr("verify.profile.widths.dist.get_world_size", lambda *_: 1)
-    monkeypatch.setattr("verify.profile.widths.say", lambda _: None)
     plan, work = make_plan(skeleton(folder), mesh_of(1)), (Workload("decode", 1, 1),)
     job = Job(plan, (), True, work, "bfloat16", "cpu", 1, Patience(4.0), (256, 512, 1000, 1024, 2048), free)
     times = iter([0.01, 0.1, 5.1] * 3)  # of the third, four times as long is more than 20 s
@@ -487,7 +482,6 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
 
     def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[Found]:
         asked.append([str(workload) for workload in job.workloads])
-        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
         for workload in job.workloads:
             progress(f"tp {degree}: {workload}")
             if workload.batch >= least:
@@ -500,7 +494,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
         return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), (), "gloo", "cpu")] * degree
 
-    monkeypatch.setattr("verify.profile.run.run_ranks", run)
+    monkeypatch.setattr("verify.profile.run.run_processes", run)
     return asked
 
 

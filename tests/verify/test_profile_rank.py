@@ -23,8 +23,7 @@ from tests.support import LLAMA
 from verify.profile.blocks import build
 from verify.profile.compose import memory_of
 from verify.profile.cost import works
-from verify.profile.job import Job, Patience, Span, Workload
-from verify.profile.layers import layer_kinds, with_layers
+from verify.profile.job import Job, Patience, Span, Workload, layer_kinds, with_layers
 from verify.profile.meter import Living, Meter, StreamClock
 from verify.profile.rank import is_enough, run_job
 from verify.profile.skeleton import skeleton

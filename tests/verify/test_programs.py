@@ -22,7 +22,7 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store, zoo
-from tests.marks import of_ranks, one_of_each, thorough
+from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint
 from tests.support import LLAMA, change_tensor, command, llama_tensors
 from tests.verify.faults import read, sign
@@ -472,7 +472,6 @@ names, not stored, or dealt in stages; and Meta's embedding, of which each rank 
 
 
 @thorough
-@of_ranks
 def test_correct_shards_compute_the_same() -> None:
     reports = run_all([pair(model, format, **mesh) for model, format, mesh in CORRECT], QUICK)
     for (model, format, _), report in zip(CORRECT, reports, strict=True):
@@ -481,7 +480,6 @@ def test_correct_shards_compute_the_same() -> None:
 
 @pytest.mark.parametrize("model", ["llama", "bart"])
 @thorough
-@of_ranks
 def test_a_vocabulary_that_is_padded_but_not_divided(model: str) -> None:
     """The logits have no padding, and neither has a bias that is added to them."""
     opened = open_source(store.checkpoint(model))
@@ -535,7 +533,6 @@ def test_the_bytes_name_what_a_fault_damaged(
 
 
 @thorough
-@of_ranks
 def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], ProgramShards]) -> None:
     pairs = [(damaged[fault, model].original, damaged[fault, model].source) for fault, model, _ in CASES]
     reports = run_all(pairs, QUICK)
@@ -548,7 +545,6 @@ def test_the_forward_alone_sees_every_fault(damaged: dict[tuple[str, str], Progr
 
 
 @thorough
-@of_ranks
 def test_the_command(damaged: dict[tuple[str, str], ProgramShards]) -> None:
     opened, shards = pair("llama", tp=2)
     done = command("verify", opened.path, shards.path, "--json")

@@ -21,15 +21,15 @@ from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
 from tests.dequantize import METHODS, Stored
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.reshard.test_quantized import names_of, read, write
 from tests.support import change_tensor
 from tests.verify.test_forward import QUICK
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
-from verify.forward.worker import RankError
+from verify.rank.group import RankError
 from verify.rank.loading import load_original
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 SIZES: dict[str, Any] = {

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from reshard.source.opening import open_source
 from tests import store
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.verify.faults import inject
 from tests.verify.test_limits import changed
 from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.job import Reference
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 QUICK = ForwardOptions(seq=8, draws=0)
@@ -38,8 +39,7 @@ def test_an_original_runs_once_for_several_meshes_and_damaged_copies(tmp_path: P
 def test_what_is_kept_serves_later_calls_until_something_is_another(tmp_path: Path) -> None:
     original, shards = store.pair("llama", tp=2)
     shutil.copytree(original.path, tmp_path / "original")
-    copy, kept = open_source(tmp_path / "original"), tmp_path / "kept"
-    kept.mkdir()
+    copy, kept = open_source(tmp_path / "original"), dict[str, Reference]()
 
     def said(options: ForwardOptions = QUICK) -> list[str]:
         found: list[str] = []

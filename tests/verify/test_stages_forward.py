@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from reshard.api import split
 from reshard.source.opening import open_source
 from tests import store, zoo
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.support import command
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 from verify.bytes.exact import verify_exact
 from verify.forward.compare import ForwardOptions, run_forward
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 # one of each kind: what stands before and behind the layers, and what goes from one to the next

@@ -14,12 +14,12 @@ from reshard.model.model import Model
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store
-from tests.marks import of_ranks, thorough
+from tests.marks import thorough
 from tests.verify import test_quantized_forward
 from tests.verify.test_forward import WITH_GRADIENTS, run_all
 from verify.forward.compare import ForwardOptions, run_forwards
 
-pytestmark = [thorough, of_ranks]
+pytestmark = thorough
 
 
 # a plain MLP; one in two packings; experts in three; a norm over the parts; parts that are gathered in between; widths

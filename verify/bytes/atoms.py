@@ -226,17 +226,13 @@ def _blocks(piece: Place, first: int, layout: Layout, portion: Portion, spreads:
         )  # fmt: skip
 
 
-def _strides(lengths: Sequence[int]) -> list[int]:
-    """The strides of dimensions in row-major order."""
-    return [math.prod(lengths[place + 1 :]) for place in range(len(lengths))]
-
-
 def _block(
     portion: Portion, spreads: Spreads, *, starts: Sequence[int], shape: tuple[int, ...], shard: int,
     strides: Sequence[int], is_padding: bool = False,
 ) -> Block:  # fmt: skip
     """The block that begins at these indices of an atom's factors, and at element ``shard`` of the rank's tensor."""
-    steps = _strides(spreads.full.shape)
+    lengths = spreads.full.shape
+    steps = [math.prod(lengths[place + 1 :]) for place in range(len(lengths))]
     first, along = _begun(spreads.full, portion, starts)
     index, places = _begun(spreads.padded, portion, starts)
     return Block(

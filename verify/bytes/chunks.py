@@ -126,13 +126,12 @@ class _Chunks:
             if found:
                 first = [of[i] for of, i in zip(ends, found[0], strict=True)]
                 elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in found)
-                names = [Path(self._file(number)).name for number, at in owners if _has(at, first)]
+                names = [
+                    Path(self._file(number)).name for number, at in owners
+                    if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
+                ]  # fmt: skip
                 listed = f" ({', '.join(names)})" if names else ""
                 yield f"'{self.stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
-
-
-def _has(at: Chunk, index: Sequence[int]) -> bool:
-    return all(begin <= i < end for i, begin, end in zip(index, at.offset, at.end, strict=True))
 
 
 def _range(at: Chunk) -> str:

@@ -8,6 +8,7 @@ location and commit, and the files that were read to make the shards (perhaps ot
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,6 @@ from reshard.placement.program_config import program_config
 from reshard.source.program_files import program_files
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import PUBLISHED, STATE
-from verify.bytes.boundaries import boundary_problem
 from verify.bytes.reading import Files
 
 INDEX = "model.safetensors.index.json"
@@ -434,3 +434,46 @@ def _read_json(path: FilePath) -> Any:
         return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
     except (CheckpointError, ValueError):
         return None
+
+
+# ------------------------------------------------------------------------------------------------------ file boundaries
+
+
+def boundary_problem(
+    order: Sequence[str], infos: Iterable[TensorInfo], files: Sequence[FilePath], max_size: int, whose: str
+) -> str | None:
+    """Why tensors in ``order`` are not in ``files`` as ``max_size`` requires; None if they are.
+
+    ``infos`` are the tensors in these files, and perhaps in others.
+    """
+    held: dict[FilePath, list[TensorInfo]] = {file: [] for file in files}
+    for file, of_file in itertools.groupby(infos, key=lambda info: info.file):
+        if file in held:
+            held[file].extend(of_file)
+    found = [sorted(of_file, key=lambda info: info.offset) for of_file in held.values()]
+    if [info.name for of_file in found for info in of_file] == [*order] and are_full(
+        [[info.nbytes for info in of_file] for of_file in found], max_size
+    ):
+        return None
+    sizes = {info.name: info.nbytes for of_file in found for info in of_file}
+    wanted = files_needed([sizes.get(name, 0) for name in order], max_size)
+    what = f"{wanted} files" if wanted != len(files) else "tensors in another order"
+    return f"{MANIFEST}: 'max_shard_size' {max_size} gives {what} {whose} has {len(files)}"
+
+
+def are_full(files: Sequence[Sequence[int]], max_size: int) -> bool:
+    """Whether files with tensors of these sizes hold at most ``max_size``, and each as much as possible."""
+    has_all = all(files) or len(files) == 1
+    fit = all(sum(sizes) <= max_size or len(sizes) == 1 for sizes in files)
+    return has_all and fit and all(sum(a) + b[0] > max_size for a, b in itertools.pairwise(files))
+
+
+def files_needed(sizes: Iterable[int], max_size: int) -> int:
+    """The number of files of at most ``max_size`` bytes, or of one tensor, for tensors of these sizes in order."""
+    count, used = 1, None
+    for size in sizes:
+        if used is not None and used + size > max_size:
+            count, used = count + 1, size
+        else:
+            used = (used or 0) + size
+    return count

@@ -22,9 +22,9 @@ from reshard.source.program_files import program_files, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.atoms import Parts
-from verify.bytes.boundaries import boundary_problem
 from verify.bytes.chunks import check_chunks
 from verify.bytes.exact_report import ConfigDifference
+from verify.bytes.folder import boundary_problem
 from verify.rules import flat, with_sound_config
 
 

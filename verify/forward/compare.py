@@ -1,16 +1,16 @@
 """Whether shards compute what the original model computes: both run, on the same tokens.
 
-The original runs whole, in its own dtype and in higher precision; the shards run in as many processes as there are
-ranks, each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
-verify/forward/noise.py for what counts as equal. This module runs in the process that starts the ranks.
+The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for,
+each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
+verify/forward/noise.py for what counts as equal. This module starts the ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +25,12 @@ from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.shares import padding_for
 from reshard.source.source import UNSPLIT, Source
 from reshard.text import plural
-from verify.ending import temporary_folder
 from verify.forward.foreign import Foreign
-from verify.forward.job import ForwardOptions, Job, Result
-from verify.forward.launch import run_ranks, start_fork_server
+from verify.forward.job import ForwardOptions, Job, Reference
+from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
-from verify.forward.worker import RankAnswer
 from verify.rules import own_rules
-from verify.run_settings import BYTES_ALONE
-from verify.unmerged import Unmerged
+from verify.run_settings import BYTES_ALONE, Unmerged
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
@@ -42,12 +39,6 @@ Progress = Callable[[str], None]
 def _no_progress(message: str) -> None:
     pass
 
-
-IMPORTED = (
-    "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "verify.forward.shards",
-    "verify.forward.warm",
-)  # fmt: skip
-"""What all ranks need, imported once for all."""
 
 DEFAULTS = ForwardOptions()
 
@@ -67,52 +58,44 @@ def run_forwards(
     options: ForwardOptions = DEFAULTS,
     progress: Progress = _no_progress,
     *,
-    references: Path | None = None,
+    references: MutableMapping[str, Reference] | None = None,
 ) -> list[ForwardReport]:
-    """Compare several shards with their originals; all pairs of the same number of ranks in one launch of processes.
+    """Compare several shards with their originals.
 
     An original that is in several pairs, with other meshes or with damaged copies of its shards, runs once.
-    ``references`` is a folder that keeps what the originals computed for later calls; a run is taken from it only where
-    the original's files, the dtype, the tokens and the options are the same. It is read with pickle: give only a folder
-    that nobody else writes to.
+    ``references`` keeps what the originals computed for later calls; a run is taken from it only where the original's
+    files, the dtype, the tokens and the options are the same.
     """
-    start_fork_server(*IMPORTED)
-    jobs = [_job(original, shards, options) for original, shards in pairs]
-    if references is None and len(jobs) > 1:
-        with temporary_folder("reshard-references-") as folder:
-            return _run_by_size(jobs, progress, folder)
-    return _run_by_size(jobs, progress, references)
+    kept = {} if references is None else references
+    return [_run(job, progress, kept) for job in [_job(original, shards, options) for original, shards in pairs]]
 
 
-def _run_by_size(jobs: Sequence[Job], progress: Progress, references: Path | None) -> list[ForwardReport]:
-    """The reports in the order of the jobs; one launch of processes for all jobs of the same number of ranks."""
-    found: dict[int, ForwardReport] = {}
-    for world in dict.fromkeys(job.plan.mesh.size for job in jobs):
-        numbers = [i for i, job in enumerate(jobs) if job.plan.mesh.size == world]
-        reports = _run_together([jobs[i] for i in numbers], world, progress, references)
-        found |= dict(zip(numbers, reports, strict=True))
-    return [found[i] for i in range(len(jobs))]
-
-
-def _run_together(jobs: Sequence[Job], world: int, progress: Progress, references: Path | None) -> list[ForwardReport]:
-    device, timeout = _device(jobs[0].options), jobs[0].options.timeout
+def _run(job: Job, progress: Progress, references: MutableMapping[str, Reference]) -> ForwardReport:
+    device, world = _device(job.options), job.plan.mesh.size
     progress(f"starting {plural(world, 'rank')}, {device}")
+    # They import transformers.
+    from verify.forward.shards import run_job
+    from verify.rank.loading import quiet_transformers
+
+    timeout = job.options.timeout
     try:
-        results = run_ranks(
-            _in_rank, world, jobs, device, references, device=device, timeout=timeout, progress=progress
-        )
+        with quiet_transformers(), _without_tf32():
+            results = run_ranks(run_job, world, job, references, device=device, timeout=timeout, progress=progress)
     except RankAnswer as answer:
-        if len(jobs) > 1:
-            return [_run_together([job], world, progress, references)[0] for job in jobs]
-        return [report_of(jobs[0], [answer.value], device)]
-    return [report_of(job, [ranks[i] for ranks in results], device) for i, job in enumerate(jobs)]
+        return report_of(job, [answer.value], device)
+    return report_of(job, results, device)
 
 
-def _in_rank(jobs: Sequence[Job], device: str, references: Path | None) -> list[Result]:
-    # It imports transformers, which the process that starts ranks does not need.
-    from verify.forward.shards import run_jobs
-
-    return run_jobs(jobs, device, references)
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute in float32 what is to be in float32: by default, convolutions are in TF32."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _device(options: ForwardOptions) -> str:

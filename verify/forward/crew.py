@@ -20,7 +20,10 @@ from torch.distributed.rendezvous import rendezvous
 from formats.errors import ReshardError
 from formats.refusals import SettingError
 from formats.torch_internals import PrefixStore
-from verify.forward.worker import BLAME, POLL, SETTLE
+
+_POLL = 0.1  # seconds between two looks at what other ranks have said
+_SETTLE = 1.0  # seconds that an error of rank 0 leaves to the cause of it to be reported first
+_PATIENCE = 5.0  # seconds for all ranks to end
 
 
 class Crew:
@@ -51,7 +54,7 @@ class Crew:
         if self.is_first:
             self._store.set("answer", json.dumps(answer))
         while not self._store.check(["answer"]):
-            time.sleep(POLL)
+            time.sleep(_POLL)
         return bool(json.loads(self._store.get("answer")))
 
     def leave(self, end: Any) -> NoReturn:
@@ -71,17 +74,17 @@ class Crew:
         cause.
         """
         self._speaks.acquire()
-        deadline = time.monotonic() + (SETTLE if isinstance(end, ReshardError) else 0)
+        deadline = time.monotonic() + (_SETTLE if isinstance(end, ReshardError) else 0)
         while (found := self._end()) is None and time.monotonic() < deadline:
-            time.sleep(POLL)
+            time.sleep(_POLL)
         return end if found is None else found
 
     def end(self, code: int) -> None:
         """Rank 0 only: tells the other ranks to end with this exit code, and waits until they have ended."""
         self._store.set("code", str(code))
-        deadline = time.monotonic() + BLAME
+        deadline = time.monotonic() + _PATIENCE
         while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
-            time.sleep(POLL / 10)
+            time.sleep(_POLL / 10)
         self._over.set()
         if threading.current_thread() is not self._listener:
             self._listener.join()  # a thread that asks the store while the interpreter ends aborts the process
@@ -92,7 +95,7 @@ class Crew:
 
     def _listen(self) -> None:
         try:
-            while not self._over.wait(POLL):
+            while not self._over.wait(_POLL):
                 if not self.is_first and self._store.check(["code"]):
                     code = int(self._store.get("code"))
                     self._store.add("gone", 1)

@@ -6,11 +6,9 @@ import dataclasses
 import gc
 import hashlib
 import math
-import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,31 +19,25 @@ from verify.ending import temporary_folder
 from verify.forward import adapters
 from verify.forward.job import Job, Reference, dtype_name
 from verify.forward.noise import measure, yardstick
-from verify.forward.worker import say, write_whole
 from verify.rank.gradients import gradients_on_disk, loss_of
+from verify.rank.group import machine_fault, say
 from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import Loaded, load_original, on_disk
-from verify.rank.machine import machine_fault
 from verify.rank.roles import Kind, Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
 from verify.run_settings import BYTES_ALONE
 
 
-def reference_of(job: Job, device: torch.device, references: Path | None) -> Reference:
-    """What the original computes: from the folder ``references`` if it has run before, else by running it.
+def reference_of(job: Job, device: torch.device, references: MutableMapping[str, Reference]) -> Reference:
+    """What the original computes: from ``references`` if it has run before, else by running it.
 
     Raises CheckpointError for an original that cannot be run, or with which nothing can be compared.
     """
-    file = references / _key(job, device) if references is not None else None
-    if file is not None and file.exists():
-        # Written by a rank of this user, into the folder that the caller of the comparison has made.
-        found: Reference = pickle.loads(file.read_bytes())
-        return found
-    reference = _run_original(job, device)
-    _free()
-    if file is not None:
-        write_whole(file, pickle.dumps(reference))
-    return reference
+    key = _key(job, device)
+    if key not in references:
+        references[key] = _run_original(job, device)
+        _free()
+    return references[key]
 
 
 def _key(job: Job, device: torch.device) -> str:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from formats.errors import CheckpointError, ReshardError
@@ -22,116 +18,80 @@ from reshard.mesh.plan import Plan
 from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
-from verify.forward.failure import UnlikeError, failure_of, is_of_model
 from verify.forward.foreign import write_rank
-from verify.forward.job import Job, Logits, Mismatch, Reference, Result
+from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result
+from verify.forward.launch import RankAnswer
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
-from verify.forward.worker import RankAnswer, rank_device, say
 from verify.rank.collectives import Groups
 from verify.rank.gradients import gradients_on_disk, loss_of, together
-from verify.rank.loading import Loaded, quiet_transformers
+from verify.rank.group import is_of_collective, machine_fault, say, world
+from verify.rank.loading import Loaded, UnfitError
 from verify.rank.model import load_rank
-from verify.rank.roles import Rank
+from verify.rank.roles import Kind, Rank, roles
 from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
 _TOGETHER = 1 << 20  # numbers of gradients that go to rank 0 in one message; a larger tensor goes alone
-_PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
 
-def run_jobs(jobs: Sequence[Job], device: str, references: Path | None) -> list[Result]:
-    """Run comparisons of the same number of ranks, one after the other; this rank's result of each.
+def run_job(job: Job, references: MutableMapping[str, Reference]) -> Result:
+    """Run a comparison, and once more if it is an alarm that the tail of the rounding may have raised.
 
-    ``references`` is the folder that keeps what originals computed, on rank 0; None keeps nothing.
+    ``references`` keeps what originals computed, on rank 0. Returns this rank's result.
     """
-    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    timeout = timedelta(seconds=jobs[0].options.timeout)
-    groups = {mesh: Groups(mesh, timeout) for mesh in dict.fromkeys(job.plan.mesh for job in jobs)}
-    place, between = rank_device(device), dist.new_group(backend="gloo", timeout=timeout)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # by default, convolutions are in TF32
-            return [_run_job(job, _Ranks(place, groups[job.plan.mesh], patient, between), references) for job in jobs]
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """This rank's device, and its groups of ranks; in ``patient`` the others wait while rank 0 works alone, and in
-    ``between`` pipeline stages send to each other.
-    """
-
-    device: torch.device
-    groups: Groups
-    patient: dist.ProcessGroup | None
-    between: dist.ProcessGroup | None
-
-
-def _run_job(job: Job, ranks: _Ranks, references: Path | None) -> Result:
-    """Run a comparison, and once more if it is an alarm that the tail of the rounding may have raised."""
-    result, worst = _run_once(job, ranks, references)
+    groups = Groups(job.plan.mesh)
+    result, worst = _run_once(job, groups, references)
     if not LIMIT < worst <= SURE:
         return result
     say("that is little more than rounding: once more, with more draws of it")
     options = dataclasses.replace(job.options, draws=_MORE * (job.options.draws + 1) - 1)
-    return _run_once(dataclasses.replace(job, options=options), ranks, references)[0]
+    return _run_once(dataclasses.replace(job, options=options), groups, references)[0]
 
 
-def _run_once(job: Job, ranks: _Ranks, references: Path | None) -> tuple[Result, float]:
+def _run_once(job: Job, groups: Groups, references: MutableMapping[str, Reference]) -> tuple[Result, float]:
     """What this rank found, and the largest ratio of all ranks."""
     started = time.monotonic()
-    with temporary_folder("reshard-offload-") as offload, quiet_transformers():
-        original = reference_of(job, ranks.device, references) if dist.get_rank() == 0 else None
+    with temporary_folder("reshard-offload-") as offload:
+        original = reference_of(job, world().device, references) if world().rank == 0 else None
         # The gradients are for rank 0 alone.
-        reference = _shared(dataclasses.replace(original, gradients={}) if original else None, ranks.patient)
-        result = _run_shards(job, ranks, offload, original, reference, started)
-    worst: list[Any] = [None] * dist.get_world_size()
+        reference = world().share(dataclasses.replace(original, gradients={}) if original else None)
+        result = _run_shards(job, groups, offload, original, reference, started)
     mine = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
-    dist.all_gather_object(worst, mine, group=ranks.patient)
-    return result, max(worst)
-
-
-def _shared(reference: Reference | None, patient: dist.ProcessGroup | None) -> Reference:
-    found = [reference]
-    dist.broadcast_object_list(found, src=0, group=patient)
-    assert found[0] is not None
-    return found[0]
+    return result, max(world().gather(mine))
 
 
 def _run_shards(
-    job: Job, ranks: _Ranks, offload: Path, original: Reference | None, reference: Reference, started: float
+    job: Job, groups: Groups, offload: Path, original: Reference | None, reference: Reference, started: float
 ) -> Result:
     """Run this rank's shards, and compare. ``original`` is the reference with its gradients, on rank 0."""
-    mesh, number, trace = job.plan.mesh, dist.get_rank(), Trace()
-    stage, pipeline = mesh.stage(number), Pipeline(job.plan, number, ranks.device, ranks.between)
+    mesh, number, trace = job.plan.mesh, world().rank, Trace()
+    stage, pipeline = mesh.stage(number), Pipeline(job.plan)
     plan = plan_of_stage(job.plan, stage)
     rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
     folder = _folder_of(job, number, offload)
     say(f"shards on {plural(mesh.size, 'rank')}")
-    inputs = {name: value.to(ranks.device) for name, value in reference.inputs.items()}
+    inputs = {name: value.to(world().device) for name, value in reference.inputs.items()}
     tokens = reference.ids.shape[1]
     offload_to = offload if job.options.streamed else None
     with _answering(job, plan, reference, trace, started):
         loaded = load_rank(
-            folder, rank, job.dtype, ranks.device, ranks.groups,
+            folder, rank, job.dtype, world().device, groups,
             tokens=tokens, offload=offload_to, pipeline=pipeline if mesh.pp > 1 else None,
         )  # fmt: skip
     feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
     places = places_of(loaded, plan)
     with _answering(job, plan, reference, trace, started, loaded.sources):
         pipeline.receive(grad=job.options.backward)
-        pipeline.connect(loaded, ranks.groups, trace, reference.chosen)
+        pipeline.connect(loaded, groups, trace, reference.chosen)
         run(
             loaded.model, inputs, places, reference.chosen,
             grad=job.options.backward, feed=feed, into=trace, continued=pipeline.continued,
         )  # fmt: skip
         say("comparison")
-        _check_alike(trace.states, reference, ranks.patient)
-        gradients = _backward(loaded, trace, job, original, ranks, pipeline) if job.options.backward else ()
+        _check_alike(trace.states, reference)
+        gradients = _backward(loaded, trace, job, original, groups, pipeline) if job.options.backward else ()
     result, logits = _result(job, reference, trace, started), None
     if reference.logits is not None and reference.own_logits is not None and pipeline.is_last and rank.rank == 0:
         exact = reference.states[reference.logits].exact
@@ -157,7 +117,7 @@ def _folder_of(job: Job, rank: int, offload: Path) -> Path:
 def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Result:
     """What this rank found at all places that its run came to."""
     return Result(
-        rank=dist.get_rank(),
+        rank=world().rank,
         rows=_compare(trace.states, reference),
         logits=None,
         draws=job.options.draws,
@@ -165,7 +125,7 @@ def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Res
         own_overruled=reference.overruled,
         overruled=trace.overruled,
         unused=(),
-        backend=dist.get_backend(),
+        backend=world().backend,
         batch=reference.ids.shape[0],
         seq=reference.ids.shape[1],
         seconds=time.monotonic() - started,
@@ -213,21 +173,20 @@ def _answering(
 
 
 def _backward(
-    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, ranks: _Ranks, pipeline: Pipeline
+    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, groups: Groups, pipeline: Pipeline
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     say("gradients")
     pipeline.backward(loss_of(trace.outputs) if pipeline.is_last else None)
     along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
     for parameter in loaded.model.parameters():
-        if not ranks.groups.is_first(along.get(id(parameter), frozenset())):
+        if not groups.is_first(along.get(id(parameter), frozenset())):
             parameter.grad = None  # the same as another rank's
     mine = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
     rows: list[tuple[str, Distance]] = []
     for names in _batches(job):
-        of_ranks: list[Any] | None = [None] * dist.get_world_size() if original else None
-        dist.gather_object([mine.get(name) for name in names], of_ranks, dst=0, group=ranks.patient)
-        if original and of_ranks:
+        of_ranks = world().collect([mine.get(name) for name in names])
+        if original:
             rows += _measured(names, of_ranks, job, original)
     return tuple(rows)
 
@@ -258,11 +217,9 @@ def _batches(job: Job) -> Iterator[list[str]]:
     yield batch
 
 
-def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference, patient: dist.ProcessGroup | None) -> None:
+def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
     """Raise UnlikeError unless each place has a state like the original's, on this rank or on other stages' ranks."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, [*states], group=patient)
-    elsewhere = {name for names in seen for name in names} - states.keys()
+    elsewhere = {name for names in world().gather([*states]) for name in names} - states.keys()
     for name, known in reference.states.items():
         if name not in elsewhere and not _is_alike(states.get(name), known):
             found = list(states[name].shape) if name in states else "nothing"
@@ -321,3 +278,49 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
     counts = [torch.histc(x, bins, -reach, reach).to(torch.int64).tolist() for x in (error, noise)]
     step = 2 * reach / bins
     return tuple((-reach + step * (i + 0.5), *pair) for i, pair in enumerate(zip(*counts, strict=True)))
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+class UnlikeError(CheckpointError):
+    """The shards' model does not return at ``place`` what the original's does, whatever its values."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def is_of_model(error: Exception) -> bool:
+    """Whether the cause of an error is the model, not the machine or another rank."""
+    if isinstance(error, ReshardError):
+        return isinstance(error, (UnfitError, UnlikeError))
+    return not (isinstance(error, OSError) or machine_fault(error) or is_of_collective(error))
+
+
+def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> Failure:
+    """Where the shards' model failed, and which tensor's rule does not fit there."""
+    place, tensor, is_gathered = path[-1] if path else "", None, False
+    if isinstance(error, UnfitError):
+        place = error.parameter.rpartition(".")[0]
+        tensor = next((name for name in plan.entries if name.endswith(error.parameter)), None) if place else None
+    elif isinstance(error, UnlikeError):
+        place = error.place
+    if tensor is None:
+        tensor, is_gathered = _unfitting(place, plan, sources)
+    rule = str(plan.entries[tensor].layout.rule) if tensor else None
+    message = error.message if isinstance(error, ReshardError) else " ".join(f"{type(error).__name__}: {error}".split())
+    return Failure(place, world().rank, message, tensor, rule, is_gathered)
+
+
+def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> tuple[str | None, bool]:
+    """The tensor to look at if a module fails: the nearest in its block of which nothing takes a part, or its own."""
+    found = roles(plan, sources)
+    around = place
+    while around and (around == place or any(segment.isdigit() for segment in around.split("."))):
+        for name, role in found.items():
+            if name.startswith(f"{around}.") and role.is_gathered and role.kind is Kind.COLUMN:
+                return role.entry.name, True
+        around = around.rpartition(".")[0]
+    own = (role.entry.name for name, role in found.items() if name.rpartition(".")[0] == place and role.along)
+    return next(own, None), False

@@ -24,7 +24,7 @@ from formats.torch_internals import own_buffers, own_parameters
 from formats.transformers_modules import concrete_class, model_class, placements, settings_of
 from reshard.mesh.rank_config import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
-from verify.profile.layers import LayerKind
+from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups
 from verify.rank.loading import Loaded, quiet_transformers
 from verify.rank.model import for_input, localised

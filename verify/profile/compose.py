@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verify.profile.job import Found, Measured, Span, Step, Workload
-from verify.profile.layers import OUTSIDE, LayerKind
+from verify.profile.job import OUTSIDE, Found, LayerKind, Span, Step, Workload
 
 
 @dataclass(frozen=True)
@@ -85,17 +84,14 @@ def time_of(found: Sequence[Found], number: int, workload: Workload, kinds: Sequ
     parts: dict[str, Part] = {}
     for name in counts:
         own = [span for span in spans if span.part == name]
-        sent = [s for s in own if s.what.startswith("all-") and not (workload.phase == "train" and _is_of_logits(s))]
+        left_out = "all-gather" if workload.phase == "train" and name == OUTSIDE[1] else None
+        sent = [span for span in own if span.what.startswith("all-") and span.what != left_out]
         parts[name] = Part(
             compute=sum(span.seconds for span in own if span.what == "compute"),
             collectives=sum(span.seconds for span in sent),
             reduced=sum(span.nbytes for span in own if span.what == "all-reduce"),
         )
     return Time(parts, counts, spread)
-
-
-def _is_of_logits(span: Span) -> bool:
-    return span.part == OUTSIDE[1] and span.what == "all-gather"
 
 
 def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
@@ -130,17 +126,12 @@ def memory_of(
 ) -> Memory:
     """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
     counts = counts_of(kinds)
-    cache = max(_whole(rank.measured[number].cache, counts) for rank in found)
+    measured = [rank.measured[number] for rank in found]
     if workload.phase != "train":
-        return Memory(weights, cache, max(rank.measured[number].activations for rank in found))
-    activations = max(_with_saved(rank.measured[number], counts) for rank in found)
+        cache = max(sum(nbytes * counts[part] for part, nbytes in each.cache.items()) for each in measured)
+        return Memory(weights, cache, max(each.activations for each in measured))
+    # A whole model keeps those of all its layers, and one layer of each kind was run.
+    activations = max(
+        each.activations + sum(saved * (counts[part] - 1) for part, saved in each.saved.items()) for each in measured
+    )
     return Memory(weights, 0, activations, gradients=weights)
-
-
-def _whole(by_part: Mapping[str, int], counts: Mapping[str, int]) -> int:
-    return sum(nbytes * counts[part] for part, nbytes in by_part.items())
-
-
-def _with_saved(measured: Measured, counts: Mapping[str, int]) -> int:
-    """The activations of a whole model that keeps those of all layers, by those of one layer of each kind."""
-    return measured.activations + sum(saved * (counts[part] - 1) for part, saved in measured.saved.items())

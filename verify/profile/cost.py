@@ -21,8 +21,7 @@ from reshard.mesh.plan import Entry, Plan
 from reshard.mesh.stages import is_layered
 from reshard.mesh.totals import activation_bytes, is_summed, output_size
 from reshard.model.model import Kind
-from verify.profile.job import Workload
-from verify.profile.layers import OUTSIDE, LayerKind
+from verify.profile.job import OUTSIDE, LayerKind, Workload
 
 EMBEDDING, HEAD = OUTSIDE
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from formats.torch_internals import TorchDispatchMode, tree_leaves
 from verify.profile.job import Span, Step
-from verify.rank.collectives import Carrier
+from verify.rank.collectives import Carrier, Sent
 
 
 class Clock(Protocol):
@@ -95,14 +95,15 @@ class Meter(Carrier):
         """The same dtype."""
         return dtype
 
-    def carry(self, what: str, nbytes: int, send: Callable[[], object]) -> None:
+    def carry(self, what: str, nbytes: int, send: Callable[[], Sent]) -> Sent:
         """Do one collective, and note how long it took."""
         if self._meets:
             self._begin("wait")
             dist.barrier()
         self._begin(what, nbytes)
-        send()
+        sent = send()
         self._begin("compute")
+        return sent
 
     def enter(self, part: str) -> None:
         """What follows belongs to this part of the model; of an empty name, to none."""

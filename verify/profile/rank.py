@@ -17,14 +17,14 @@ from transformers import StaticCache
 
 from formats.errors import ReshardError
 from reshard.text import human_time
-from verify.forward.worker import RankAnswer, rank_device, say
+from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
-from verify.profile.job import Exchange, Found, Job, Measured, Patience, Step, Workload
-from verify.profile.layers import OUTSIDE
+from verify.profile.job import OUTSIDE, Exchange, Found, Job, Measured, Patience, Step, Workload
 from verify.profile.meter import Living, Meter
 from verify.profile.widths import time_widths
 from verify.rank.collectives import Groups, carried_by
 from verify.rank.gradients import sum_where_ranks_part
+from verify.rank.group import say, world
 from verify.rank.inputs import running
 from verify.rank.loading import quiet_transformers
 from verify.rank.roles import Rank
@@ -46,7 +46,7 @@ def answer_job(job: Job) -> Found:
 def run_job(job: Job) -> Found:
     """Build this rank's blocks, and time them. Raises ReshardError where transformers cannot build or run them."""
     torch.set_num_threads(job.threads)
-    device = rank_device(job.device)
+    device = world().device
     groups, meter = Groups(job.plan.mesh), Meter(device)
     rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.plan.model.config, job.is_built_in)
     longest = max(workload.seq for workload in job.workloads)

@@ -22,20 +22,26 @@ from reshard.mesh.stages import is_layered
 from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
-from verify.forward.launch import run_ranks, start_fork_server, variable
-from verify.forward.worker import RankAnswer, RankError
+from verify.forward.launch import RankAnswer
 from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
 from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
-from verify.profile.job import WIDTH_HEAD, Found, Job, Patience, ProfileRequest, Workload
-from verify.profile.layers import LayerKind, layer_kinds, with_layers
+from verify.profile.job import (
+    WIDTH_HEAD,
+    Found,
+    Job,
+    LayerKind,
+    Patience,
+    ProfileRequest,
+    Workload,
+    layer_kinds,
+    with_layers,
+)
 from verify.profile.node import Node
+from verify.profile.processes import run_processes
 from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.width_rows import width_rows
 from verify.profile.words import Profile
-from verify.rank.machine import MEMORY, machine_fault
-
-IMPORTED = ("verify.profile.rank", "transformers.models.auto.modeling_auto")
-"""What all ranks need, imported once for all."""
+from verify.rank.group import MEMORY, RankError, machine_fault
 
 _LESS = "give a smaller batch or seq, or another degree"
 
@@ -55,7 +61,6 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     if odd := [width for width in request.widths if width % WIDTH_HEAD]:
         advice = f"give multiples of {WIDTH_HEAD}, the size of a head"
         raise refused("widths", odd[0], "it has no whole number of heads", advice=advice)
-    start_fork_server(*IMPORTED)
     from verify.profile.skeleton import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
@@ -88,7 +93,7 @@ def node_of(request: ProfileRequest) -> Node:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise refused("device", "cuda", "torch finds no CUDA device", instead=({"device": "cpu"},))
-    cores = _cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device == "cuda":
         there = torch.cuda.device_count()
         if request.ranks is not None and request.ranks > there:
@@ -97,10 +102,6 @@ def node_of(request: ProfileRequest) -> Node:
         return Node(device, request.ranks or there, max(1, cores // there), cores)
     ranks = request.ranks or max([cores, *(request.tp or ())])
     return Node(device, ranks, max(1, cores // ranks), cores)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _degrees(model: Model, node: Node, request: ProfileRequest) -> tuple[list[int], tuple[tuple[int, str], ...]]:
@@ -194,11 +195,8 @@ def _run(
         last[0] = text
         progress(text)
 
-    # A rank is not to wait for each collective of NCCL: it would start the next kernels late.
-    waits = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
     try:
-        with variable("TORCH_NCCL_BLOCKING_WAIT", waits):
-            return run_ranks(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+        return run_processes(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
     except RankAnswer as answer:
         raise answer.value from None
     except RankError as error:

@@ -41,7 +41,9 @@ def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None 
         raise refused("dtype", name, f"the dtypes are {', '.join(DTYPES)}")
     plain = {**_plain(config, name), "dtype": name}
     architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
-    _check_one_stack(plain)
+    if plain.get("is_encoder_decoder"):
+        what = plain.get("model_type", "this model")
+        raise ReshardError(f"profile runs one stack of layers: {what} has an encoder beside its decoder")
     for axis, count in AxisSizes(architecture, plain, {}).counts.items():
         check_members(axis, count, 0)  # transformers makes a module of each
     tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
@@ -63,12 +65,6 @@ def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     kept = without_quantization(settings).items()
     nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept}
     return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
-
-
-def _check_one_stack(config: Mapping[str, Any]) -> None:
-    if config.get("is_encoder_decoder"):
-        what = config.get("model_type", "this model")
-        raise ReshardError(f"profile runs one stack of layers: {what} has an encoder beside its decoder")
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

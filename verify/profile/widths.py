@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from verify.forward.worker import say
 from verify.profile.job import WIDTH_BLOCKS, WIDTH_HEAD, WIDTH_TOKENS, Job, Step, WidthSteps
 from verify.profile.meter import Meter
 from verify.profile.width_rows import numbers_of
+from verify.rank.group import say, world
 from verify.rank.layers import ColumnParallelLinear, RowParallelLinear
 
 _PATIENCE = 5.0
@@ -30,7 +29,7 @@ def time_widths(
     job: Job, device: torch.device, meter: Meter, repeat: Repeat, agreed: Callable[[bool], bool]
 ) -> Iterator[WidthSteps]:
     """Time each block at each width, in increasing order, until a pass takes too long or too much memory."""
-    ranks, dtype = dist.get_world_size(), getattr(torch, job.dtype)
+    ranks, dtype = world().size, getattr(torch, job.dtype)
     for block in WIDTH_BLOCKS:
         last = 0.0
         for width in job.widths:
@@ -61,8 +60,8 @@ def free_for_widths(job: Job, device: torch.device) -> int:
 
 
 def _made(block: str, width: int, ranks: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    column = partial(ColumnParallelLinear, bias=False, group=None, dtype=dtype, device=device)
-    row = partial(RowParallelLinear, bias=False, group=None, dtype=dtype, device=device)
+    column = partial(ColumnParallelLinear, bias=False, group=world(), dtype=dtype, device=device)
+    row = partial(RowParallelLinear, bias=False, group=world(), dtype=dtype, device=device)
     made: nn.Module
     if block == "attention":
         made = _Attention([column(width, width // ranks) for _ in range(3)], row(width // ranks, width))

@@ -15,7 +15,7 @@ from verify.profile.recommend import Recommendation, Row
 from verify.profile.width_rows import WidthRow
 
 if TYPE_CHECKING:
-    from verify.profile.layers import LayerKind
+    from verify.profile.job import LayerKind
     from verify.profile.node import Node
 
 _STEP = {
@@ -70,7 +70,7 @@ def _lines(found: Profile) -> list[str]:
 
 def _recommended(found: Profile) -> str:
     best = found.recommended
-    return f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {_sentence(best.reason)}"
+    return f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {best.reason[:1].upper()}{best.reason[1:]}."
 
 
 def _model(found: Profile) -> str:
@@ -132,10 +132,6 @@ def _link_text(link: Link) -> str:
     return f"all-reduce over {link.ranks} ranks: {latency}, then {speed}/s"
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 def error_text(error: float | None) -> str:
     """How far a predicted time is from the measured one, relative to that; a dash for None."""
     if error is None:
@@ -172,7 +168,18 @@ def document_of(found: Profile) -> dict[str, Any]:
         "refused": [{"tp": degree, "reason": why} for degree, why in found.refused],
         "rows": [_row(row) for row in found.rows],
         "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
-        "widths": [_width(row) for row in found.widths],
+        "widths": [
+            {
+                "block": row.block,
+                "width": row.width,
+                "tp": row.tp,
+                "tokens_per_second": row.rate,
+                "seconds": row.seconds,
+                "collectives": row.collectives,
+                "measured": row.is_measured,
+            }
+            for row in found.widths
+        ],
         "recommended": {
             "tp": found.recommended.tp,
             "reason": found.recommended.reason,
@@ -218,13 +225,6 @@ def _time(time: Time | None) -> dict[str, Any] | None:
             for name, part in time.parts.items()
         },
     }
-
-
-def _width(row: WidthRow) -> dict[str, Any]:
-    return {
-        "block": row.block, "width": row.width, "tp": row.tp, "tokens_per_second": row.rate, "seconds": row.seconds,
-        "collectives": row.collectives, "measured": row.is_measured,
-    }  # fmt: skip
 
 
 def _link(link: Link, times: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -13,11 +13,9 @@ They are f, g and their gather and scatter counterparts of Shoeybi et al. 2019, 
 Parameter Language Models Using Model Parallelism". The backwards hold under the convention of that paper: a tensor that
 is the same on every rank has the same, complete gradient on every rank.
 
-``group`` is a process group of torch.distributed, ``None`` the group of all ranks. Slices are in rank order, and equal
-unless it is said how long they are.
+Slices are in rank order, and equal unless it is said how long they are.
 16-bit tensors are summed in float32 and rounded once, so that the rounding does not grow with the number of ranks;
-unless another carrier (:func:`carried_by`) sums them as they are, as an engine does. Where gloo serves CUDA tensors
-(more ranks than GPUs), they travel through the CPU.
+unless another carrier (:func:`carried_by`) sums them as they are, as an engine does.
 """
 
 from __future__ import annotations
@@ -25,15 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from formats.mesh import Mesh
+from verify.rank.group import Group, world
+
+Sent = TypeVar("Sent")
 
 
 class Carrier:
@@ -43,9 +42,9 @@ class Carrier:
         """The dtype in which tensors of a dtype are sent and summed."""
         return torch.promote_types(dtype, torch.float32)
 
-    def carry(self, what: str, nbytes: int, send: Callable[[], object]) -> None:
+    def carry(self, what: str, nbytes: int, send: Callable[[], Sent]) -> Sent:
         """Do one collective, ``all-reduce`` or ``all-gather``, into which this rank puts ``nbytes``."""
-        send()
+        return send()
 
 
 _carrier = Carrier()
@@ -62,21 +61,19 @@ def carried_by(carrier: Carrier) -> Iterator[None]:
         _carrier = before
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back."""
     out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient."""
     out: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def gather_from_group(
-    x: Tensor, group: dist.ProcessGroup | None, dim: int = -1, *, lengths: Sequence[int] | None = None
-) -> Tensor:
+def gather_from_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
     """Concatenate the ranks' slices ``x`` along ``dim``; every rank gets the whole.
 
     ``lengths`` are those of the slices along ``dim`` where these are not all of one shape.
@@ -85,9 +82,7 @@ def gather_from_group(
     return out
 
 
-def scatter_to_group(
-    x: Tensor, group: dist.ProcessGroup | None, dim: int = -1, *, lengths: Sequence[int] | None = None
-) -> Tensor:
+def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
     """Take this rank's slice along ``dim`` of an ``x`` that all ranks have: of these ``lengths``, or of equal ones.
 
     Raises ``ValueError`` if equal slices are not possible.
@@ -96,54 +91,47 @@ def scatter_to_group(
     return out
 
 
-def lengths_in_group(x: Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> list[int]:
+def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:
     """How long each rank's slice ``x`` is along ``dim``, in rank order."""
-    mine = torch.tensor([x.shape[dim]], device=_transport(x, group))
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return [int(length) for length in found]
+    return [int(length) for length in group.all_gather(torch.tensor([x.shape[dim]], device=x.device))]
 
 
 class Groups:
     """The groups of ranks of a mesh: for each choice of its dimensions, the ranks that differ along these alone.
 
     Of a mesh with pipeline stages, these are the groups of each stage. All ranks must make them, and at the same time.
-    Ranks wait ``timeout`` in a collective.
     """
 
-    def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
-        inner = mesh.of_a_stage
-        self._mesh, self._first = inner, mesh.stage(dist.get_rank()) * inner.size
-        self._groups: dict[frozenset[str], dist.ProcessGroup | None] = {}
+    def __init__(self, mesh: Mesh) -> None:
+        inner, every = mesh.of_a_stage, world()
+        self._mesh, self._first = inner, mesh.stage(every.rank) * inner.size
+        self._groups: dict[frozenset[str], Group] = {}
         for first in range(0, mesh.size, inner.size):
             for count in range(1, len(inner.dimensions) + 1):
                 for along in map(frozenset, combinations(inner.dimensions, count)):
                     for ranks in dict.fromkeys(inner.peers(rank, along) for rank in range(inner.size)):
-                        if len(ranks) == mesh.size:
-                            self._groups[along] = None
-                            continue
                         members = [first + rank for rank in ranks]
-                        group = dist.new_group(members, timeout=timeout)
-                        if dist.get_rank() in members:
+                        group = every if len(ranks) == mesh.size else every.some(members)
+                        if group is not None:
                             self._groups[along] = group
 
-    def along(self, dimensions: AbstractSet[str]) -> dist.ProcessGroup | None:
+    def along(self, dimensions: AbstractSet[str]) -> Group:
         """This rank's group along some of the mesh's dimensions, at least one."""
         return self._groups[frozenset(dimensions)]
 
-    def dimensions(self, group: dist.ProcessGroup | None) -> frozenset[str]:
+    def dimensions(self, group: Group) -> frozenset[str]:
         """The dimensions along which the ranks of a group differ."""
         return next(along for along, known in self._groups.items() if known is group)
 
     def is_first(self, dimensions: AbstractSet[str]) -> bool:
         """Whether this rank is the first of those that have the same, where these dimensions have different things."""
-        rank = dist.get_rank() - self._first
+        rank = world().rank - self._first
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -154,7 +142,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _all_reduce(x, group)
 
@@ -165,9 +153,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
         ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
         return _all_gather(x, group, dim, lengths)
 
@@ -178,9 +164,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
         ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
         return _own_slice(x, group, dim, lengths)
 
@@ -189,23 +173,19 @@ class _Scatter(torch.autograd.Function):
         return gather_from_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    wide = _carrier.summed_as(x.dtype)
-    total = x.detach().to(device=_transport(x, group), dtype=wide, copy=True).contiguous()
-    _carrier.carry("all-reduce", total.nbytes, lambda: dist.all_reduce(total, group=group))
-    return total.to(device=x.device, dtype=x.dtype)
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    wide = x.detach().to(dtype=_carrier.summed_as(x.dtype), copy=True).contiguous()
+    return _carrier.carry("all-reduce", wide.nbytes, lambda: group.all_reduce(wide)).to(x.dtype)
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None) -> Tensor:
-    mine = x.detach().to(_transport(x, group)).contiguous()
-    lengths = lengths or [mine.shape[dim]] * dist.get_world_size(group)
+def _all_gather(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
+    mine = x.detach().contiguous()
+    lengths = lengths or [mine.shape[dim]] * group.size
     missing = max(lengths) - mine.shape[dim]
     if missing:  # all_gather takes tensors of one shape
         mine = torch.cat([mine, mine.narrow(dim, 0, 1).expand(_with(mine.shape, dim, missing))], dim)
-    parts = [torch.empty_like(mine) for _ in lengths]
-    _carrier.carry("all-gather", mine.nbytes, lambda: dist.all_gather(parts, mine, group=group))
-    own = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
-    return torch.cat(own, dim).to(x.device)
+    parts = _carrier.carry("all-gather", mine.nbytes, lambda: group.all_gather(mine))
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
@@ -215,15 +195,10 @@ def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return changed
 
 
-def _own_slice(x: Tensor, group: dist.ProcessGroup | None, dim: int, lengths: Sequence[int] | None) -> Tensor:
-    ranks, size, rank = dist.get_world_size(group), x.shape[dim], dist.get_rank(group)
+def _own_slice(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
+    ranks, size, rank = group.size, x.shape[dim], group.rank
     if lengths is None and size % ranks:
         raise ValueError(f"dimension {dim} of shape {list(x.shape)} has no {ranks} equal slices, one for each rank")
     lengths = lengths or [size // ranks] * ranks
     # A copy: autograd does not let a custom function return a view whose base it does not know.
     return x.detach().narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
-
-
-def _transport(x: Tensor, group: dist.ProcessGroup | None) -> torch.device:
-    """Where the collective finds the tensor: gloo's own support of CUDA tensors leaves out most collectives."""
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else x.device

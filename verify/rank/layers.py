@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -32,6 +31,7 @@ from verify.rank.collectives import (
     reduce_from_group,
     scatter_to_group,
 )
+from verify.rank.group import Group
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -51,7 +51,7 @@ class ColumnParallelLinear(nn.Linear):
         out_features_local: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None,
+        group: Group,
         gather_output: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,7 +78,7 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None,
+        group: Group,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class RowParallelLinear(nn.Linear):
 # The module's own forward still does the arithmetic, whatever class it is; names of parameters stay as they are.
 
 
-def column_parallel(module: Module, group: dist.ProcessGroup | None) -> Module:
+def column_parallel(module: Module, group: Group) -> Module:
     """Let a module that has some of the outputs take inputs that all ranks have.
 
     Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
@@ -108,9 +108,7 @@ def column_parallel(module: Module, group: dist.ProcessGroup | None) -> Module:
     return _with_forward(module, forward)
 
 
-def row_parallel(
-    module: Module, group: dist.ProcessGroup | None, *, bias: str = "bias", elsewhere: Sequence[str] = ()
-) -> Module:
+def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere: Sequence[str] = ()) -> Module:
     """Sum the outputs of a module that has some of the inputs, and add its bias once after that.
 
     Of a tuple that the module returns, the first is the output. ``bias`` is the parameter that is added last, if the
@@ -137,7 +135,7 @@ def row_parallel(
     return _with_forward(module, forward)
 
 
-def sum_at_use(module: Module, name: str, group: dist.ProcessGroup | None) -> Module:
+def sum_at_use(module: Module, name: str, group: Group) -> Module:
     """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
     local = module.forward
 
@@ -151,7 +149,7 @@ def sum_at_use(module: Module, name: str, group: dist.ProcessGroup | None) -> Mo
 class _SumsAtUse(TorchFunctionMode):
     """Sums over the ranks the results of every function that takes a weight as an argument."""
 
-    def __init__(self, weight: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, weight: Tensor, group: Group) -> None:
         super().__init__()
         self._weight, self._group = weight, group
 
@@ -194,9 +192,7 @@ def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part
     return _with_forward(module, forward)
 
 
-def vocab_parallel(
-    module: Module, first_row: int, group: dist.ProcessGroup | None, *, padding_row: int | None = None
-) -> Module:
+def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row: int | None = None) -> Module:
     """Let an embedding that has some rows of the vocabulary look up ids of all of it.
 
     ``padding_row``: the row of the whole vocabulary that takes no gradient (``padding_idx`` of the original module).
@@ -217,9 +213,7 @@ def vocab_parallel(
     return _with_forward(module, forward)
 
 
-def gather_logits(
-    module: Module, group: dist.ProcessGroup | None, true_size: int, order: Tensor | None = None
-) -> Module:
+def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | None = None) -> Module:
     """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding.
 
     ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
@@ -233,7 +227,7 @@ def gather_logits(
     return _with_forward(module, forward)
 
 
-def gathered_vectors(module: Module, group: dist.ProcessGroup | None, true_sizes: Mapping[str, int]) -> Module:
+def gathered_vectors(module: Module, group: Group, true_sizes: Mapping[str, int]) -> Module:
     """Let a module that adds split vectors to what is whole (a bias to gathered logits) see all of them, unpadded."""
     local = module.forward
 
@@ -262,7 +256,7 @@ def unpadded_vectors(module: Module, true_sizes: Mapping[str, int]) -> Module:
     return _with_forward(module, forward)
 
 
-def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
+def parallel_norm(module: Module, group: Group) -> Module:
     """Let a norm whose last dimension is split normalise by the statistics of the whole.
 
     Inputs and weights are gathered and the module computes as it would unsharded, then each rank takes its slice: more
@@ -295,10 +289,8 @@ def parallel_norm(module: Module, group: dist.ProcessGroup | None) -> Module:
     return _with_forward(module, forward)
 
 
-def _masked_lookup(
-    lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: int, rows: int, group: dist.ProcessGroup | None
-) -> Tensor:
-    size = rows * dist.get_world_size(group)
+def _masked_lookup(lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: int, rows: int, group: Group) -> Tensor:
+    size = rows * group.size
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
     own = (ids >= first_row) & (ids < first_row + rows)
@@ -306,7 +298,7 @@ def _masked_lookup(
     return reduce_from_group(found.masked_fill(~own.unsqueeze(-1), 0), group)
 
 
-def _shared(x: Any, group: dist.ProcessGroup | None) -> Any:
+def _shared(x: Any, group: Group) -> Any:
     return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

@@ -25,8 +25,8 @@ from formats.quantization.methods import scheme_of
 from formats.quantization.settings import quantization_settings
 from formats.transformers_modules import model_class, placements
 from reshard.mesh.plan import Plan
+from verify.rank.group import machine_fault
 from verify.rank.layers import Part
-from verify.rank.machine import machine_fault
 
 
 @dataclass(frozen=True)

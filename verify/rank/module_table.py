@@ -32,7 +32,11 @@ class ModuleTable:
     def is_needed(self) -> bool:
         """Whether a rank's model differs from what its config.json says."""
         lines = ((name, rule) for name, rules in self._rank.modules.modules.items() for rule in rules)
-        return any(_is_indexed(rule, name) or self._holds(rule, {}) for name, rule in lines)
+        return any(
+            (rule.when is not None and any(f"{{{index}}}" in name for index in rule.when.names))  # of some of these
+            or self._holds(rule, {})
+            for name, rule in lines
+        )
 
     def lines(self, model: nn.Module) -> Iterable[tuple[nn.Module, ModuleRule, dict[str, int]]]:
         """Each module that a line speaks of, with the line and the indices in the module's name."""
@@ -185,8 +189,3 @@ class ModuleTable:
             )
         shares = shares_of(plan.model, plan.mesh, rank, sizes, frozenset())
         return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
-
-
-def _is_indexed(rule: ModuleRule, template: str) -> bool:
-    """Whether a rule holds for some of the modules of a name, by the indices in it."""
-    return rule.when is not None and any(f"{{{name}}}" in template for name in rule.when.names)

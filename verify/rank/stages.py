@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from formats.errors import ReshardError
@@ -24,6 +23,7 @@ from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered
 from verify.rank.collectives import Groups
 from verify.rank.gradients import parted_along, sum_where_ranks_part
+from verify.rank.group import world
 from verify.rank.loading import Loaded
 from verify.rank.trace import StageEnd, Trace, blocks_of
 
@@ -79,13 +79,15 @@ class Message:
 class Pipeline:
     """One stage of a pipeline, in the process of one of its ranks.
 
-    ``plan`` is the plan of all stages. Ranks of equal places in their stages send to each other through ``group``.
+    ``plan`` is the plan of all stages. Ranks of equal places in their stages send to each other.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._plan, self._rank, self._device, self._group = plan, rank, device, group
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._ranks = plan, world()
+        rank, self._device = self._ranks.rank, self._ranks.device
         self._stage, self._last = plan.mesh.stage(rank), plan.mesh.pp - 1
-        self._step = plan.mesh.size // plan.mesh.pp
+        step = plan.mesh.size // plan.mesh.pp
+        self._before_rank, self._after_rank = rank - step, rank + step
         self._blocks: dict[str, int] = {}
         self._before: tuple[str, ...] = ()
         self._absent: list[str] = []
@@ -186,15 +188,13 @@ class Pipeline:
         """Wait for what the stage before sends; with ``grad``, its gradients are kept."""
         if self.is_first:
             return
-        found: list[Any] = [None]
-        dist.recv_object_list(found, src=self._rank - self._step, group=self._group)
 
-        def here(x: Any) -> Any:
+        def local(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             return x.to(self._device).requires_grad_(grad and x.is_floating_point())
 
-        self._received = found[0].map(here)
+        self._received = self._ranks.receive(self._before_rank).map(local)
 
     def _begin(self, _: nn.Module, __: Any) -> None:
         self._depth += 1
@@ -232,7 +232,7 @@ class Pipeline:
         """In place of the next stage's layers: send on what the last layer here has returned."""
         if torch.is_grad_enabled():
             self._sent.parted = parted_along(self._sent.reals, self.parts, self._groups)
-        dist.send_object_list([self._sent.map(_plain)], dst=self._rank + self._step, group=self._group)
+        self._ranks.send(self._sent.map(_plain), self._after_rank)
         raise StageEnd
 
     # ----------------------------------------------------------------------------------------------------- gradients
@@ -248,16 +248,14 @@ class Pipeline:
         if loss is not None:
             roots, grads = [loss], [torch.ones_like(loss)]
         else:
-            found: list[Any] = [None]
-            dist.recv_object_list(found, src=self._rank + self._step, group=self._group)
-            pairs = zip(self._sent.reals, found[0], strict=True)
+            pairs = zip(self._sent.reals, self._ranks.receive(self._after_rank), strict=True)
             known = [(x, grad.to(x)) for x, grad in pairs if grad is not None and x.requires_grad]
             roots, grads = [x for x, _ in known], [grad for _, grad in known]
         sum_where_ranks_part(roots, self.parts, self._groups)
         torch.autograd.backward(roots, grads)
         if not self.is_first:
             back = [None if x.grad is None else _plain(x.grad) for x in self._received.reals]
-            dist.send_object_list([back], dst=self._rank - self._step, group=self._group)
+            self._ranks.send(back, self._before_rank)
 
 
 def _returning(outputs: Iterable[Any]) -> Callable[..., Any]:
@@ -284,7 +282,7 @@ def _around(name: str) -> list[str]:
 
 
 def _plain(x: Any) -> Any:
-    return x.detach().to("cpu") if isinstance(x, Tensor) else x
+    return x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x
 
 
 def _copied(x: Any) -> Any:

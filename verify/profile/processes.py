@@ -1,0 +1,138 @@
+"""Ranks as processes of torch.distributed, each with cores or a GPU of its own: what takes turns cannot be timed.
+
+None outlives the run, or the process that started it. They are forked from a server that has imported what they need.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from formats.errors import ReshardError
+from verify.ending import undone
+from verify.forward.launch import DEFAULT_TIMEOUT, explained, join_group, rank_device
+from verify.rank.group import ProcessGroup, RankError, being, is_of_collective
+
+T = TypeVar("T")
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "SIGKILL is what the kernel sends when memory runs out.",
+    signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
+}
+_IMPORTED = ["verify.profile.rank", "transformers.models.auto.modeling_auto"]
+
+
+def run_processes(
+    fn: Callable[..., T], size: int, *args: Any, device: str = "cpu", timeout: float = DEFAULT_TIMEOUT,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[T]:  # fmt: skip
+    """Run ``fn(*args)``, importable by name, in ``size`` processes; their results in rank order.
+
+    ``progress`` is called with what rank 0 says. Raises RankError when a rank fails, and the RankAnswer that
+    one raises.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    try:
+        forkserver.ensure_running()
+    except OSError as error:  # as where the name of its socket would be longer than a socket's may be
+        where = f"the ranks' socket cannot be in {tempfile.gettempdir()}: {error.strerror or error}"
+        raise ReshardError(where, "set TMPDIR to a folder with a shorter name, such as /tmp") from error
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port,
+               "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    pipes: list[Connection] = []
+    ranks: list[Any] = []
+
+    def kill() -> None:
+        for each in ranks:
+            each.kill()
+
+    with _without_the_script(), undone(kill):
+        for rank in range(size):
+            here, there = context.Pipe(duplex=False)
+            # A rank is not to wait for each collective of NCCL: it would start the next kernels late.
+            given = {"TORCH_NCCL_BLOCKING_WAIT": "0", **os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank}
+            variables = {name: str(value) for name, value in given.items()}
+            work = context.Process(target=_be, args=(variables, there, device, timeout, fn, args), daemon=True)
+            work.start()
+            there.close()
+            pipes.append(here)
+            ranks.append(work)
+        return _follow(pipes, ranks, progress)
+
+
+def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callable[[str], None]) -> list[Any]:
+    """The results. An error that is not of a collective is the cause of those that are, and came before them."""
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        failures: list[tuple[bool, Exception]] = []
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            rank = pipes.index(pipe)
+            try:
+                what, value = pipes[rank].recv()
+            except EOFError:
+                ranks[rank].join()
+                what, value = "failed", (False, _killed(rank, len(ranks), ranks[rank].exitcode))
+            if what == "said":
+                progress(value)
+            elif what == "failed":
+                failures.append(value)
+            else:
+                results[rank] = pickle.loads(value)  # of our own process
+        if failures:
+            raise min(failures, key=lambda failure: failure[0])[1]
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _killed(rank: int, size: int, code: int) -> RankError:
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return RankError(f"rank {rank} of {size} {how}", _HINTS.get(-code), rank=rank)
+
+
+def _be(
+    variables: Mapping[str, str], pipe: Connection, device: str, timeout: float, fn: Callable[..., Any], args: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(variables)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        join_group(device, timeout)
+        with being(ProcessGroup(rank_device(device), timeout), lambda text: pipe.send(("said", text))):
+            result = fn(*args)
+            dist.barrier()
+        pipe.send(("returned", pickle.dumps(result)))  # not the tensors themselves: they would end with this process
+    except Exception as error:
+        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        pipe.send(("failed", (is_of_collective(error), explained(error, rank, size))))
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _without_the_script() -> Iterator[None]:
+    """Ranks import what they run by name. The script of a Python caller is not to run again in each of them."""
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from reshard.api import split
-from reshard.source.opening import open_shards_of, open_source
+from reshard.source.opening import open_source
 from tests.marks import one_of_each
 from tests.programs.oracles import checkpoint
 from tests.programs.test_megatron import CASES, DISTINCT, DISTRIBUTED, FORMS, golden, in_chunks, mesh_of_case
-from verify.bytes.exact import verify_exact
+from verify.bytes.exact import open_shards, verify_exact
 
 
 @pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case.split("-")[0]))
@@ -53,7 +53,7 @@ def test_one_bit_in_any_tensor_is_found_and_named(form: str, tmp_path: Path) -> 
     original = open_source(checkpoint("megatron", "mixtral"))
     split(original.path, tmp_path / "out", tp=2, format=form)
     (tmp_path / "out" / "reshard.json").unlink()
-    shards = open_shards_of(original.model, tmp_path / "out")
+    shards = open_shards(tmp_path / "out", original)
     held = [(rank, name, info) for rank, tensors in enumerate(shards.ranks) for name, info in tensors.items()]
     random = np.random.default_rng(0)
     for _, _, info in held:  # the lowest byte but one of an element

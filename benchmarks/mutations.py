@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation("reshard", "DTYPE_BITS[kind.dtype] % 8, owners, cut)", "DTYPE_BITS[kind.dtype] % 8, cut)",
              ("tests/programs/test_oracles.py", "tests/programs/test_megatron.py")),
     # recognising, and reading what lies elsewhere
-    Mutation("reshard", "max([count, *said, mesh.size if mesh else 0])", "max([count, *said])",
+    Mutation("reshard", "max([count, *counts, mesh.size if mesh else 0])", "max([count, *counts])",
              ("tests/reshard/test_inspect_programs.py",)),
     Mutation("reshard", "whole[begin - first : end - first] if end - first <= len(whole) else None",
              "whole[begin - first : end - first]", ("tests/reshard/test_ranges.py", "tests/reshard/test_hub.py")),

@@ -91,13 +91,13 @@ def test_a_mutant_of_the_rules_is_caught(tmp_path: Path, mutant: str) -> None:
 
 
 def test_an_expert_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Arrangement._name
+    right = Arrangement._part
 
     def name_of(*given: object) -> tuple[str, int, object]:
         name, place, at = right(*given)  # type: ignore[arg-type]
         return name, (place + 1) % 6 if "experts" in name else place, at
 
-    monkeypatch.setattr(Arrangement, "_name", name_of)
+    monkeypatch.setattr(Arrangement, "_part", name_of)
     found = differences(arranged("mixtral", 2), 2)
     assert len(found) == 2 * 2 * 3, "w13 and w2 of three layers on two ranks"
     assert "experts.5.w1.weight'[0:" in found[0] and "experts.0.w1.weight'[0:" in found[0]

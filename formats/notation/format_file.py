@@ -35,7 +35,6 @@ from formats.documents import (
     record,
     structure,
     text,
-    truth,
     unfit,
     whole,
 )
@@ -158,22 +157,20 @@ def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[
 
 
 def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
-    engine = table.find("engine", _engine, _NO_ENGINE)
     padding = structure(Padding, table)
     if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
         raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
     demands = _table(table, "demands", text).items()
-    return Format(
+    return structure(
+        Format,
+        table,
         name=name,
-        loading=structure(Loading, table, engine=engine[0], engine_format=engine[1]),
-        files=table.get("files", _files),
+        loading=structure(Loading, table),
         rules=_rules(table, known[1]),
         container=structure(Container, table, documents=_table(table, "documents", json_object)),
         padding=padding,
         types=replace(known[0], only=_all(table, "model_types", text)),
         demands=tuple((read_expression(condition), why) for condition, why in demands),
-        settings=table.find("config", record(partial(structure, Settings)), None),
-        same_ranks=table.find("same_ranks", truth, False),
     )
 
 
@@ -301,7 +298,13 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     return str(value)
 
 
+def _files(value: object, where: str) -> Files:
+    """The name of a rank's weight file, or a table of such names."""
+    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)
+
+
 READERS.update({Pattern: _pattern, Expression: _expression, Cut: _cut, str | Mapping[str, str]: _on})
+READERS.update({Files: _files, Settings: record(partial(structure, Settings))})
 
 
 def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
@@ -326,18 +329,3 @@ def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> 
 
 def _set(table: Record, key: str) -> frozenset[str]:
     return frozenset(_all(table, key, text))
-
-
-_NO_ENGINE: tuple[str | None, str | None] = (None, None)
-
-
-def _engine(value: object, where: str) -> tuple[str | None, str | None]:
-    """An engine, and what it calls the format if that is another name."""
-    if isinstance(value, str):
-        return value, None
-    return record(lambda table: (table.get("name", text), table.find("format", text, None)))(value, where)
-
-
-def _files(value: object, where: str) -> Files:
-    """The name of a rank's weight file, or a table of such names."""
-    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)

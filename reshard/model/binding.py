@@ -249,7 +249,28 @@ def _with_layouts_on_disk(
     Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
     its companions) decide together, because they are laid out in the same way.
     """
-    fitting = [_layouts_on_disk(each, architecture, sizes, mesh, padding) for each in several]
+    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), list[list[int]]()
+    for each in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
+        found, tensor = sizes.of(each.match.indices), each.tensor
+        if tensor.shape is None:
+            axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
+            padded = padded_sizes(found, padding)
+            found = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
+        given: list[tuple[int, ...] | None] = []
+        for shape in each.shapes:
+            try:
+                given.append(shape.sizes(found))
+            except NotationError:
+                given.append(None)
+        on_disk = tensor.held if tensor.shape is None else tensor.shape
+        fitting.append([place for place, lengths in enumerate(given) if lengths == on_disk])
+        if not fitting[-1]:
+            pairs = zip(each.shapes, given, strict=True)
+            shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
+            raise PlanError(
+                f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
+                _WRONG_RULE,
+            )
     common: dict[str, set[int]] = {}
     for each, places in zip(several, fitting, strict=True):
         end = _ending(each.match.template)
@@ -286,33 +307,6 @@ def _ending(template: str) -> str:
 
 
 _ADAPTERS = re.compile(r"(\.base_layer)*\.lora_[AB]$")
-
-
-def _layouts_on_disk(
-    each: _TensorGroup, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
-) -> list[int]:
-    """The positions of the shapes that fit a tensor, or one rank's part of it where only that is known."""
-    found, tensor = sizes.of(each.match.indices), each.tensor
-    if tensor.shape is None:
-        skeleton = Model(architecture, sizes.settings, sizes, (), ())
-        axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
-        padded = padded_sizes(found, padding)
-        found = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
-    on_disk = tensor.held if tensor.shape is None else tensor.shape
-    given: list[tuple[int, ...] | None] = []
-    for shape in each.shapes:
-        try:
-            given.append(shape.sizes(found))
-        except NotationError:
-            given.append(None)
-    fitting = [place for place, lengths in enumerate(given) if lengths == on_disk]
-    if fitting:
-        return fitting
-    shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in zip(each.shapes, given, strict=True))
-    raise PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
-        _WRONG_RULE,
-    )
 
 
 def belonging_of(

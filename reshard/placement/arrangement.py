@@ -34,7 +34,6 @@ from reshard.placement.portions import (
     kept_whole,
     refine,
     template_of,
-    unchanged,
     uses_of,
 )
 from reshard.placement.stored import Atom, Chunks, Naming, Placed, Stated, Stored
@@ -68,6 +67,7 @@ class Arrangement:
         self.dropped = dropped_of(plan.model, format) if format else frozenset()
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants if format else ()))
@@ -226,10 +226,6 @@ class Arrangement:
         return Naming(self._targets[key], at, self._firsts or ({},) * mesh.size)
 
     @cached_property
-    def _targets(self) -> dict[tuple[object, ...], tuple[str, ...]]:
-        return {}
-
-    @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
         numbered, mesh, model = self.format.rules.numbered if self.format else (), self.plan.mesh, self.plan.model
@@ -336,7 +332,7 @@ def arrangement_of(plan: Plan, format: Format | None, chunks: Chunks | None = No
     for a tensor that has no place in the format, MismatchError if the chunks do not fit.
     """
     if format is None:
-        return Arrangement(plan, unchanged(plan.model))
+        return Arrangement(plan, {kind: (kept_whole(plan.model, kind, None),) for kind in plan.model.kinds})
     if format.container.chunks and chunks is None:
         chunks = {}
         for each in on_mesh(plan, format).stored:

@@ -87,11 +87,6 @@ def check_model_type(model: Model, format: Format) -> None:
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
 
-def unchanged(model: Model) -> dict[Kind, Taken]:
-    """Hugging Face's own form: each tensor is stored as it is."""
-    return {kind: (kept_whole(model, kind, None),) for kind in model.kinds}
-
-
 def kept_whole(model: Model, kind: Kind, target: str | None) -> Portion:
     """Tensors that are stored as they are, under this name or their own."""
     component = whole(rule_of(model, kind))

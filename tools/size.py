@@ -28,8 +28,8 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(51, 6479, 707, 119),
-    "reshard": Size(169, 19252, 1906, 256),
+    "formats": Size(50, 6262, 676, 112),
+    "reshard": Size(168, 18969, 1861, 256),
     "verify": Size(82, 8801, 846, 141),
 }
 

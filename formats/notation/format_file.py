@@ -48,6 +48,7 @@ from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
 Rule = TypeVar("Rule", Line, Renaming, Constant, Dropped)
+Renames = TypeVar("Renames", Renaming, LaterLayers)
 
 HUGGING_FACE = "huggingface"
 """The format of one full checkpoint, as the Hub has it."""
@@ -186,8 +187,8 @@ def _rules(table: Record, of_types: Rules) -> Rules:
         constants=tuple(constant for rules in (own, *some, of_types) for constant in rules.constants),
         dropped=tuple(each for rules in (own, *some, of_types) for each in rules.dropped),
         refusals=tuple(_named(Refusal, table, "refused")),
-        stacks=tuple(_stack(each) for each in _named(Renaming, table, "stacks", "to")),
-        further=tuple(_later(each) for each in _named(LaterLayers, table, "further")),
+        stacks=_checked(0, _named(Renaming, table, "stacks", "to")),
+        further=_checked(1, _named(LaterLayers, table, "further")),
     )
 
 
@@ -251,17 +252,14 @@ def lines_of_types(groups: object) -> list[Line]:
     ]
 
 
-def _stack(stack: Renaming) -> Renaming:
-    if stack.found.stars != stack.new.stars or len(stack.found.indices - stack.new.indices) != 1:
-        raise NotationError(f"'{stack.found.text}' should have one index more than '{stack.new.text}'")
-    return stack
-
-
-def _later(layers: LaterLayers) -> LaterLayers:
-    one, other = layers.found, layers.new
-    if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
-        raise NotationError(f"'{one.text}' and '{other.text}' should differ in one index")
-    return layers
+def _checked(new: int, renamings: Iterable[Renames]) -> tuple[Renames, ...]:
+    """The same, of which each has one index that its new name has not, and so many that only this has."""
+    renamings = tuple(renamings)
+    for one, other in ((each.found, each.new) for each in renamings):
+        if one.stars != other.stars or (len(one.indices - other.indices), len(other.indices - one.indices)) != (1, new):
+            how = "differ in one index" if new else "differ in an index that only the first has"
+            raise NotationError(f"'{one.text}' and '{other.text}' should {how}")
+    return renamings
 
 
 # ------------------------------------------------------------------------------------------------------------- readers

@@ -94,16 +94,7 @@ class Geometry:
         ]
         found, ranks = dict[Chunk, int](), self.layouts[0].ranks
         for rank, dims in owned.items():
-            pieces = [
-                [
-                    Run(begin, end - begin)
-                    for run in runs
-                    for begin, end in itertools.pairwise(
-                        (run.offset, *(c for c in at if run.offset < c < run.end), run.end)
-                    )
-                ]
-                for runs, at in zip(dims, cuts, strict=True)
-            ]
+            pieces = [[*itertools.chain(*(_cut(run, at) for run in runs))] for runs, at in zip(dims, cuts, strict=True)]
             for number, chunk in enumerate(itertools.product(*pieces)):
                 at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
                 found.setdefault(at, number * ranks + rank)
@@ -253,6 +244,11 @@ def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
         found += [factors[:lead]] if lead else []
         found.append(factors[lead:])
     return tuple(found)
+
+
+def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
+    ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
+    return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
 
 
 def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:

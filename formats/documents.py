@@ -302,6 +302,7 @@ def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
             field.default if field.default_factory is MISSING else field.default_factory(),
         )
         for field in fields(kind)
+        if field.init
     ]
 
 

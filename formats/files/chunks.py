@@ -55,11 +55,7 @@ def read_chunks(path: FilePath, metadata: Mapping[str, str], shapes: Mapping[str
     return at
 
 
-def _offsets(value: object, where: str) -> tuple[int, ...]:
-    return Record(value, where).get("saved_offsets", items(size))
-
-
-_OFFSETS = mapping(_offsets)
+_OFFSETS = mapping(lambda value, where: Record(value, where).get("saved_offsets", items(size)))
 
 
 def whole_shape(chunks: Iterable[Chunk]) -> tuple[int, ...]:
@@ -74,7 +70,8 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     how often it is covered, so the sums are those of the whole tensor if, and only if, all is covered once. The time
     grows with the number of chunks alone. Dimensions that no chunk divides are left out.
     """
-    made, cut = whole_shape(chunks.values()), [dim for dim in range(len(shape)) if _is_cut(dim, chunks, shape)]
+    made, of = whole_shape(chunks.values()), chunks.values()
+    cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in of)]
     if made != shape:
         raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(made)}, it should be {list(shape)}")
     if len(cut) > _MOST_CUT:
@@ -93,7 +90,3 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
 
 
 _MOST_CUT = 8
-
-
-def _is_cut(dim: int, chunks: Mapping[int, Chunk], shape: tuple[int, ...]) -> bool:
-    return any(at.shape[dim] != shape[dim] or at.offset[dim] for at in chunks.values())

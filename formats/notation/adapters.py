@@ -96,7 +96,12 @@ class Settings:
 
     def is_target(self, name: str) -> bool:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
-        return any(_ends_as(name, target) for target in self.targets)
+        own, others = name.split("."), [target.split(".") for target in self.targets]
+        return any(
+            all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in zip(own[-len(of) :], of, strict=True))
+            for of in others
+            if len(of) <= len(own)
+        )
 
     def names(self, module: str) -> bool:
         """Whether PEFT would wrap a module of this name. What a pattern names is not looked up."""
@@ -195,12 +200,6 @@ def module_of(name: str) -> str:
 
 def _ends(name: str, ends: Sequence[str]) -> bool:
     return any(f".{name}".endswith(f".{end}") for end in ends)
-
-
-def _ends_as(name: str, target: str) -> bool:
-    own, other = name.split("."), target.split(".")
-    pairs = zip(own[::-1], other[::-1], strict=False)
-    return len(other) <= len(own) and all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -374,20 +373,18 @@ def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[
     ranks = settings.ranks_of(each.key(settings))
     if each.is_stack:
         forms = [(form.a, form.b) for form in each.forms]
-        lines = {own[0].name: [_line(factor) for factor in own] for own in zip(*forms, strict=True)}
+        words = {"expert": "{stack}", "rank": "{r}", "in": "{inner}", "out": "{outer}"}
+        axes = re.compile("|".join(words))
+        lines = {
+            own[0].name: [axes.sub(lambda axis: words[axis[0]], factor.axes) for factor in own]
+            for own in zip(*forms, strict=True)
+        }
     else:
         lines = {suffix: [line] for suffix, line in _LINES.items()}
     for suffix, texts in lines.items():
         yield suffix, _rules(each.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
     if not each.is_stack:
         yield "base_layer.weight", _rules(each.tensors, _WHOLE)
-
-
-def _line(factor: Factor) -> str:
-    """The shape of A or B, in the words of ``_words``."""
-    words = {"expert": "{stack}", "rank": "{r}", "in": "{inner}", "out": "{outer}"}
-    dims = [" ".join(words[axis] for axis in dim) for dim in factor.dims]
-    return " ".join(f"({dim})" if " " in dim else dim for dim in dims)
 
 
 def _words(shape: Shape) -> dict[str, str]:

@@ -247,26 +247,23 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
         node, segments = root, spelling.split(".")
         kind = "rest" if segments[-1] == "*" else "template"
         for segment in segments[: -1 if kind == "rest" else None]:
-            node = _child(node, segment, template)
+            axis = segment[1:-1]
+            if segment == "*":
+                raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
+            if not (segment.startswith("{") and segment.endswith("}")):
+                node = node.literal.setdefault(segment, _Node())
+                continue
+            if not axis.isidentifier():
+                raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
+            node.index = node.index or (axis, _Node())
+            if node.index[0] != axis:
+                known = node.index[0]
+                raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{known}}}' elsewhere")
+            node = node.index[1]
         if not later_wins and getattr(node, kind) not in {None, template}:
             raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
         setattr(node, kind, template)
     return root
-
-
-def _child(node: _Node, segment: str, template: str) -> _Node:
-    if segment == "*":
-        raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
-    if not (segment.startswith("{") and segment.endswith("}")):
-        return node.literal.setdefault(segment, _Node())
-    axis = segment[1:-1]
-    if not axis.isidentifier():
-        raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
-    if node.index is None:
-        node.index = (axis, _Node())
-    elif node.index[0] != axis:
-        raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{node.index[0]}}}' elsewhere")
-    return node.index[1]
 
 
 def _spellings(template: str, prefixes: tuple[str, ...]) -> Iterator[str]:

@@ -166,12 +166,11 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
 def _rule_document(rules: tuple[Rule, ...]) -> Any:
     if len(rules) == 1 and rules[0] == Rule(rules[0].shapes[:1]):
         return str(rules[0].shapes[0])
-    lines = []
+    lines: list[dict[str, Any]] = []
     for rule in rules:
-        shapes = [str(shape) for shape in rule.shapes]
-        line: dict[str, Any] = {"shape": shapes[0] if len(shapes) == 1 else shapes}
-        line |= {"when": rule.when.text} if rule.when else {}
-        lines.append(line | ({"optional": rule.optional.text} if rule.optional else {}))
+        shapes, conditions = [str(shape) for shape in rule.shapes], {"when": rule.when, "optional": rule.optional}
+        lines.append({"shape": shapes[0] if len(shapes) == 1 else shapes})
+        lines[-1] |= {key: condition.text for key, condition in conditions.items() if condition}
     return lines
 
 

@@ -88,9 +88,9 @@ def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]
         if base in above:
             way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
             raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
-        whole = _with_bases(_shared(base), base, (*above, base))
+        whole: Mapping[str, Any] = _with_bases(_shared(base), base, (*above, base))
         if base.stem == document.get(INSIDE):
-            whole, document = _as_inside(whole, document), _with_its_prefixes(document, _first_prefix(whole))
+            whole, document = _inside(whole, document)
         merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
     return _merged(merged, document, path)
 
@@ -154,28 +154,21 @@ def _respelled(lines: Mapping[str, Any], before: str, after: str) -> Mapping[str
 _MODEL, _HEAD = "model.", "lm_head.weight"
 
 
-def _as_inside(whole: Mapping[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
-    """The rules of a language model as they hold within towers: what stands beside its layers, such as its head, is
-    beside them in each place that it may have (``language_model.lm_head``). transformers' own classes with towers make
-    a head of their own, whatever the language model calls its head.
+def _inside(whole: Mapping[str, Any], around: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The rules of a language model as they hold within towers, and the file of the towers around it.
+
+    What stands beside its layers, such as its head, is beside them in each place that it may have
+    (``language_model.lm_head``). transformers' own classes with towers make a head of their own, whatever the language
+    model calls its head. The towers have the places of a language model that calls itself otherwise (``transformer.``).
     """
     own, tensors = _first_prefix(whole), {_HEAD: "vocab hidden", **whole.get("tensors", {})}
+    prefixes = around.get("prefixes", [])
+    places = [prefix.removesuffix(_MODEL) for prefix in prefixes if prefix.endswith(f".{_MODEL}")]
     beside = {name: line for name, line in tensors.items() if own and not name.startswith(own)}
-    spelled = {place + name: line for place in _places(around) for name, line in beside.items()}
-    return {**whole, "tensors": {**tensors, **spelled}}
-
-
-def _with_its_prefixes(around: Mapping[str, Any], own: str) -> Mapping[str, Any]:
-    """The file of towers, with the places of a language model that calls itself otherwise (``transformer.``)."""
-    if own in {"", _MODEL}:
-        return around
-    return {**around, "prefixes": [*around.get("prefixes", []), *(place + own for place in _places(around))]}
-
-
-def _places(around: Mapping[str, Any]) -> list[str]:
-    """Where a whole language model may be, by the prefixes of the towers' file: ``language_model.``"""
-    ends = (prefix for prefix in around.get("prefixes", []) if prefix.endswith(f".{_MODEL}"))
-    return [prefix.removesuffix(_MODEL) for prefix in ends]
+    spelled = {place + name: line for place in places for name, line in beside.items()}
+    if own not in {"", _MODEL}:
+        around = {**around, "prefixes": [*prefixes, *(place + own for place in places)]}
+    return {**whole, "tensors": {**tensors, **spelled}}, around
 
 
 @dataclass(frozen=True)

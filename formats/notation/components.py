@@ -44,11 +44,6 @@ class Component:
         """Its own shape, a dimension for each factor."""
         return Shape(self.factors)
 
-    @property
-    def outer(self) -> int:
-        """The number of factors before those along which components are joined."""
-        return sum(self.counts[: self.dim]) + self.lead
-
     def of_dim(self, dim: int) -> range:
         """The positions of the factors of a stored dimension."""
         start = sum(self.counts[:dim])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -29,22 +29,15 @@ DEEPEST = 50
 """Levels of an expression's syntax tree."""
 
 
-def _int(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-def _sum(values: Iterable[Any]) -> Any:
-    return sum(_number(value) for value in values)
-
-
-def _ratio(one: Any, other: Any) -> float | None:
-    """A division that need not be exact: of a program's settings, and of no size."""
-    return None if one is None or other is None else _number(one) / _number(other)
-
-
 _CALLS: dict[str, Callable[..., Any]] = {
-    "int": _int, "len": len, "max": max, "min": min, "ratio": _ratio, "sum": _sum
-}  # fmt: skip
+    "int": lambda value: None if value is None else int(value),
+    "len": len,
+    "max": max,
+    "min": min,
+    # a division that need not be exact: of a program's settings, and of no size
+    "ratio": lambda one, other: None if one is None or other is None else _number(one) / _number(other),
+    "sum": lambda values: sum(map(_number, values)),
+}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -178,7 +171,9 @@ def _binary(op: ast.operator, left: Any, right: Any) -> Any:
     if left is None or right is None:
         return None
     if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return _joined(left, right)
+        if len(left) + len(right) > MOST_ITEMS:
+            raise NotationError(f"a list of {len(left) + len(right):,} items is longer than {MOST_ITEMS:,}")
+        return left + right
     left, right = _number(left), _number(right)
     if isinstance(op, ast.Div):
         if left % right:
@@ -187,12 +182,6 @@ def _binary(op: ast.operator, left: Any, right: Any) -> Any:
     if type(op) not in _ARITHMETIC:
         raise NotationError(f"the operator {type(op).__name__} is not allowed in a size expression")
     return _bounded(_ARITHMETIC[type(op)](left, right))
-
-
-def _joined(left: list[Any], right: list[Any]) -> list[Any]:
-    if len(left) + len(right) > MOST_ITEMS:
-        raise NotationError(f"a list of {len(left) + len(right):,} items is longer than {MOST_ITEMS:,}")
-    return left + right
 
 
 def _number(value: Any) -> int | float:

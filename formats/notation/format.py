@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 from formats.mesh import Mesh
@@ -185,10 +184,7 @@ class Rules:
     vectors: tuple[Pattern, ...] = ()
     numbered: tuple[str, ...] = ()
     keep: bool = False
-
-    @cached_property
-    def _uses(self) -> dict[str, list[Use]]:
-        return {}
+    _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -220,13 +216,10 @@ class Format:
     padding: Padding = Padding()
     types: Types = Types()
     demands: tuple[tuple[Expression, str], ...] = ()
-    settings: Settings | None = None
+    settings: Settings | None = field(default=None, metadata={"key": "config"})
     same_ranks: bool = False
     plain: bool = False
-
-    @cached_property
-    def _of(self) -> dict[str, Format]:
-        return {}
+    _of: dict[str, Format] = field(init=False, repr=False, default_factory=dict)
 
     def of(self, config: Mapping[str, Any]) -> Format:
         """The format with the rules for a model of this config alone."""

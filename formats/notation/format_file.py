@@ -35,7 +35,6 @@ from formats.documents import (
     record,
     structure,
     text,
-    truth,
     unfit,
     whole,
 )
@@ -49,6 +48,7 @@ from formats.notation.patterns import Pattern
 
 T = TypeVar("T")
 Rule = TypeVar("Rule", Line, Renaming, Constant, Dropped)
+Renames = TypeVar("Renames", Renaming, LaterLayers)
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -161,23 +161,20 @@ def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[
 
 
 def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
-    engine = table.find("engine", _engine, _NO_ENGINE)
     padding = structure(Padding, table)
     if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
         raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
     demands = _table(table, "demands", text).items()
-    return Format(
+    return structure(
+        Format,
+        table,
         name=name,
-        loading=structure(Loading, table, engine=engine[0], engine_format=engine[1]),
-        files=table.get("files", _files),
+        loading=structure(Loading, table),
         rules=_rules(table, known[1]),
         container=structure(Container, table, documents=_table(table, "documents", json_object)),
         padding=padding,
         types=replace(known[0], only=_all(table, "model_types", text)),
         demands=tuple((read_expression(condition), why) for condition, why in demands),
-        settings=table.find("config", record(partial(structure, Settings)), None),
-        same_ranks=table.find("same_ranks", truth, False),
-        plain=table.find("plain", truth, False),
     )
 
 
@@ -193,8 +190,8 @@ def _rules(table: Record, of_types: Rules) -> Rules:
         constants=tuple(constant for rules in (own, *some, of_types) for constant in rules.constants),
         dropped=tuple(each for rules in (own, *some, of_types) for each in rules.dropped),
         refusals=tuple(_named(Refusal, table, "refused")),
-        stacks=tuple(_stack(each) for each in _named(Renaming, table, "stacks", "to")),
-        further=tuple(_later(each) for each in _named(LaterLayers, table, "further")),
+        stacks=_checked(0, _named(Renaming, table, "stacks", "to")),
+        further=_checked(1, _named(LaterLayers, table, "further")),
     )
 
 
@@ -258,17 +255,14 @@ def lines_of_types(groups: object) -> list[Line]:
     ]
 
 
-def _stack(stack: Renaming) -> Renaming:
-    if stack.found.stars != stack.new.stars or len(stack.found.indices - stack.new.indices) != 1:
-        raise NotationError(f"'{stack.found.text}' should have one index more than '{stack.new.text}'")
-    return stack
-
-
-def _later(layers: LaterLayers) -> LaterLayers:
-    one, other = layers.found, layers.new
-    if one.stars != other.stars or len(one.indices - other.indices) != 1 or len(other.indices - one.indices) != 1:
-        raise NotationError(f"'{one.text}' and '{other.text}' should differ in one index")
-    return layers
+def _checked(new: int, renamings: Iterable[Renames]) -> tuple[Renames, ...]:
+    """The same, of which each has one index that its new name has not, and so many that only this has."""
+    renamings = tuple(renamings)
+    for one, other in ((each.found, each.new) for each in renamings):
+        if one.stars != other.stars or (len(one.indices - other.indices), len(other.indices - one.indices)) != (1, new):
+            how = "differ in one index" if new else "differ in an index that only the first has"
+            raise NotationError(f"'{one.text}' and '{other.text}' should {how}")
+    return renamings
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
@@ -305,7 +299,13 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     return str(value)
 
 
+def _files(value: object, where: str) -> Files:
+    """The name of a rank's weight file, or a table of such names."""
+    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)
+
+
 READERS.update({Pattern: _pattern, Expression: _expression, Cut: _cut, str | Mapping[str, str]: _on})
+READERS.update({Files: _files, Settings: record(partial(structure, Settings))})
 
 
 def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
@@ -330,21 +330,6 @@ def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> 
 
 def _set(table: Record, key: str) -> frozenset[str]:
     return frozenset(_all(table, key, text))
-
-
-_NO_ENGINE: tuple[str | None, str | None] = (None, None)
-
-
-def _engine(value: object, where: str) -> tuple[str | None, str | None]:
-    """An engine, and what it calls the format if that is another name."""
-    if isinstance(value, str):
-        return value, None
-    return record(lambda table: (table.get("name", text), table.find("format", text, None)))(value, where)
-
-
-def _files(value: object, where: str) -> Files:
-    """The name of a rank's weight file, or a table of such names."""
-    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)
 
 
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
-_SPECIAL = re.compile(r"^\*\*\.|\*\*|\*|\{\w+\}")
+_WILDCARD = re.compile(r"(^\*\*\.|\*\*|\*|\{\w+\})")
+_REGEX = {"**.": r"(?:.*\.)?", "**": ".*", "*": "[^.]*"}
+_INDEX = r"\{\w+\}|[0-9]+"
 _NUMBER = re.compile(r"\\\{(\w+)(?::\w+)?\\\}")
 """A number's place in a pattern, as ``re.escape`` writes it: ``{rank}`` or ``{rank:02d}``."""
 
@@ -19,21 +22,23 @@ class Pattern:
     text: str
 
     @cached_property
+    def _parts(self) -> list[str]:
+        """Text and wildcards in turn."""
+        return _WILDCARD.split(self.text)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The names of the wildcards: of an index its own, of stars ``_0``, ``_1``, …"""
+        stars = count()
+        return [word[1:-1] if word.startswith("{") else f"_{next(stars)}" for word in self._parts[1::2]]
+
+    @cached_property
     def _regex(self) -> re.Pattern[str]:
-        parts, end, stars, seen = [], 0, 0, set()
-        for match in _SPECIAL.finditer(self.text):
-            word = match[0]
-            parts.append(re.escape(self.text[end : match.start()]))
-            if word.startswith("{"):
-                parts.append(f"(?P={word[1:-1]})" if word in seen else rf"(?P<{word[1:-1]}>\{{\w+\}}|[0-9]+)")
-                seen.add(word)
-            else:
-                parts.append(
-                    {"**.": f"(?P<_{stars}>(?:.*\\.)?)", "**": f"(?P<_{stars}>.*)"}.get(word, rf"(?P<_{stars}>[^.]*)")
-                )
-                stars += 1
-            end = match.end()
-        return re.compile("".join([*parts, re.escape(self.text[end:])]))
+        parts = [re.escape(part) for part in self._parts]
+        for i, name in enumerate(self._names):
+            regex = f"(?P<{name}>{_REGEX.get(self._parts[2 * i + 1], _INDEX)})"
+            parts[2 * i + 1] = f"(?P={name})" if name in self._names[:i] else regex
+        return re.compile("".join(parts))
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """What the wildcards stand for in a name, or None."""
@@ -42,26 +47,19 @@ class Pattern:
 
     def fill(self, found: Mapping[str, str]) -> str:
         """The name in which the wildcards stand for this."""
-        parts, end, stars = [], 0, 0
-        for match in _SPECIAL.finditer(self.text):
-            parts.append(self.text[end : match.start()])
-            if match[0].startswith("{"):
-                parts.append(found[match[0][1:-1]])
-            else:
-                parts.append(found[f"_{stars}"])
-                stars += 1
-            end = match.end()
-        return "".join([*parts, self.text[end:]])
+        parts = [*self._parts]
+        parts[1::2] = [found[name] for name in self._names]
+        return "".join(parts)
 
     @cached_property
     def indices(self) -> frozenset[str]:
         """The names of its indices."""
-        return frozenset(word[1:-1] for word in _SPECIAL.findall(self.text) if word.startswith("{"))
+        return frozenset(name for name in self._names if not name.startswith("_"))
 
     @cached_property
     def stars(self) -> int:
         """The number of ``*`` and ``**``."""
-        return sum(not word.startswith("{") for word in _SPECIAL.findall(self.text))
+        return sum(name.startswith("_") for name in self._names)
 
 
 def numbered_names(pattern: str, names: Iterable[str]) -> list[tuple[str, dict[str, int]]]:

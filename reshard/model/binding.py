@@ -20,7 +20,7 @@ from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from formats.quantization.methods import unknown_method
 from reshard.model.model import BoundTensor, FullTensor, Kind, Model
-from reshard.model.shares import local_sizes, padded_sizes
+from reshard.model.shares import padded_sizes, shares_of, sizes_of_parts
 from reshard.model.sizes import AxisSizes
 
 
@@ -98,24 +98,13 @@ class _TensorGroup:
 
 @dataclass(frozen=True, eq=False)
 class _NamePattern:
-    """Where the indices stand in names that differ only in numbers.
+    """Where the indices stand in names that differ only in numbers: the position of each axis among the numbers.
 
-    ``places`` has the axis of each index and its position among the numbers of the name. ``apart`` has the axes whose
-    index separates groups.
+    ``apart`` has those whose index separates groups.
     """
 
-    places: tuple[tuple[str, int], ...]
-    apart: frozenset[str]
-
-    @cached_property
-    def at(self) -> tuple[int, ...]:
-        """The positions of all indices."""
-        return tuple(place for _, place in self.places)
-
-    @cached_property
-    def apart_at(self) -> tuple[int, ...]:
-        """The positions of the indices that separate groups."""
-        return tuple(place for axis, place in self.places if axis in self.apart)
+    places: Mapping[str, int]
+    apart: Mapping[str, int]
 
 
 class _Groups:
@@ -148,27 +137,26 @@ class _Groups:
         spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
         pattern = self._patterns.get(spelled)
         if pattern is None:
-            pattern = self._patterns[spelled] = self._pattern(tensor)
+            places = self.architecture.index_places(name)
+            belonging = belonging_of(name, self._dtypes, self.architecture, self.sizes)
+            match = self.architecture.match(belonging.weight if belonging else name)
+            # a tensor without a match may follow any line of its attention, and each line has its own condition
+            apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
+            pattern = self._patterns[spelled] = _NamePattern(
+                places, {axis: place for axis, place in places.items() if axis in apart | self.dealt}
+            )
         numbers = [*map(int, texts)]
-        at = tuple([numbers[place] for place in pattern.at])
+        at = tuple([numbers[place] for place in pattern.places.values()])
         at = self._at.setdefault(at, at)
-        key = (pattern, shape, held, *[numbers[place] for place in pattern.apart_at])
+        key = (pattern, shape, held, *[numbers[place] for place in pattern.apart.values()])
         found = self._groups.get(key)
         if found is None:
             found = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
-            indices = {axis: numbers[place] for axis, place in pattern.places if axis in pattern.apart}
-            found.axes, found.indices = tuple(axis for axis, _ in pattern.places), self.sizes.key(indices)
+            indices = {axis: numbers[place] for axis, place in pattern.apart.items()}
+            found.axes, found.indices = tuple(pattern.places), self.sizes.key(indices)
         found.tensors.append(tensor)
         found.all_at.append(at)
         return found, at
-
-    def _pattern(self, tensor: FullTensor) -> _NamePattern:
-        places = self.architecture.index_places(tensor.name)
-        belonging = belonging_of(tensor.name, self._dtypes, self.architecture, self.sizes)
-        match = self.architecture.match(belonging.weight if belonging else tensor.name)
-        # a tensor without a match may follow any line of its attention, and each line has its own condition
-        apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
-        return _NamePattern(tuple(places.items()), apart | self.dealt)
 
 
 def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
@@ -261,7 +249,28 @@ def _with_layouts_on_disk(
     Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
     its companions) decide together, because they are laid out in the same way.
     """
-    fitting = [_layouts_on_disk(each, architecture, sizes, mesh, padding) for each in several]
+    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), list[list[int]]()
+    for each in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
+        found, tensor = sizes.of(each.match.indices), each.tensor
+        if tensor.shape is None:
+            axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
+            padded = padded_sizes(found, padding)
+            found = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
+        given: list[tuple[int, ...] | None] = []
+        for shape in each.shapes:
+            try:
+                given.append(shape.sizes(found))
+            except NotationError:
+                given.append(None)
+        on_disk = tensor.held if tensor.shape is None else tensor.shape
+        fitting.append([place for place, lengths in enumerate(given) if lengths == on_disk])
+        if not fitting[-1]:
+            pairs = zip(each.shapes, given, strict=True)
+            shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
+            raise PlanError(
+                f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
+                _WRONG_RULE,
+            )
     common: dict[str, set[int]] = {}
     for each, places in zip(several, fitting, strict=True):
         end = _ending(each.match.template)
@@ -298,32 +307,6 @@ def _ending(template: str) -> str:
 
 
 _ADAPTERS = re.compile(r"(\.base_layer)*\.lora_[AB]$")
-
-
-def _layouts_on_disk(
-    each: _TensorGroup, architecture: Architecture, sizes: AxisSizes, mesh: Mesh, padding: Mapping[str, int]
-) -> list[int]:
-    """The positions of the shapes that fit a tensor, or one rank's part of it where only that is known."""
-    found, tensor = sizes.of(each.match.indices), each.tensor
-    if tensor.shape is None:
-        skeleton = Model(architecture, sizes.settings, sizes, (), ())
-        axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
-        found = local_sizes(skeleton, mesh, 0, padded_sizes(found, padding), axes)
-    on_disk = tensor.held if tensor.shape is None else tensor.shape
-    given: list[tuple[int, ...] | None] = []
-    for shape in each.shapes:
-        try:
-            given.append(shape.sizes(found))
-        except NotationError:
-            given.append(None)
-    fitting = [place for place, lengths in enumerate(given) if lengths == on_disk]
-    if fitting:
-        return fitting
-    shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in zip(each.shapes, given, strict=True))
-    raise PlanError(
-        f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
-        _WRONG_RULE,
-    )
 
 
 def belonging_of(
@@ -365,7 +348,7 @@ def _measure(sizes: AxisSizes, found: Iterable[_TensorGroup]) -> None:
     first: dict[str, str] = {}
     for each in found:
         tensor, rule, match = each.tensor, each.shapes[0], each.match
-        for counted in match.indices.keys() - sizes.configured:
+        for counted in match.indices.keys() - sizes.counts.keys():
             sizes.measured[counted] = max(sizes.measured.get(counted, 0), max(each.seen[counted]) + 1)
         if tensor.shape is None or len(rule.dims) != len(tensor.shape):
             continue

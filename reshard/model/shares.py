@@ -36,13 +36,6 @@ def shares_of(
     return shares
 
 
-def local_sizes(
-    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
-) -> dict[str, int]:
-    """The size of each axis on a rank, in a tensor with these axes."""
-    return sizes_of_parts(sizes, shares_of(model, mesh, rank, sizes, axes))
-
-
 def sizes_of_parts(sizes: Mapping[str, int], shares: Mapping[str, Share]) -> dict[str, int]:
     """The size of each axis after the split into these shares."""
     return {axis: shares[axis].run(size).length if axis in shares else size for axis, size in sizes.items()}

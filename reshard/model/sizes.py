@@ -89,11 +89,6 @@ class AxisSizes:
             found = more
 
     @cached_property
-    def configured(self) -> frozenset[str]:
-        """The axes in names whose size the config gives."""
-        return frozenset(axis for axis in self._named if axis in self.counts)
-
-    @cached_property
     def counts(self) -> dict[str, int]:
         """The size that the config gives to each axis in names."""
         named = {axis: self._config_size(axis, {}, ()) for axis in self._named & self._architecture.sizes.keys()}

@@ -65,6 +65,7 @@ class Arrangement:
         self.dropped = dropped_of(plan.model, format)
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
@@ -221,10 +222,6 @@ class Arrangement:
         if key not in self._targets:
             self._targets[key] = tuple(stages.get(mesh.stage(rank)) or target for rank in range(mesh.size))
         return Naming(self._targets[key], at, self._firsts or ({},) * mesh.size)
-
-    @cached_property
-    def _targets(self) -> dict[tuple[object, ...], tuple[str, ...]]:
-        return {}
 
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,8 @@ class Geometry:
     chunks: Mapping[int, Chunk] | None = None
     uncut: Geometry | None = None
     """That of all chunks together."""
+    _shapes: dict[int, tuple[int, ...] | None] = field(init=False, repr=False, default_factory=dict)
+    _spreads: dict[tuple[Any, ...], Spread] = field(init=False, repr=False, default_factory=dict)
 
     def in_chunks(self, chunks: Mapping[int, Chunk]) -> Geometry:
         """That of the same tensor in chunks, by the numbers of their files."""
@@ -57,10 +59,6 @@ class Geometry:
             dims = self.dims(holder)
             self._shapes[holder] = None if dims is None else tuple(sum(run.length for run in runs) for runs in dims)
         return self._shapes[holder]
-
-    @cached_property
-    def _shapes(self) -> dict[int, tuple[int, ...] | None]:
-        return {}
 
     def dims(self, holder: int) -> list[list[Run]] | None:
         """The runs of each stored dimension that a holder has; None if it has nothing of the tensor."""
@@ -96,7 +94,7 @@ class Geometry:
         ]
         found, ranks = dict[Chunk, int](), self.layouts[0].ranks
         for rank, dims in owned.items():
-            pieces = [[piece for run in runs for piece in _cut(run, at)] for runs, at in zip(dims, cuts, strict=True)]
+            pieces = [[*itertools.chain(*(_cut(run, at) for run in runs))] for runs, at in zip(dims, cuts, strict=True)]
             for number, chunk in enumerate(itertools.product(*pieces)):
                 at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
                 found.setdefault(at, number * ranks + rank)
@@ -157,10 +155,6 @@ class Geometry:
             order = tuple(sorted(range(len(blocks)), key=lambda block: position(blocks[block][0])))
             self._spreads[key] = Spread(full, order, pieces)
         return self._spreads[key]
-
-    @cached_property
-    def _spreads(self) -> dict[tuple[Any, ...], Spread]:
-        return {}
 
     @cached_property
     def _places(self) -> Mapping[int, Mapping[int, int]]:
@@ -252,11 +246,11 @@ def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
     return tuple(found)
 
 
-def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
-    """The strides of dimensions in row-major order, the last of which has a stride of ``last``."""
-    return tuple(math.prod(lengths[place + 1 :]) * last for place in range(len(lengths)))
-
-
 def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
     ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
     return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
+
+
+def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
+    """The strides of dimensions in row-major order, the last of which has a stride of ``last``."""
+    return tuple(math.prod(lengths[place + 1 :]) * last for place in range(len(lengths)))

@@ -26,7 +26,13 @@ class Origins:
         self, format: Format, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]
     ) -> None:
         self._format, self._architecture, self._sizes = format.of(config), architecture, sizes
-        self._packed = dict(self._packed_lines())
+        self._packed = {  # for the name of each component of a packed tensor the packed tensor's
+            name: template
+            for template, rules in architecture.tensors.items()
+            for shape in rules[0].shapes
+            for name in itertools.chain(*component_names(template, shape))
+            if name not in architecture.tensors or name in architecture.derived
+        }
         constants = (each for each in self._format.rules.constants if self._holds(each.when))
         self._constants = [pattern for each in constants for pattern in each.names]
         self._there: set[str] = set()
@@ -68,15 +74,6 @@ class Origins:
 
     def _holds(self, when: Expression | None) -> bool:
         return when is None or bool(self._sizes.evaluate(when, {}))
-
-    def _packed_lines(self) -> Iterator[tuple[str, str]]:
-        """For the name of each component of a packed tensor, in lines of the architecture, the packed tensor's."""
-        for template, rules in self._architecture.tensors.items():
-            for shape in rules[0].shapes:
-                for names in component_names(template, shape):
-                    for name in names:
-                        if name not in self._architecture.tensors or name in self._architecture.derived:
-                            yield name, template
 
     def _old_names(self, name: str) -> Iterator[str]:
         """The names that a tensor may have had before it was renamed, as one of a later layer or by ``[names]``."""

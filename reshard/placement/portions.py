@@ -144,8 +144,7 @@ def _factored(kind: Kind, own: Portion, other: Component | None, is_indexed: boo
     place = other.pair if other else None
     if other is None or place is None or own.component.pair is not None:
         return own
-    at = own.order.index(place)
-    ends = [*itertools.accumulate(own.counts)]
+    at, ends = own.order.index(place), [*itertools.accumulate(own.counts)]
     dim = next(dim for dim, end in enumerate(ends) if at < end)
     order = tuple(new for f in own.order for new in (f + (f > place), *([f + 1] if f == place else [])))
     counts = tuple(count + (number == dim) for number, count in enumerate(own.counts))

@@ -7,7 +7,7 @@ tensor, a chunk in the arrangement is a chunk in the files with leading dimensio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from formats.files.chunks import Chunk
 from formats.files.safetensors import TensorInfo
@@ -55,19 +55,3 @@ def stack_of(stacks: Iterable[Renaming], name: str) -> Renaming | None:
 def name_at(stack: Renaming, name: str, index: int) -> str:
     """The name of the tensor at an index of a stack of this name."""
     return stack.found.fill({**(stack.new.match(name) or {}), stack.index: str(index)})
-
-
-def by_number(
-    tensors: Mapping[str, Iterable[Piece]],
-) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
-    """The chunks of stored tensors by their file numbers, which stand for ranks (see ``Arrangement``)."""
-    ranks: list[dict[str, TensorInfo]] = []
-    chunks: dict[str, dict[int, Chunk]] = {}
-    for name, pieces in tensors.items():
-        chunks[name] = {}
-        for number, (at, info) in enumerate(pieces):
-            if number == len(ranks):
-                ranks.append({})
-            ranks[number][name] = info
-            chunks[name][number] = at
-    return tuple(ranks), chunks

@@ -38,7 +38,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import Origins
 from reshard.placement.program_config import dtype_of, made_config, with_dtype
 from reshard.placement.program_plan import program_plan
-from reshard.placement.stacks import by_number, name_at, stack_of, unstacked
+from reshard.placement.stacks import name_at, stack_of, unstacked
 from reshard.placement.stored import Chunks
 from reshard.source.completeness import check_complete
 from reshard.source.program_files import (
@@ -344,11 +344,15 @@ def _chunks_of(
 
     ``names`` has the stored name of each tensor that is read.
     """
-    renamed = (
-        (name, [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks])
-        for name, stored in names.items()
-    )
-    return by_number(dict(each for of in renamed for each in unstacked(format.rules.stacks, *of)))
+    pieces: dict[str, list[tuple[Chunk, TensorInfo]]] = {}
+    for name, stored in names.items():
+        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
+        pieces |= unstacked(format.rules.stacks, name, renamed)
+    ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max(map(len, pieces.values()), default=0))]
+    for name, of in pieces.items():
+        for tensors, (_, info) in zip(ranks, of, strict=False):
+            tensors[name] = info
+    return tuple(ranks), {name: dict(enumerate(at for at, _ in of)) for name, of in pieces.items()}
 
 
 def _whole_tensors(

@@ -17,7 +17,7 @@ LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safet
 RIGHT = [
     'pad_vocabulary_to = "128 * tp"',
     'files = { name = "a-{rank}.pt", pp = "b-{pp}-{tp}.pt" }',
-    'engine = { name = "vllm", format = "sharded_state" }',
+    'engine = "vllm"\nengine_format = "sharded_state"',
     '[tensors]\n"a.*" = "b.*"',
     '[tensors]\n"a.*" = { from = "b.*", cut = 0 }',
     '[tensors]\n"a.*" = [{ from = "b.*", cut = 0 }, { from = "c.*" }]',
@@ -48,7 +48,7 @@ WRONG = [
     ("chunks = 1", "chunks should be true or false and is 1"),
     ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),
     ('files = { name = "a", stage = "b" }', "files: unknown key 'stage'"),
-    ('engine = { name = "vllm", of = "x" }', "engine: unknown key 'of'"),
+    ("engine = 3", "engine should be a text and is 3"),
     ('[tensors]\n"a.*" = { from = "b.*", cuts = 0 }', "'a.*': unknown key 'cuts'"),
     ('[tensors]\n"a.*" = [{ from = "b.*" }, { from = "b.*", cuts = 0 }]', "'a.*': unknown key 'cuts'"),
     ('[tensors]\n"a.*" = { cut = 0 }', "'a.*' has no 'from'"),

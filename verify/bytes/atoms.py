@@ -121,8 +121,7 @@ def spreads_of(plan: Plan, kind: Kind, portion: Portion) -> Spreads:
 
 
 def _spread(model: Model, kind: Kind, portion: Portion, sizes: Mapping[str, int]) -> Spread:
-    component = portion.component
-    shift = int(component.index is not None)
+    component, shift = portion.component, int(portion.component.index is not None)
     rule = rule_of(model, kind)
     lengths = component.shape.sizes(sizes)
     first = [0] * (len(component.counts) + shift)

@@ -169,14 +169,18 @@ class _Reading:
     def candidates(self, kind: Kind) -> Iterator[Taken]:
         """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
         rule, name = rule_of(self.model, kind), self.names[kind]
+        parts, is_whole = self.format.rules.parts_of(name), False
         for use in self._uses(name, kind):
+            is_whole = True
             yield (self._portion(kind, whole(rule), use),)
         for names in component_names(name, rule):
             found = [(part, next(self._uses(new, kind), None)) for new, part in names.items()]
             if found and all(use for _, use in found):
                 yield tuple(self._portion(kind, part, use) for part, use in found if use)
-        if self.format.rules.keep:
+        if self.format.rules.keep and not parts:
             yield (kept_whole(self.model, kind, name),)
+        elif not is_whole and not {component.label for component in components(rule)} >= {*parts}:
+            raise PlanError(f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(parts)}")
 
     def check(self, kind: Kind) -> None:
         """Raise PlanError for a tensor that the program cannot have, or is not known to have."""

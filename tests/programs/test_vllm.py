@@ -179,3 +179,13 @@ def test_the_file_says_of_each_class_one_thing() -> None:
 def test_the_docs_have_the_counts() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
     assert shown() in text
+
+
+def test_a_packed_weight_whose_plan_does_not_say_how_is_refused(tmp_path: Path) -> None:
+    """vLLM has q, then k, then v: stored as it is, it would have the right shape."""
+    model = store.checkpoint("bloom")
+    assert command("plan", model, "--save", tmp_path / "plan.toml").returncode == 0
+    text = (tmp_path / "plan.toml").read_text()
+    (tmp_path / "plan.toml").write_text(text.replace("(kv (q: group + k: 1 + v: 1) head)", "(kv group 3 head)"))
+    with pytest.raises(PlanError, match=r"'\(kv group 3 head\)' does not have the parts q, k, v"):
+        split(model, tmp_path / "out", tp=1, format="vllm", plan_file=tmp_path / "plan.toml")

@@ -15,7 +15,7 @@ from reshard.source.program_source import program_files, weights_folder
 from verify.bytes import folder
 from verify.bytes.chunks import check_chunks
 from verify.bytes.folder import boundary_problem
-from verify.bytes.structure import Structure, config_differences
+from verify.bytes.structure import Structure
 
 
 class ProgramStructure(Structure):
@@ -40,9 +40,7 @@ class ProgramStructure(Structure):
             self._take(file, [change])
         path = self.shards.path / "config.json"
         if path.is_file():  # a program may leave it out
-            found = config_differences("config.json", self.original.read_config(), path)
-            self.configs += found if found is not None else ()
-            self.problems += [] if found is not None else [f"{path}: is not a JSON object"]
+            self._check_config("config.json", self.original.read_config(), path)
         self._check_side_files()
         if self.shards.manifest is None:
             self.not_compared += self._beside()
@@ -85,11 +83,13 @@ class ProgramStructure(Structure):
 
     def _check_files(self, documents: Iterable[str]) -> None:
         """The files, and in which of them the tensors of each rank stand."""
-        root = self.shards.path
-        side = [*self.original.side_files]
-        expected = {*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())}
-        self.missing += sorted(name for name in expected if not (root / name).is_file())
-        self.extra += folder.extra_entries(self.shards, expected)
+        expected = {
+            *self.original.side_files,
+            *documents,
+            MANIFEST,
+            *(file.name for file in self.shards.files.values()),
+        }
+        self._check_present(expected)
         if self.missing or self.extra or self.problems:
             return
         for number in range(self._planned.ranks):

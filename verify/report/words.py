@@ -52,7 +52,8 @@ def in_words(
     elif exact is not None:
         by = f" by the plan {plan.name}" if plan is not None else ""
         parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
-        parts += [f"N{not_compared(exact.not_compared)[1:]}."] if exact.not_compared else []
+        text = not_compared(exact.not_compared)
+        parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
         if plan is not None and plan.differences != () and forward is None:
             parts.append("Whether that plan is right, the forward alone can tell.")
     if forward is not None:

@@ -189,11 +189,12 @@ MUTATIONS = (
     # ranks as threads
     Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),
     Mutation("verify/rank", "for rank in range(1, self.size):", "for rank in range(1, 2):", COLLECTIVES),
-    Mutation("verify/rank", "lambda: known == what and _ALL in values", "lambda: _ALL in values", LAUNCHES),
     Mutation("verify/rank", "        if known == what:\n", "        if True:\n", LAUNCHES),
-    Mutation("verify/rank", "if is_late and not all(patient for", "if is_late and not all(False for", LAUNCHES),
+    Mutation("verify/rank", "(self._ready or self._places) and not", "self._places and not", LAUNCHES),
     Mutation("verify/rank", "            self._go[rank].acquire()\n            self.check()\n",
              "            self._go[rank].acquire()\n", LAUNCHES),
+    Mutation("verify/rank", "self._turns.is_alone = self.rank == 0", "pass", LAUNCHES),
+    Mutation("verify/rank", "PyThreadState_SetAsyncExc(ident, over)", "PyThreadState_Check(None)", LAUNCHES),
     Mutation("verify/rank", "self.failure = self.failure or (rank, error)", "self.failure = (rank, error)", LAUNCHES),
     Mutation("verify/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
     # live: the plan of a push

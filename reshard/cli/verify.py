@@ -101,7 +101,7 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
     formats' lists. Either is a folder, a Hub id or a URL. With --exact-only, what is not on this machine is read where
-    it is; otherwise it is downloaded into the cache first. The ranks of the forward pass are threads that take turns.
+    it is; otherwise it is downloaded into the cache first.
 
     With a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
 

@@ -166,7 +166,7 @@ def messages() -> tuple[Any, ...]:
     gathered = [part.item() for part in world().all_gather(torch.tensor(rank))]
     collected = world().collect(rank * rank)
     return (received, (total - rank).tolist(), gathered, world().gather(str(rank)),
-            collected if rank == 0 else None,             world().share("all" if rank == 0 else None))  # fmt: skip
+            collected if rank == 0 else None,             world().share(lambda: "all"))  # fmt: skip
 
 
 def everything() -> tuple[Any, ...]:

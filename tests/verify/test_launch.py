@@ -147,9 +147,23 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def waits_for_the_first() -> None:
-    if world().rank == 0:
-        time.sleep(1.5)
-    world().share(None)
+    world().share(lambda: time.sleep(1.0))
+
+
+def computes_for_ever() -> None:
+    while world().rank == 0:
+        torch.ones(9).sum()
+
+
+def test_a_rank_that_has_its_turn_for_ever_is_named() -> None:
+    """The others have not come as far as to wait in a collective. No thread is left."""
+    before = threading.active_count()
+    with pytest.raises(
+        RankTimeoutError,
+        match=r"^rank 0 did not come to its next collective, where rank 1 waited 0\.3 s; rank 0 was at",
+    ):
+        run_ranks(computes_for_ever, 2, timeout=0.3)
+    assert threading.active_count() == before
 
 
 def test_a_wait_for_the_original_has_no_limit() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -93,6 +93,27 @@ class Structure:
             difference = ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should))
             self.configs.append(difference)
 
+    def _check_present(self, expected: Collection[str]) -> None:
+        """Whether exactly these files are there."""
+        self.missing += sorted(name for name in expected if not (self.shards.path / name).is_file())
+        self.extra += folder.extra_entries(self.shards, expected)
+
+    def _check_config(self, name: str, expected: Mapping[str, Any], path: FilePath) -> None:
+        """Compare the settings of a file with those that are expected."""
+        try:
+            has, should = dict(flat(read_config(path))), dict(flat(expected))
+        except CheckpointError:
+            if path.exists():
+                self.problems.append(f"{path}: is not a JSON object")
+            elif name not in self.missing:
+                self.missing.append(name)
+            return
+        self.configs += [
+            ConfigDifference(name, key, should.get(key), has.get(key))
+            for key in sorted(has.keys() | should.keys())
+            if has.get(key) != should.get(key)
+        ]
+
     def _check_side_files(self) -> None:
         """Compare side files (a tokenizer) byte for byte; config.json too, unless it differs as JSON already."""
         told = {difference.file for difference in self.configs}
@@ -115,7 +136,8 @@ class OwnStructure(Structure):
             self._check_names()
         self._check_side_files()
         if self.shards.stated is not None:
-            self._check_files()
+            expected = folder.expected_files(self.original, self.shards, plan).values()
+            self._check_present([name for names in expected for name in names])
             self._check_identity()
             self._check_documents()
             planned = with_sound_config(plan)
@@ -146,13 +168,6 @@ class OwnStructure(Structure):
                     f"{self.shards.path}: the axis '{axis}' is {said} by the headers, but {true} in the original"
                 )
 
-    def _check_files(self) -> None:
-        root = self.shards.path
-        expected = folder.expected_files(self.original, self.shards, self.arrangement.plan)
-        files = [name for names in expected.values() for name in names]
-        self.missing += sorted(name for name in files if not (root / name).is_file())
-        self.extra += folder.extra_entries(self.shards, files)
-
     def _check_documents(self) -> None:
         """Compare the manifest, and the headers and indexes of the ranks."""
         plan = self.arrangement.plan
@@ -166,36 +181,6 @@ class OwnStructure(Structure):
                     self._take(file, [change])
                 problem = folder.files_problem(self.shards, plan, rank, order)
                 self.problems += [problem] if problem else []
-
-    def _check_config(self, name: str, expected: Mapping[str, Any], path: FilePath) -> None:
-        found = config_differences(name, expected, path)
-        if found is not None:
-            self.configs += found
-        elif path.exists():
-            self.problems.append(f"{path}: is not a JSON object")
-        elif name not in self.missing:
-            self.missing.append(name)
-
-
-def config_differences(name: str, expected: Mapping[str, Any], path: FilePath) -> list[ConfigDifference] | None:
-    """The settings of a file that are not as expected; None if it has no JSON object."""
-    found = _read_json(path)
-    if found is None:
-        return None
-    has, should = dict(flat(found)), dict(flat(expected))
-    return [
-        ConfigDifference(name, key, should.get(key), has.get(key))
-        for key in sorted(has.keys() | should.keys())
-        if has.get(key) != should.get(key)
-    ]
-
-
-def _read_json(path: FilePath) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none."""
-    try:
-        return read_config(path)
-    except CheckpointError:
-        return None
 
 
 # -------------------------------------------------------------------------------------------- another program's format
@@ -223,9 +208,7 @@ class ProgramStructure(Structure):
             self._take(file, [change])
         path = self.shards.path / "config.json"
         if path.is_file():  # a program may leave it out
-            found = config_differences("config.json", self.original.read_config(), path)
-            self.configs += found if found is not None else ()
-            self.problems += [] if found is not None else [f"{path}: is not a JSON object"]
+            self._check_config("config.json", self.original.read_config(), path)
         self._check_side_files()
         if self.shards.manifest is None:
             self.not_compared += self._beside()
@@ -267,11 +250,8 @@ class ProgramStructure(Structure):
 
     def _check_files(self, documents: Iterable[str]) -> None:
         """The files, and in which of them the tensors of each rank stand."""
-        root = self.shards.path
         side = [*self.original.side_files]
-        expected = {*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())}
-        self.missing += sorted(name for name in expected if not (root / name).is_file())
-        self.extra += folder.extra_entries(self.shards, expected)
+        self._check_present({*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())})
         if self.missing or self.extra or self.problems:
             return
         for number in range(self._planned.ranks):

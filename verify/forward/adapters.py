@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, read_header
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
 from formats.notation.adapter_file import version_of
 from formats.notation.adapters import SETTINGS, settings_of
 from reshard.mesh.plan import Box, Plan
-from reshard.mesh.rank_config import rank_config
 from reshard.source.adapted import adapted
 from reshard.store.range_store import RangeStore
 from verify.bytes.reading import Files
-from verify.rules import with_sound_config
+from verify.forward.foreign import write_parts
 from verify.run_settings import BYTES_ALONE
 
 _CHUNK = 64 << 20
@@ -114,15 +113,8 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
     ``base`` has the tensors of the whole base model, ``plan`` is its plan on the mesh of the adapter's shards. Raises
     ReshardError where the two parts do not fit.
     """
-    own, files, boxes = folder / "base", Files(), plan.boxes(rank)
-    own.mkdir(parents=True)
-    (own / CONFIG).write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
-    names = [(name, kind.dtype, boxes[kind]) for name, kind, _ in plan.model.tensors if kind in boxes]
-    names.sort(key=lambda each: -DTYPE_BITS[each[1]])
-    with (own / MODEL).open("wb") as file:
-        file.write(build_header([(name, dtype, box.shape) for name, dtype, box in names], {"format": "pt"}))
-        for name, _, box in names:
-            file.write(_part(base[name], box, files).data)
+    files = Files()
+    own = write_parts(plan, rank, folder / "base", lambda name, box: _part(base[name], box, files))
     if not read_header(adapter / ADAPTER).tensors:
         return own  # a pipeline stage that it does not change
     try:

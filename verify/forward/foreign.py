@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
+from formats.files.checkpoint import CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.format_file import format_of
 from formats.torch_dtypes import TORCH_DTYPES
@@ -54,16 +55,26 @@ def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
     plan, arrangement = foreign.plan, arrangement_of(foreign.plan, format_of(foreign.format), foreign.chunks)
-    held, boxes, dropped = _Held(foreign, arrangement), plan.boxes(rank), arrangement.dropped
+    held, dropped = _Held(foreign, arrangement), arrangement.dropped
+    return write_parts(plan, rank, folder, lambda name, box: held.local(name, box, rank), dropped)
+
+
+def write_parts(
+    plan: Plan, rank: int, folder: Path, part: Callable[[str, Box], NDArray[Any]], dropped: Collection[str] = ()
+) -> Path:
+    """Write a folder with a rank's config.json and its tensors but ``dropped``, and return it; ``part`` is what a rank
+    has of a tensor.
+    """
+    boxes = plan.boxes(rank)
     stored = (tensor for tensor in plan.model.tensors if tensor.name not in dropped)
-    names = [(name, kind, boxes[kind]) for name, kind, _ in stored if kind in boxes]
-    names.sort(key=lambda each: -DTYPE_BITS[each[1].dtype])
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(build_header([(name, kind.dtype, box.shape) for name, kind, box in names], {"format": "pt"}))
+    names = [(name, kind.dtype, boxes[kind]) for name, kind, _ in stored if kind in boxes]
+    names.sort(key=lambda each: -DTYPE_BITS[each[1]])
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
+    with (folder / MODEL).open("wb") as file:
+        file.write(build_header([(name, dtype, box.shape) for name, dtype, box in names], {"format": "pt"}))
         for name, _, box in names:
-            file.write(held.local(name, box, rank).data)
+            file.write(part(name, box).data)
     return folder
 
 

@@ -54,10 +54,14 @@ def _run_once(job: Job, groups: Groups, references: MutableMapping[str, Referenc
     """What this rank found, and the largest ratio of all ranks."""
     started = time.monotonic()
     with temporary_folder("reshard-offload-") as offload:
-        original = reference_of(job, world().device, references) if world().rank == 0 else None
-        # The gradients are for rank 0 alone.
-        reference = world().share(dataclasses.replace(original, gradients={}) if original else None)
-        result = _run_shards(job, groups, offload, original, reference, started)
+        originals: list[Reference] = []
+
+        def run_original() -> Reference:
+            originals.append(reference_of(job, world().device, references))
+            return dataclasses.replace(originals[0], gradients={})  # these are for rank 0 alone
+
+        reference = world().share(run_original)
+        result = _run_shards(job, groups, offload, originals[0] if originals else None, reference, started)
     mine = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
     return result, max(world().gather(mine))
 

@@ -135,7 +135,16 @@ def _fill(model: Any, others: Sequence[nn.Module], dtype: torch.dtype, device: t
                 new[id(parameter)] = nn.Parameter(made, requires_grad=made.is_floating_point())
             parameters[name] = new[id(parameter)]
         for name, buffer in buffers.items():
-            buffers[name] = None if buffer is None else _random_buffer(buffer, device)
+            buffers[name] = (
+                None
+                if buffer is None
+                # values of its own (frequencies, masks), unless it is a weight without values
+                else (
+                    torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                    if buffer.is_meta
+                    else buffer.to(device)
+                )
+            )
 
 
 def _kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
@@ -157,8 +166,3 @@ def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.dev
         part = flat[begin : begin + size]
         part.copy_(numbers[: len(part)])
     return filled
-
-
-def _random_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A buffer has values of its own (frequencies, masks), unless it is a weight without values."""
-    return torch.zeros(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer.to(device)

@@ -58,7 +58,9 @@ def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[st
     found = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
     for kind in plan.model.kinds:
         entry = plan.laid[kind]
-        if not is_layered(plan.model, kind) or not _is_multiplied(entry) or 0 not in entry.layout.boxes:
+        if not is_layered(plan.model, kind) or 0 not in entry.layout.boxes or len(entry.layout.full) < 2:
+            continue
+        if re.search(r"norm|bias", entry.template.rpartition(".layers.")[2]):  # of experts or heads: not multiplied
             continue
         for each in kinds:
             if each.first in kind.layers:
@@ -67,11 +69,6 @@ def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[st
         found[each.part] += _of_attention(plan, each, workload)
         found[each.part] += Work(reduced=_messages(plan, each, workload))
     return _with_vocabulary(plan, found, workload)
-
-
-def _is_multiplied(entry: Entry) -> bool:
-    """Whether activations are multiplied by a tensor as by a matrix: not a bias or a norm, of experts or heads too."""
-    return len(entry.layout.full) > 1 and not re.search(r"norm|bias", entry.template.rpartition(".layers.")[2])
 
 
 def _passes(workload: Workload) -> int:

@@ -9,6 +9,7 @@ lock, and a hang is seen at once: all wait, and none can go on.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from formats.torch_internals import collective_of
 
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
+_GRACE = 2.0  # seconds for a rank to end that is told so
 _SLOW = "If that is only slow, allow a longer timeout."
 _rank = threading.local()
 
@@ -88,18 +90,16 @@ class Turns:
         self._everyone = tuple(range(len(devices)))
         self._go = [threading.Semaphore(0) for _ in devices]
         self._ready = deque(self._everyone)
-        self._places: dict[int, tuple[str, bool]] = {}  # of each rank that waits, where, and whether without a limit
+        self._places: dict[int, str] = {}  # where each rank is that waits
         self._running, self._since = 0, time.monotonic()
         self._is_over, self._all_ended = False, threading.Event()
         self.meetings: dict[tuple[int, ...], tuple[str, dict[int, Any]]] = {}
         self.messages: dict[tuple[int, int], deque[Any]] = {}
+        self.is_alone = False  # what runs has no limit
         self.failure: tuple[int, BaseException] | None = None
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
-        """Let each rank do the work; what each returned. Raises Over where ``failure`` has a rank, and why it failed.
-
-        If it ends otherwise (Ctrl-C, a rank that does not come), threads end when they come to their next collective.
-        """
+        """Let each rank do the work; what each returned. Raises Over where ``failure`` says which failed, and why."""
         results: list[Any] = [None] * len(self._everyone)
         intra_op = torch.get_num_threads()  # new threads would not have what was set here
 
@@ -114,8 +114,6 @@ class Turns:
                 # A backward stays in its rank's thread: what two ranks do on one GPU would wait for each other.
                 with being(group, self._listener), torch.autograd.set_multithreading_enabled(False):
                     results[rank] = work()
-            except Over:
-                pass
             except BaseException as error:
                 self._end(rank, error)
             finally:
@@ -128,12 +126,16 @@ class Turns:
         try:
             while not self._all_ended.wait(min(1.0, self._timeout / 10)):
                 rank, is_late = self._running, time.monotonic() - self._since > self._timeout
-                if is_late and not all(patient for _, patient in [*self._places.values()]):
+                if is_late and (self._ready or self._places) and not self.is_alone:
                     was = f"was at {_line(sys._current_frames().get(threads[rank].ident or 0))}"
                     self.failure = rank, self._hang([rank], f"waited {self._timeout:g} s", was, _SLOW)
                     raise Over
         finally:
             self._is_over = True
+            if not self._all_ended.is_set():  # Ctrl-C, or a rank that does not come: it ends where it is in Python
+                ident, over = ctypes.c_ulong(threads[self._running].ident or 0), ctypes.py_object(Over)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, over)
+                self._all_ended.wait(_GRACE)
         for thread in threads:
             thread.join()
         if self.failure is not None:
@@ -145,11 +147,11 @@ class Turns:
         if self._is_over:
             raise Over
 
-    def wait(self, rank: int, what: str, until: Callable[[], bool], *, patient: bool = False) -> None:
+    def wait(self, rank: int, what: str, until: Callable[[], bool]) -> None:
         """Let others run until something holds; who brings it about calls :meth:`wake`."""
         self.check()
         while not until():
-            self._places[rank] = f"{what} ({_line(sys._getframe())})", patient
+            self._places[rank] = f"{what} ({_line(sys._getframe())})"
             self._pass_on()
             self._go[rank].acquire()
             self.check()
@@ -179,10 +181,11 @@ class Turns:
             self.wake(other)
 
     def _hang(self, absent: Sequence[int], waited: str, instead: str, hint: str | None = None) -> RankTimeoutError:
-        places = {rank: place for rank, (place, _) in sorted(self._places.items())}
-        first, place = next(iter(places.items()))
+        places = dict(sorted(self._places.items()))
+        first, place = next(iter(places.items()), (0, "its next collective"))
         if absent:
-            message = f"{_named(absent)} did not come to {place}, where {_named(places)} {waited}"
+            others = places or [rank for rank in self._everyone if rank not in absent]
+            message = f"{_named(absent)} did not come to {place}, where {_named(others)} {waited}"
             return RankTimeoutError(f"{message}; rank {absent[0]} {instead}", hint, rank=absent[0])
         each = "; ".join(f"rank {rank} {place}" for rank, place in places.items())
         return RankTimeoutError(f"the ranks wait for each other in different collectives: {each}", rank=first)
@@ -238,16 +241,19 @@ class ThreadGroup:
         return [values[rank].to(x.device) for rank in range(self.size)]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, to be read only. Ranks wait without a limit."""
-        values = self._meet("gather", value, patient=True)
+        """Every rank's value, to be read only."""
+        values = self._meet("gather", value)
         return [values[rank] for rank in range(self.size)]
 
-    def share(self, value: Any) -> Any:
-        """The first rank's value, to be read only. Ranks wait without a limit."""
+    def share(self, make: Callable[[], Any]) -> Any:
+        """What the first rank makes, to be read only. Ranks wait without a limit."""
+        self._turns.is_alone = self.rank == 0
+        value = make() if self.rank == 0 else None
+        self._turns.is_alone = False
         return self.gather(value)[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """On the first rank, every rank's value, to be read only. Ranks wait without a limit."""
+        """On the first rank, every rank's value, to be read only."""
         return self.gather(value)
 
     def send(self, value: Any, to: int) -> None:
@@ -268,12 +274,7 @@ class ThreadGroup:
         return ThreadGroup(self._turns, ours, self._own, self.device) if self._own in ours else None
 
     def _meet(
-        self,
-        what: str,
-        value: Any,
-        at_last: Callable[[dict[int, Any]], None] = lambda _: None,
-        *,
-        patient: bool = False,
+        self, what: str, value: Any, at_last: Callable[[dict[int, Any]], None] = lambda _: None
     ) -> dict[int, Any]:
         """Every member's value, by rank, once all have come to the same; the last to come calls ``at_last`` with it."""
         known, values = self._turns.meetings.setdefault(self._members, (what, {}))
@@ -285,7 +286,7 @@ class ThreadGroup:
                 values[_ALL] = None
                 for member in self._members:
                     self._turns.wake(member)
-        self._turns.wait(self._own, what, lambda: known == what and _ALL in values, patient=patient)
+        self._turns.wait(self._own, what, lambda: _ALL in values)
         return values
 
 
@@ -332,9 +333,9 @@ class ProcessGroup:
         dist.all_gather_object(values, value, group=self._patient)
         return values
 
-    def share(self, value: Any) -> Any:
+    def share(self, make: Callable[[], Any]) -> Any:
         """As of threads."""
-        values = [value]
+        values = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(values, src=0, group=self._patient)
         return values[0]
 

@@ -52,7 +52,8 @@ def in_words(
     elif exact is not None:
         by = f" by the plan {plan.name}" if plan is not None else ""
         parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
-        parts += [f"{_capital(not_compared(exact.not_compared))}."] if exact.not_compared else []
+        text = not_compared(exact.not_compared)
+        parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
         if plan is not None and plan.differences != () and forward is None:
             parts.append("Whether that plan is right, the forward alone can tell.")
     if forward is not None:
@@ -131,10 +132,6 @@ def not_compared(names: Sequence[str]) -> str:
     """That there is no manifest by which these files could be compared."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{more}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _stored(found: Any) -> str:

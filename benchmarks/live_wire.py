@@ -49,8 +49,7 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     from reshard.live.fence import Fence
-    from reshard.live.message import Message, Step
-    from reshard.live.wire import Wire
+    from reshard.live.wire import Message, Step, Wire
 
     torch.set_num_threads(1)
     senders, receivers, bucket = options.senders, options.receivers, options.bucket << 20

@@ -1,10 +1,13 @@
-"""The one kind of error that reaches a user: what is wrong, where, and what to do about it."""
+"""Errors that end a command with one line and perhaps a hint, and refusals that name the setting at fault."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
 LONGEST_WORD = 300
 """Characters of a message without a space between them: a name or a path. Of what is longer the middle is left out."""
@@ -112,3 +115,76 @@ def _shortened(text: str, length: int) -> str:
     """Text of at most so many characters: of a longer one the beginning, and an end half as long."""
     tail = length // 3
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
+
+
+def said(name: str, value: object) -> str:
+    """A field of a request and its value, as a Python caller gives them."""
+    return name if value is None else f"{name}={value}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The field of a request that is not possible with this ``value`` (None: with any), and ``why``.
+
+    ``beside`` are the fields with which it is not possible, ``format`` the format. ``axes`` are those that stand in the
+    way, or ``tensor`` is the first that does. ``valid`` has the values that are possible, ``instead`` has other fields
+    with values that are, each a few that belong together. ``advice`` is what else to do.
+    """
+
+    name: str
+    value: object
+    why: str
+    beside: Mapping[str, object] = field(default_factory=dict)
+    format: str | None = None
+    axes: tuple[str, ...] = ()
+    tensor: str | None = None
+    valid: tuple[int, ...] = ()
+    instead: tuple[Mapping[str, object], ...] = ()
+    advice: str | None = None
+
+    def message(self, call: Callable[[str, object], str] = said) -> str:
+        """What is refused and why; ``call`` says how a field with a value is called."""
+        beside = " ".join(call(*each) for each in self.beside.items()) or (
+            self.format and f"the format '{self.format}'"
+        )
+        return f"{call(self.name, self.value)} is not possible{f' with {beside}' if beside else ''}: {self.why}"
+
+    def hint(self, call: Callable[[str, object], str] = said) -> str | None:
+        """What to do about it."""
+        ways = ", or ".join(" ".join(call(*each) for each in settings.items()) for settings in self.instead)
+        if self.valid:
+            ways = f"valid degrees: {', '.join(map(str, self.valid))}{', or ' if ways else ''}{ways}"
+        elif ways:
+            ways = f"give {ways}"
+        return "; ".join(filter(None, (ways, self.advice))) or None
+
+
+class SettingError(PlanError):
+    """A field of a request that is not possible; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message(), refusal.hint())
+        self.refusal = refusal
+
+    def __reduce__(self) -> tuple[type[SettingError], tuple[Refusal]]:
+        return SettingError, (self.refusal,)
+
+
+def refused(name: str, value: object, why: str, **more: Any) -> SettingError:
+    """The error of a ``Refusal``."""
+    return SettingError(Refusal(name, value, why, **more))
+
+
+def need(what: str, *packages: str) -> None:
+    """Raise PlanError unless the packages that ``what`` needs are installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise PlanError(f"{what} needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+
+
+def need_transformers(what: str, *beside: str) -> None:
+    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it.
+
+    ``beside`` are further packages that are needed with it.
+    """
+    need(what, "transformers", "accelerate", *beside)

@@ -9,8 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from formats.documents import Unfit, items, json_object, mapping, whole
-from formats.errors import brief
-from formats.refusals import refused
+from formats.errors import brief, refused
 
 MOST_RANKS = 100_000
 

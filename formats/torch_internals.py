@@ -1,17 +1,26 @@
-"""What is used of torch that it does not document: a new release that moves any of it breaks this file alone.
-
-Needs torch. ``tests/formats/test_internals.py`` names every symbol.
-"""
+"""What is used of torch that is not documented, with the versions that it was tried with; its dtypes by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""The dtypes of headers that torch has as one."""
+
 
 __all__ = [
     "PrefixStore",

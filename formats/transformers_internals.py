@@ -1,13 +1,23 @@
 """What is used of transformers that it does not document: a new release that moves any of it breaks this file alone.
 
 Needs transformers. ``tests/formats/test_internals.py`` names every symbol.
+
+A checkpoint's tensors and settings as transformers' own modules have them, by its own rules of conversion.
+
+Needs transformers.
 """
 
 from __future__ import annotations
 
+import copy
+import json
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import transformers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -56,3 +66,66 @@ def not_saved(model: object) -> tuple[str, ...]:
 def has_first_values(of: Any) -> None:
     """Say of a module or a tensor that it needs no first values."""
     of._is_hf_initialized = True
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that a checkpoint was saved from, or else the one for causal language models."""
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, str(name), None)
+        if found is not None:
+            return found
+    return transformers.AutoModelForCausalLM
+
+
+def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
+    """The class of the model itself, where ``cls`` is one of transformers' ``AutoModel`` classes."""
+    if not is_auto(cls):
+        return cls
+    return class_for(cls, transformers.AutoConfig.for_model(**settings_of(config)))
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json as ``AutoConfig.for_model`` takes them."""
+    kept = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
+    found: dict[str, Any] = json.loads(json.dumps(kept), object_hook=_special_float)
+    return found
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter or buffer: the shape it is given, and the tensors on disk that it is made of."""
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+
+
+def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placed]:
+    """What tensors on disk of these shapes become in a model, by transformers' own rules of conversion."""
+    known = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    collected: dict[str, Any] = {}
+    sources: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+        if target not in known:
+            continue
+        new = WeightRenaming(name, target) if pattern is None else copy.deepcopy(by_pattern[pattern])
+        entry = collected.setdefault(target, new)
+        entry.add_tensor(target, name, pattern or name, torch.empty(shapes[name], device="meta"))
+        sources[target].append(name)
+    placed: dict[str, Placed] = {}
+    for target, entry in collected.items():
+        for key, value in entry.convert(target, model=model, config=model.config).items():
+            tensor = value[0] if isinstance(value, list) else value
+            placed[key] = Placed(tuple(tensor.shape), tuple(sources[target]))
+    return placed

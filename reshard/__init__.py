@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from formats.errors import ReshardError
-    from formats.refusals import SettingError
+    from formats.errors import ReshardError, SettingError
     from reshard.api import diff, inspect, load, merge, patch, plan, split
     from reshard.live.meshes import Target
     from verify.api import profile, verify
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _PLACES = {
     **dict.fromkeys(("diff", "inspect", "load", "merge", "patch", "plan", "split"), "reshard.api"),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
-    "SettingError": "formats.refusals",
+    "SettingError": "formats.errors",
     "ReshardError": "formats.errors",
     "Target": "reshard.live.meshes",
 }

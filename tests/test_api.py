@@ -22,7 +22,7 @@ import reshard.live
 from reshard.cli.commands import COMMANDS
 from reshard.cli.options import worded
 from reshard.delta.differences import Diff
-from reshard.launcher import Share
+from reshard.system import Share
 from tests.marks import thorough
 from tests.store import checkpoint
 from tests.support import command, contents

@@ -25,8 +25,7 @@ import numpy as np
 import pytest
 
 from formats.files.safetensors import build_header, read_header
-from reshard.cli.demo import Compared, compare
-from reshard.cli.demo_model import CONFIG, write_model
+from reshard.cli.demo import CONFIG, Compared, compare, write_model
 from tests import support
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer

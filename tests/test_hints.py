@@ -9,8 +9,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from formats.hints import SYNONYMS
-from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format_file import format_names, names_to_write
+from formats.notation.format_file import adapter_format_names, format_names, names_to_write
 from reshard.cli.commands import COMMANDS, cli
 from tests.support import command, write_checkpoint
 

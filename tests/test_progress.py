@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from reshard.api import merge, split
-from reshard.cli import progress
-from reshard.cli.progress import Progress
-from reshard.launcher import Share
+from reshard.cli import printing as progress
+from reshard.cli.printing import Progress
 from reshard.move.jobs import Sizes
+from reshard.system import Share
 from reshard.writing import summary
 from reshard.writing.summary import State
 from tests.support import command, write_checkpoint

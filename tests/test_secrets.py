@@ -13,10 +13,9 @@ from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.errors import print_traceback
 from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
-from reshard.commands.plan import PlanRequest
-from reshard.commands.split import PatchRequest, SplitRequest
+from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest
 from reshard.live.process import Meeting
-from reshard.publishing.bucket_place import Bucket
+from reshard.publishing.upload import Bucket
 from reshard.source.access import Access
 from reshard.store.hub import _Request
 from tests.marks import thorough

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from formats.notation.architecture import CONFIG_DEFAULTS
-from reshard.source.required import REQUIRED
+from reshard.source.completeness import REQUIRED
 from tools import transformers_names, vllm_names
 from tools.required import LEVELS
 from tools.tables import MADE_WITH, text_of

@@ -24,11 +24,10 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
 from formats.notation.format_file import format_of
-from formats.transformers_modules import concrete_class, model_class, placements, settings_of
+from formats.transformers_internals import concrete_class, model_class, placements, settings_of
 from reshard.api import merge, split
 from reshard.mesh.degrees import valid_degrees
-from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source

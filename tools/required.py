@@ -28,8 +28,7 @@ from formats.errors import ReshardError
 from formats.notation.architecture_files import HEADS, find_architecture, language_model, read_document
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
-from reshard.source.completeness import Present
-from reshard.source.required import REQUIRED, is_within, modules_around, outermost
+from reshard.source.completeness import REQUIRED, Present, is_within, modules_around, outermost
 from tools.tables import text_of
 
 LEVELS = {"types": 3}

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError
+from formats.errors import CheckpointError, ReshardError, refused
 from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
-from formats.refusals import refused
 from formats.store import FilePath, local_folder
 from reshard.source.access import Access, find, open_any
 from reshard.source.source import Source

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture import Architecture, ModuleRule, Rule
-from formats.notation.architecture_document import module_document
+from formats.notation.architecture import Architecture, ModuleRule, Rule, module_document
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
-from reshard.mesh.plan import Entry, Plan, make_plan
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import Entry, Plan, make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.source import UNSPLIT

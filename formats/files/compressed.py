@@ -16,8 +16,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError
-from formats.extras import need
+from formats.errors import CheckpointError, need
 
 if TYPE_CHECKING:
     import zstandard

@@ -23,10 +23,24 @@ from formats.errors import CheckpointError
 from formats.files.checkpoint import METADATA
 from formats.files.checksum import Crc
 from formats.files.chunks import Chunk, check_tiling
-from formats.files.pickles import LARGEST_PICKLE, Global, Inert, Names, kind_of, read_pickle, shown, write_pickle
+from formats.files.pickles import (
+    DTYPES,
+    LARGEST_PICKLE,
+    TENSORS,
+    Global,
+    Inert,
+    Names,
+    Tensor,
+    are_sizes,
+    empty_dict,
+    kind_of,
+    read_pickle,
+    shown,
+    size_of,
+    write_pickle,
+)
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.torch_bin import open_archive, place_of
-from formats.files.torch_pickles import DTYPES, TENSORS, Tensor, are_sizes, empty_dict, size_of
 from formats.files.torch_zip import Archive, archive_of, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
 

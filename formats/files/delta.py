@@ -46,9 +46,8 @@ from formats.documents import (
 )
 from formats.documents import whole as integer
 from formats.errors import CheckpointError
-from formats.files.checkpoint import Checkpoint
+from formats.files.checkpoint import DELTA, Checkpoint
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
-from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
 from formats.store import FilePath, name_in
 

@@ -39,8 +39,8 @@ from formats.documents import (
 )  # fmt: skip
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import WeightFile, find_side_files, with_modelopt
+from formats.files.checksum import Stamp, read_stamp
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
-from formats.files.stamps import Stamp, read_stamp
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
 from formats.store import FilePath, by_name, like, name_in

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 from formats.documents import Reader, Unfit, items, json_object, mapping, number, optional, size, text, truth, whole
 from formats.errors import PlanError, brief
-from formats.notation.adapter_file import (
+from formats.notation.architecture import Architecture, architecture_from_document, to_document
+from formats.notation.axes import Dim, Shape, Summand
+from formats.notation.format_file import (
     AdapterFormat,
     Factor,
     adapter_format,
@@ -25,9 +27,6 @@ from formats.notation.adapter_file import (
     version_of,
     versions,
 )
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_document import architecture_from_document, to_document
-from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.module_names import (
     ModuleTensor,
     as_modules,

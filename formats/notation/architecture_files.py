@@ -17,8 +17,7 @@ from typing import Any
 
 from formats.errors import CheckpointError, PlanError, brief
 from formats.notation.adapters import SETTINGS, adapter_architecture
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_document import architecture_from_document, module_document, to_document
+from formats.notation.architecture import Architecture, architecture_from_document, module_document, to_document
 from formats.store import FilePath, read_file
 
 MAX_PLAN = 16 << 20

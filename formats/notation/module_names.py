@@ -17,8 +17,8 @@ from formats.notation.architecture import Architecture, Rule
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
+from formats.notation.format import Use
 from formats.notation.format_file import format_of
-from formats.notation.format_rules import Use
 
 
 @dataclass(frozen=True)

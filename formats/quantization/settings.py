@@ -1,4 +1,7 @@
-"""The settings of quantization in ``config.json``: where they lie, and what each of them should be."""
+"""The settings of quantization in ``config.json``: where they lie, and what each of them should be.
+
+Reads and replaces the block size in ``config.json``: how many elements of a weight share a scale.
+"""
 
 from __future__ import annotations
 
@@ -118,3 +121,19 @@ def method_of(settings: Mapping[str, Any]) -> str:
     producer = settings.get("producer")
     named = producer.get("name") if isinstance(producer, dict) else None
     return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()
+
+
+_KEY = "weight_block_size"
+
+
+def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None where the settings name no block size."""
+    block = quantization_settings(config).get(_KEY)
+    if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    return None
+
+
+def with_block_size(config: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]:
+    """The same config with another block size."""
+    return with_setting(config, _KEY, list(block))

@@ -13,9 +13,8 @@ from importlib import import_module
 
 import click
 
-from formats.errors import ReshardError
+from formats.errors import ReshardError, SettingError
 from formats.hints import nearest, with_hint
-from formats.refusals import SettingError
 from reshard import check_not_hidden
 from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option, worded
@@ -30,10 +29,10 @@ COMMANDS = {
     "split": ("reshard.cli.split:split_command", "Split a checkpoint, re-split it, or convert it."),
     "verify": ("reshard.cli.verify:verify_command", "Prove that shards are the same model as the original."),
     "diff": ("reshard.cli.diff:diff_command", "Show which tensors of two checkpoints differ."),
-    "patch": ("reshard.cli.patch:patch_command", "Put a delta, which diff wrote, on its base."),
+    "patch": ("reshard.cli.split:patch_command", "Put a delta, which diff wrote, on its base."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
     "live": ("reshard.cli.live:live_command", "Push weights between running processes: try it, check it."),
-    "merge": ("reshard.cli.merge:merge_command", "Merge ranks into one full checkpoint again."),
+    "merge": ("reshard.cli.split:merge_command", "Merge ranks into one full checkpoint again."),
 }
 """Name -> where the command is, and its line in ``reshard --help``; in the order in which one uses them."""
 

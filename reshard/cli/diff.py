@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
+    Command,
+    Group,
     NewFolder,
     Place,
     access_options,
     debug_option,
     json_option,
+    option,
     progress_option,
     quiet_option,
     report_option,
     request_of,
 )
-from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
-from reshard.cli.progress import Progress
-from reshard.cli.summary import without_numpys_threads
+from reshard.cli.printing import Progress, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import click
 
 from formats.errors import PlanError, ReshardError
 from formats.notation.format_file import HUGGING_FACE
-from reshard.cli.help import Command
 from reshard.cli.options import (
+    Command,
     Place,
     access_options,
     debug_option,
@@ -78,8 +78,8 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
 def _of_adapters() -> Iterator[Format]:
     """The formats of adapters, beside those of models."""
     from formats.files.checkpoint import ADAPTER
-    from formats.notation.adapter_file import adapter_format, adapter_format_names
     from formats.notation.format import Files, Format, Loading, Rules
+    from formats.notation.format_file import adapter_format, adapter_format_names
 
     for each in map(adapter_format, adapter_format_names()):
         yield Format(each.name, Loading(each.loaded_by, each.load), Files(ADAPTER), Rules())
@@ -87,8 +87,8 @@ def _of_adapters() -> Iterator[Format]:
 
 def _obstacle_of_adapter(source: Source, name: str, config: Path | None) -> ReshardError | None:
     """Why a source cannot be written in a format of adapters; None if it can."""
-    from formats.notation.adapter_file import adapter_format
     from formats.notation.adapters import SETTINGS
+    from formats.notation.format_file import adapter_format
     from reshard.source.converted import converted
 
     if SETTINGS not in source.model.config:
@@ -102,7 +102,7 @@ def _obstacle_of_adapter(source: Source, name: str, config: Path | None) -> Resh
 
 def _obstacle(source: Source, format: Format, config: Path | None) -> ReshardError | None:
     """Why a source cannot be written in a format; None if it can."""
-    from formats.notation.adapter_file import adapter_format_names
+    from formats.notation.format_file import adapter_format_names
 
     if format.name in adapter_format_names():
         return _obstacle_of_adapter(source, format.name, config)

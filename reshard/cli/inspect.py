@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.help import Command
-from reshard.cli.options import Place, debug_option, hub_options, json_option, request_of
+from reshard.cli.options import Command, Place, debug_option, hub_options, json_option, request_of
 from reshard.cli.printing import print_json, print_lines
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.help import Command, Group, option
-from reshard.cli.options import PATH, RANKS, Place, debug_option, json_option
+from reshard.cli.options import PATH, RANKS, Command, Group, Place, debug_option, json_option, option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
@@ -57,7 +56,7 @@ def live_command(what: str, source: str | None, receiver: str | None, python: Pa
 
 
 def _demo(as_json: bool) -> int:
-    from reshard.cli.demo_model import CONFIG, write_model
+    from reshard.cli.demo import CONFIG, write_model
     from reshard.live import demo
 
     sizes = {"hidden_size": 192, "intermediate_size": 528, "num_attention_heads": 6, "num_key_value_heads": 3}

@@ -12,8 +12,7 @@ import click
 
 from formats.errors import PlanError
 from formats.hints import nearest, with_hint
-from reshard.cli.help import Command
-from reshard.cli.options import Value, debug_option, json_option, model_types
+from reshard.cli.options import Command, Value, debug_option, json_option, model_types
 from reshard.cli.printing import print_json, print_lines, print_pairs
 from reshard.text import align, plural
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import CheckpointError, PlanError
-from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
     NUMBERS,
     PATH,
     RANKS,
+    Command,
+    Group,
     Place,
     Value,
     access_options,
@@ -26,6 +27,7 @@ from reshard.cli.options import (
     has_degree,
     json_option,
     named_in,
+    option,
     other_mesh_options,
     padding_options,
     report_option,
@@ -38,7 +40,7 @@ from reshard.text import align, human_bytes, plural, shape_text
 if TYPE_CHECKING:
     from formats.notation.architecture import Architecture
     from formats.notation.format import Format
-    from reshard.commands.plan import PlanRequest
+    from reshard.commands.split import PlanRequest
     from reshard.mesh.degrees import Attempt, Sweep
     from reshard.mesh.plan import Plan
     from reshard.mesh.totals import Row
@@ -90,7 +92,7 @@ def plan_command(
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
-    from reshard.commands.plan import PlanRequest, planned_format
+    from reshard.commands.split import PlanRequest, planned_format
     from reshard.placement.program_plan import plan_for
     from reshard.source.access import lines_of_any, open_any
     from reshard.store.selection import Weights
@@ -350,8 +352,8 @@ def _row_document(row: Row) -> dict[str, Any]:
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
     from formats.mesh import Mesh
-    from reshard.export.tp_plan import transformers_plan
     from reshard.mesh.degrees import check_degrees
+    from reshard.model.tp_plan import transformers_plan
 
     if tp is not None:
         check_degrees(model, Mesh((("tp", tp),)))

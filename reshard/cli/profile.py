@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
     NUMBERS,
+    Command,
+    Group,
     Place,
     Value,
     debug_option,
@@ -18,6 +19,7 @@ from reshard.cli.options import (
     dtype_option,
     hub_options,
     json_option,
+    option,
     plan_option,
     report_option,
     request_of,

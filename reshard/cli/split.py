@@ -1,14 +1,20 @@
-"""``reshard split``."""
+"""``reshard split``, ``merge`` and ``patch``: one engine carries them out, and one summary says what was done."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.cli.help import Command, Group, option
+from reshard.cli.errors import resumable, work_is_done
 from reshard.cli.options import (
     SIZE,
+    Command,
+    Group,
     NewFolder,
     Place,
     Value,
@@ -17,19 +23,82 @@ from reshard.cli.options import (
     format_option,
     has_degree,
     mesh_options,
+    option,
     padding_options,
     patch_option,
     rank,
     request_of,
     writing_options,
 )
-from reshard.cli.summary import carry_out, without_numpys_threads
+from reshard.cli.printing import Progress, print_json, print_lines, print_path
+
+if TYPE_CHECKING:
+    from reshard.writing.rewrite import WriteRequest
+    from reshard.writing.summary import Summary
+
+
+_Request = TypeVar("_Request", bound="WriteRequest")
+
+
+def without_numpys_threads() -> None:
+    """Have numpy start none for linear algebra: they are not used, and would spin beside the work."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def carry_out(
+    command: Callable[[_Request], Summary], request: _Request, progress: str, *, as_json: bool, quiet: bool
+) -> None:
+    """Split or merge, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
+    started = time.monotonic()
+    with (
+        resumable(),
+        Progress(command.__name__, how="none" if quiet or as_json else progress) as shown,
+    ):
+        summary = command(dataclasses.replace(request, progress=lambda state: shown(*state)))
+    seconds = time.monotonic() - started
+    with work_is_done():
+        print_summary(summary, str(request.source), seconds, as_json=as_json, quiet=quiet)
+
+
+def print_summary(summary: Summary, source: str, seconds: float, *, as_json: bool, quiet: bool) -> None:
+    """Print what was done: one paragraph, one JSON document, or the output's path alone."""
+    if as_json:
+        print_json(_document(summary, seconds))
+    elif quiet:
+        print_path(summary.out)
+    else:
+        print_lines(str(dataclasses.replace(summary, source=source)))  # as it was given
+
+
+def _document(summary: Summary, seconds: float) -> dict[str, Any]:
+    return {
+        "command": summary.command,
+        "dry_run": summary.dry_run,
+        "source": summary.source,
+        "out": str(summary.out),
+        "source_mesh": summary.source_mesh.to_document(),
+        "mesh": summary.mesh.to_document(),
+        "ranks": list(summary.ranks),
+        "part": [summary.part.index, summary.part.count] if summary.part else None,
+        "complete": summary.complete,
+        "tensors": summary.tensors,
+        "files": summary.files,
+        "bytes": summary.nbytes,
+        "bytes_written": summary.written,
+        "bytes_fetched": summary.fetched,
+        "requests_tried_again": summary.tried_again,
+        "seconds": round(seconds, 3),
+        "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
+        "note": summary.note,
+        "load": summary.load,
+        "left_behind": list(summary.left_behind),
+        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
+    }
 
 
 def _is_for_any_mesh(form: str) -> bool:
     """Whether a format's files are loaded on any mesh, so that none need be given."""
-    from formats.notation.adapter_file import adapter_format_names
-    from formats.notation.format_file import format_of
+    from formats.notation.format_file import adapter_format_names, format_of
 
     return form in {"huggingface", *adapter_format_names()} or format_of(form).container.chunks
 
@@ -77,8 +146,71 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
         raise click.UsageError("--rank auto goes without other ranks")
     without_numpys_threads()
     from reshard.commands.split import SplitRequest, split
-    from reshard.launcher import share_of_launcher
+    from reshard.system import share_of_launcher
 
     wanted = share_of_launcher() if None in ranks else ranks or None
     request = request_of(SplitRequest, given, ranks=wanted, quiet=quiet or as_json)
     carry_out(split, request, progress, as_json=as_json, quiet=quiet)
+
+
+@click.command(
+    "merge",
+    cls=Command,
+    examples={
+        "reshard merge out full": "the original files again, byte for byte",
+        "reshard merge served full-of-vllm": "the same from the files that vLLM loads",
+        "reshard merge s3://bucket/out full": "from a bucket, without a copy on the disk",
+    },
+)
+@click.argument("source", metavar="SHARDS", type=Place())
+@click.argument("out", type=NewFolder())
+@option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
+@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
+@writing_options
+def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
+    """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
+
+    SHARDS may have any format that 'reshard formats' lists. What was split from safetensors comes back file by file:
+    same names, same bytes, same sha256. Padding is removed, and copies of a tensor on several ranks are compared.
+
+    With --into, OUT is BASE with W + alpha / r * (B A) for each weight W that an adapter changes.
+
+    With --part, several processes share the files. The last of them makes OUT complete.
+    """
+    if into is not None:
+        given |= {"source": into, "adapter": given["source"]}
+    without_numpys_threads()
+    from reshard.commands.split import merge
+    from reshard.writing.rewrite import WriteRequest
+
+    carry_out(merge, request_of(WriteRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+
+
+@click.command(
+    "patch",
+    cls=Command,
+    examples={
+        "reshard patch model delta patched": "the files of the tuned model again, byte for byte",
+        "reshard patch model delta checked --dry-run": "check base and delta, and write nothing",
+        "reshard patch s3://bucket/base s3://bucket/delta patched": "from a bucket",
+    },
+)
+@click.argument("source", metavar="BASE", type=Place())
+@click.argument("delta", metavar="DELTA", type=Place())
+@click.argument("out", type=NewFolder())
+@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
+@writing_options
+def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
+    """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
+
+    BASE is a full checkpoint in safetensors. Each of its tensors must have the checksum that the delta states, before
+    anything is written. So deltas chain: the result is the base of the next one. DELTA may also be a folder of slime's
+    (weight_v000001), which has checksums of the result alone.
+
+    'reshard split BASE OUT --patch DELTA' writes B in any form, without a copy in between; 'reshard verify BASE OUT
+    --patch DELTA --exact-only' proves it.
+    """
+    without_numpys_threads()
+    from reshard.commands.split import PatchRequest, patch
+
+    carry_out(patch, request_of(PatchRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)

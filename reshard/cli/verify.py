@@ -16,9 +16,10 @@ import click
 from formats.errors import CheckpointError, ReshardError
 from formats.mesh import Mesh, mesh_of
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.help import Command, Group, option
 from reshard.cli.options import (
     FILE,
+    Command,
+    Group,
     Place,
     config_option,
     debug_option,
@@ -27,6 +28,7 @@ from reshard.cli.options import (
     dtype_option,
     hub_options,
     json_option,
+    option,
     patch_option,
     quiet_option,
     report_option,
@@ -34,8 +36,7 @@ from reshard.cli.options import (
     timeout_option,
     worded,
 )
-from reshard.cli.printing import print_json, print_lines, print_note, write_report
-from reshard.cli.progress import Progress, bars_are_wanted
+from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
 
 if TYPE_CHECKING:
     from verify.command import VerifyRequest

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
-from formats.errors import CheckpointError, MismatchError
-from formats.refusals import refused
+from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, Progress, differences, no_progress
 from reshard.delta.storing import write_delta
 from reshard.source.access import Access, find, open_found

@@ -1,19 +1,76 @@
-"""One rank of a checkpoint in memory."""
+"""One rank of a checkpoint in memory.
+
+One rank's tensors in memory, read straight from a checkpoint.
+"""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from formats.errors import CheckpointError
+from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import OWN
+from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Degrees
-from reshard.placement.arrangement import arrangement_of
+from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.mover import fill, room
+from reshard.move.moves import jobs_of
+from reshard.move.reading import Bytes, Reader
+from reshard.move.slabs import Region
+from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, open_any
+from reshard.source.source import Source
 
-if TYPE_CHECKING:
-    import torch
+
+def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
+    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
+    for name, (dtype, _) in tensors.items():
+        if dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
+    rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
+    memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
+    places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
+    reader = Reader()
+    try:
+        for job in jobs_of(source, target, places, compare=False):
+            place = job.target(rank)
+            _load(source, job, reader, memory[place.file][place.offset :])
+    finally:
+        reader.close()
+    return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in tensors.items()}
+
+
+def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if data.size == 0:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
+
+
+def _load(source: Source, job: Job, reader: Reader, data: Bytes) -> None:
+    """Read what a job brings into a tensor."""
+    for slab in job.transfer.slabs(Options().sizes.step):
+        if source.is_elsewhere:
+            reader.request((job.source(region.rank), region) for region in slab.reads)
+        blocks = [_memory(data, region) for region in slab.writes]
+        fill(job, slab, reader, blocks)
+        for region, block in zip(slab.writes, blocks, strict=True):
+            for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
+                data[offset : offset + length] = block.reshape(-1)[at : at + length]
+        if source.is_elsewhere:
+            reader.ahead.done()
+
+
+def _memory(data: Bytes, region: Region) -> Bytes:
+    """The memory of a region: of the tensor ``data``, if it lies there in one piece."""
+    if region.rows.outer:
+        return room(region.nbytes).reshape(region.shape)
+    begin = region.rows.offset + region.offset
+    return data[begin : begin + region.nbytes].reshape(region.shape)
 
 
 @dataclass(frozen=True)
@@ -30,7 +87,6 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     Returns CPU tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
-    from reshard.commands.rank_tensors import load_rank  # torch
 
     request.mesh.check_ranks([request.rank])
     opened = open_any(request.source, request)

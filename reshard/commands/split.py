@@ -1,27 +1,58 @@
-"""Splits a full checkpoint, re-splits and merges shards, and puts a delta on its base, in any format."""
+"""Splits a full checkpoint, re-splits and merges shards, and puts a delta on its base, in any format.
+
+What each rank of a mesh has of each tensor, from headers alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, PlanError, refused
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.mesh import Mesh
-from formats.notation.adapter_file import adapter_format_names
-from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
-from formats.refusals import refused
-from reshard.launcher import Share
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.access import open_any, open_converted
+from reshard.source.access import Access, open_any, open_converted
 from reshard.source.source import UNSPLIT, Source
+from reshard.store.selection import Weights
+from reshard.system import Share
 from reshard.writing.output import Output
 from reshard.writing.rewrite import WriteRequest, rewrite, start
 from reshard.writing.summary import Summary
+
+
+@dataclass(frozen=True)
+class PlanRequest(Access, Degrees):
+    """What ``plan`` takes. ``format`` is the name of another program's format to plan for."""
+
+    source: str | Path = field(repr=False)  # a URL may have a password
+    _: KW_ONLY
+    format: str | None = None
+
+
+def plan(request: PlanRequest) -> Plan:
+    """The plan of a checkpoint: each rank's part of each tensor. Reads headers only.
+
+    Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not possible.
+    """
+    format = planned_format(request)
+    return plan_for(open_any(request.source, request, Weights.HEADERS).model, format, request)
+
+
+def planned_format(request: PlanRequest) -> Format:
+    """The requested format. Raises PlanError if it cannot be planned for."""
+    format = format_to_write(request.format)
+    if format is HUGGING_FACE:
+        what = f"'{format.name}' is one full checkpoint: there are no ranks to plan for"
+        raise PlanError(what, "give the format of a program that loads ranks")
+    check_kept(request, format)
+    return format
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,9 @@
-"""Which tensors of two checkpoints differ, where and how much. Each byte is read once, and memory does not grow."""
+"""Which tensors of two checkpoints differ, where and how much. Each byte is read once, and memory does not grow.
+
+How far two elements are apart: as numbers, and in units of the dtype's last place. Pure.
+
+What differs, for people: the tensors of one kind over layers and experts in a row.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,103 @@ import contextlib
 import json
 import math
 import os
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
-from reshard.delta.numbers import Distance, codes_of, distance, has_numbers
+from formats.quantization.dequantizing import e4m3_values
 from reshard.delta.streams import Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
 from reshard.move.slabs import Rows
 from reshard.source.source import Source
 from reshard.store.threads import share
-from reshard.text import Result, align, human_bytes, plural
+from reshard.text import Result, align, human_bytes, plural, shape_text
+
+Codes = NDArray[Any]
+"""Elements as unsigned integers."""
+Numbers = NDArray[np.float64]
+
+
+def codes_of(content: NDArray[np.uint8], dtype: str) -> Codes:
+    """The elements of a piece of a tensor, or its bytes if these hold several."""
+    return content.view(f"<u{unit_of(dtype)}")
+
+
+_VALUES: Mapping[str, Callable[[Codes], NDArray[Any]]] = {
+    "F64": lambda codes: codes.view("<f8"),
+    "F32": lambda codes: codes.view("<f4"),
+    "F16": lambda codes: codes.view("<f2"),
+    "BF16": lambda codes: (codes.astype("<u4") << np.uint32(16)).view("<f4"),
+    "F8_E5M2": lambda codes: (codes.astype("<u2") << np.uint16(8)).view("<f2"),
+    "F8_E4M3": lambda codes: e4m3_values()[codes],
+}
+"""The dtypes of sign and magnitude: what their bits mean. Others (packed integers, scales) have no difference here."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What lies between changed elements and the elements that they were.
+
+    ``changed`` is their number, ``largest`` the largest difference, ``squares`` the sum of squares, ``ulps`` the
+    largest difference in units of the last place, counted over the numbers of the dtype; it leaves out elements that
+    cross zero, and is None without others. ``other`` elements are, before or after, infinite or NaN, and have no
+    difference. Without numbers only ``changed`` counts.
+    """
+
+    changed: int = 0
+    largest: float = 0.0
+    squares: float = 0.0
+    ulps: int | None = None
+    other: int = 0
+
+    def plus(self, more: Distance) -> Distance:
+        """The distance of both together."""
+        return replace(
+            self, changed=self.changed + more.changed, largest=max(self.largest, more.largest),
+            squares=self.squares + more.squares, ulps=largest_ulps(self.ulps, more.ulps), other=self.other + more.other,
+        )  # fmt: skip
+
+
+def has_numbers(dtype: str) -> bool:
+    """Whether elements of a dtype are compared as numbers."""
+    return dtype in _VALUES
+
+
+def distance(left: Codes, right: Codes, dtype: str) -> Distance:
+    """The distance of elements that differ."""
+    if not has_numbers(dtype):
+        return Distance(left.size)
+    with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
+        before, after = (_VALUES[dtype](codes).astype(np.float64) for codes in (left, right))
+    finite = np.isfinite(before) & np.isfinite(after)
+    if not finite.all():
+        before, after, left, right = before[finite], after[finite], left[finite], right[finite]
+    if not before.size:
+        return Distance(finite.size, other=finite.size)
+    with np.errstate(over="ignore"):
+        difference = np.abs(after - before)
+        difference = np.minimum(difference, np.finfo(np.float64).max)  # of two float64 of opposite signs
+        squares = min(float(np.dot(difference, difference)), float(np.finfo(np.float64).max))
+    magnitude = left.dtype.type((1 << (8 * left.itemsize - 1)) - 1)
+    has_crossed = np.sign(before) * np.sign(after) < 0
+    first, second = ((codes & magnitude)[~has_crossed] for codes in (left, right))
+    ulps = int((np.maximum(first, second) - np.minimum(first, second)).max()) if first.size else None
+    return Distance(finite.size, float(difference.max()), squares, ulps, finite.size - before.size)
+
+
+def largest_ulps(*ulps: int | None) -> int | None:
+    """The largest of those that are known."""
+    return max((each for each in ulps if each is not None), default=None)
+
 
 SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
 """What can be said of a tensor: the kinds of ``TensorDiff``."""
@@ -90,7 +174,6 @@ class Diff(Result):
 
     def to_text(self, width: int | None = None) -> str:
         """A table of the tensors that differ, and the answer."""
-        from reshard.delta.rows import HEAD, cells, rows_of
 
         rows = rows_of([tensor for tensor in self.tensors if tensor.kind != SAME])
         table = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
@@ -204,3 +287,85 @@ def _equal(left: Bytes, right: Bytes) -> bool:
     if not np.array_equal(left[:whole].view("<u8"), right[:whole].view("<u8")):
         return False
     return whole == left.size or bool((left[whole:] == right[whole:]).all())
+
+
+HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
+"""What the cells of a row are."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$")
+"""The number of a layer or an expert in a name."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors of one kind whose names differ in one number. ``name`` has all numbers: ``layers.{10..14}.mlp``."""
+
+    name: str
+    tensors: tuple[TensorDiff, ...]
+
+
+def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
+    """Tensors that differ, those of one name, kind, dtype and shape together."""
+    groups: dict[tuple[object, ...], list[TensorDiff]] = {}
+    for tensor in tensors:
+        shown = tuple(shape and len(shape) for shape in tensor.shapes)
+        groups.setdefault((NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, shown), []).append(tensor)
+    return [Row(_joint(str(key[0]), found), tuple(found)) for key, found in groups.items()]
+
+
+def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
+    """A name with the numbers of all in place of each of its own."""
+    numbers = zip(*(map(int, NUMBER.findall(tensor.name)) for tensor in tensors), strict=True)
+    parts = template.split("{}")
+    shown = ["", *map(_ranges, numbers)]
+    return "".join(text + part for text, part in zip(shown, parts, strict=True))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``{0..3,7}``; a number alone as it is."""
+    found = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
+    text = ",".join(found)
+    return text if text.isdigit() else f"{{{text}}}"
+
+
+def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """What ``HEAD`` names, as text; empty where there is nothing to say."""
+    return row.name, f"{len(row.tensors):,}", *_numbers(row.tensors)
+
+
+def _numbers(tensors: Sequence[TensorDiff]) -> tuple[str, str, str, str, str]:
+    first = tensors[0]
+    if first.kind != CHANGED:
+        sides = {DTYPE: first.dtypes, SHAPE: tuple(shape_text(shape or ()) for shape in first.shapes)}
+        shown = " -> ".join(map(str, sides[first.kind])) if first.kind in sides else ""
+        return f"{first.kind} {shown}".rstrip(), "", "", "", ""
+    elements, other = sum(t.elements for t in tensors), sum(t.other for t in tensors)
+    what = f"changed ({other:,} inf or NaN)" if other else "changed"
+    share = percent_text(share_of(tensors))
+    if first.largest is None:
+        return what, share, "", "", ""
+    rms = math.sqrt(sum((t.rms or 0.0) ** 2 * t.elements for t in tensors) / elements)
+    largest, ulps = max(t.largest or 0.0 for t in tensors), largest_ulps(*(t.ulps for t in tensors))
+    return what, share, f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"
+
+
+def share_of(tensors: Sequence[TensorDiff]) -> float:
+    """The share of the compared elements of these that differ."""
+    elements = sum(tensor.elements for tensor in tensors)
+    return sum(tensor.changed for tensor in tensors) / elements if elements else 0.0
+
+
+def percent_text(share: float) -> str:
+    """``3.1 %``; a share that is not zero is never shown as zero, nor one that is not all as all."""
+    if share == 1.0:
+        return "100 %"
+    return f"{share * 100:.2g} %" if share < 0.995 else "99.9 %" if share < 0.9995 else ">99.9 %"

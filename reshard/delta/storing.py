@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from formats.errors import CheckpointError
+from formats.files.checkpoint import DELTA
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.compressed import STEP, XOR, Adler32, compressor, need_zstd
 from formats.files.delta import (
@@ -33,12 +34,10 @@ from formats.files.delta import (
     stored_as,
     version_of,
 )
-from formats.files.foreign import DELTA
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from formats.notation.format_file import HUGGING_FACE
-from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, differences, no_progress
+from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, codes_of, differences, no_progress
 from reshard.delta.differences import SAME as UNCHANGED
-from reshard.delta.numbers import codes_of
 from reshard.delta.streams import PIECE, Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job

@@ -14,8 +14,8 @@ import numpy as np
 
 from formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
-from reshard.move.blocks import fill, room
 from reshard.move.jobs import Job, TargetFile, TargetPlace
+from reshard.move.mover import fill, room
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Rows, Slab

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from formats.errors import LiveError
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.live.routing import Part
 from reshard.live.sides import Side
 from reshard.live.views import Blocks, Tensors

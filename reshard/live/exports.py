@@ -8,9 +8,9 @@ from typing import Any
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
+from reshard.live.held import Cut, in_order
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import BUCKET, Routes, between
-from reshard.live.runs import Cut, in_order
 from reshard.live.sides import Side
 from reshard.model.model import Model
 from reshard.source.access import Access, open_any
@@ -66,7 +66,7 @@ def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
     """A rank's tensors without data."""
     import torch
 
-    from formats.torch_dtypes import TORCH_DTYPES
+    from formats.torch_internals import TORCH_DTYPES
 
     found: dict[str, list[Any]] = {}
     for name, dtype, shape in side.held(rank):

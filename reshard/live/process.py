@@ -20,17 +20,16 @@ from formats.documents import json_bytes, read_config
 from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.changes import Changes, Memory, word_of
 from reshard.live.fence import Fence
 from reshard.live.held import Held, from_document, to_document
 from reshard.live.meshes import TRAINERS, Target, target_of
-from reshard.live.message import Message, Step
 from reshard.live.routing import BUCKET, Part, Routes, between
 from reshard.live.sides import Live, bound
 from reshard.live.views import Blocks, Tensors
-from reshard.live.wire import Stats, Wire
+from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
 from reshard.store.selection import Weights

@@ -22,8 +22,7 @@ from formats.notation.axes import Run
 from reshard.live.meshes import TRAINERS, Target, arranged, held_on
 from reshard.live.sides import Live, Side, by_rules, live_side, whole
 from reshard.model.model import Model
-from reshard.move.elements import conversion
-from reshard.move.moves import check_atoms
+from reshard.move.moves import check_atoms, conversion
 from reshard.placement.arrangement import same_atoms
 from reshard.placement.pieces import Piece, Runs, Spread
 from reshard.placement.stored import Atom, Placed, blocks_of

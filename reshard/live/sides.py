@@ -27,8 +27,7 @@ from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
 from reshard.placement.program_plan import program_plan
-from reshard.placement.stacks import name_at, stack_of
-from reshard.placement.stored import Atom, Placed, Stored
+from reshard.placement.stored import Atom, Placed, Stored, name_at, stack_of
 from reshard.source.completeness import check_complete
 from reshard.source.opening_programs import inferred_sizes, inferred_tensors, padding_of
 from reshard.source.source import UNSPLIT

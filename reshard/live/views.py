@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.live.routing import Part
 from reshard.live.sides import Side
-from reshard.move.elements import conversion
+from reshard.move.moves import conversion
 from reshard.placement.stored import Stored
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]

@@ -102,7 +102,7 @@ def _answer(rank: int, said: str) -> Sequence[str]:
 def differences(source: str, config: Path, rank: int, meeting: str, question: Question) -> list[str]:
     """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
     from formats.files.safetensors import stated_dtype
-    from formats.torch_dtypes import TORCH_DTYPES
+    from formats.torch_internals import TORCH_DTYPES
     from reshard.live.witness import apart, compare, probed, recorded
 
     arrangement = arrangement_of(source, question)

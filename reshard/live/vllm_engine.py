@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 
 from formats.errors import LiveError, ReshardError
 from reshard.live import vllm_reload
-from reshard.live.receiver import Parameter, Receiver, by_all_names
+from reshard.live.vllm_reload import Parameter, Receiver, by_all_names
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement
 

@@ -7,6 +7,8 @@ point to point, in a group of its own: gloo, on GPUs NCCL (written, and not run)
 All ranks go through the messages in one order, that of (step, distance from sender to receiver): the first that has not
 arrived is the next of its sender and of its receiver, so that no sizes and no memory can make ranks wait in a circle.
 In steady state each receiver hears one sender at a time.
+
+What a rank sends and receives in one step of a push.
 """
 
 from __future__ import annotations
@@ -34,7 +36,26 @@ from formats.documents import json_bytes
 from formats.errors import PlanError, ReshardError
 from formats.torch_internals import PrefixStore, is_timeout
 from reshard.live.fence import Fence
-from reshard.live.message import Message, Step
+
+
+class Message(NamedTuple):
+    """Bytes for another rank, or from it.
+
+    ``peer`` is its number among all processes: those of the trainer first, then those of the receiver. ``work`` is
+    called with a one-dimensional tensor of ``nbytes`` bytes (``torch.uint8``): to fill it, or with what came.
+    """
+
+    peer: int
+    nbytes: int
+    work: Callable[[torch.Tensor], None]
+
+
+class Step(NamedTuple):
+    """A bucket: what a rank sends in it and receives in it, in this order."""
+
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+
 
 HEAD = 64
 """Bytes before a message: the words of ``_WORDS``, of 64 bits, and room up to a line of the cache."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from formats.errors import LiveError, PlanError
 from formats.notation.format_file import HUGGING_FACE
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
 from reshard.placement.stored import Placed, Stored, blocks_of

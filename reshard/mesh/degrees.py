@@ -10,15 +10,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from formats.errors import NotationError, PlanError
+from formats.errors import NotationError, PlanError, Refusal, SettingError, refused
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh
 from formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
-from formats.quantization.scale_blocks import block_size, with_block_size
-from formats.refusals import Refusal, SettingError, refused
+from formats.quantization.settings import block_size, with_block_size
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Model
-from reshard.model.shares import padded_sizes, padding_for, shares_of
+from reshard.model.model import FullTensor, Model, padded_sizes, padding_for, shares_of
 
 
 def refusal(

@@ -12,10 +12,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from formats.errors import refused
 from formats.mesh import Mesh
 from formats.notation.axes import Shape
 from formats.notation.expressions import Expression
-from formats.refusals import refused
 from reshard.model.model import BoundTensor, Kind, Model
 
 _HEADLESS = ("Model", "Classification", "QuestionAnswering")

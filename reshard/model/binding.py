@@ -19,8 +19,7 @@ from formats.notation.architecture import Architecture, Match, Rule
 from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from formats.quantization.methods import unknown_method
-from reshard.model.model import BoundTensor, FullTensor, Kind, Model
-from reshard.model.shares import padded_sizes, shares_of, sizes_of_parts
+from reshard.model.model import BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
 from reshard.model.sizes import AxisSizes
 
 

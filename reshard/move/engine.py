@@ -16,8 +16,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from formats.files.checksum import sum_part
-from reshard.move.crc import joined
-from reshard.move.jobs import Job, Options, TargetFile
+from reshard.move.jobs import Job, Options, TargetFile, joined
 from reshard.move.mover import Account, Mover
 from reshard.move.reading import Sums
 from reshard.move.workers import share

@@ -4,28 +4,280 @@ Source and target are arrangements of one model (``reshard.placement.arrangement
 atom goes from one to the other as it is, or with a named change: its elements in another dtype or by a function
 (``Change``), scales of scale blocks of another size (``Regrid``), a stated shape (``Restate``). Any other difference
 between the two sides is refused here.
+
+Changes of each element on its way: another dtype without loss, or the one function that some program stores.
+
+Changes to a tensor that is not moved as it is: only named changes are possible, others are refused.
+
+Scales of scale blocks of another size (``Regrid``), or a shape that a tensor states of its weight (``Restate``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from formats.errors import PlanError
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from formats.files.sharded import KEPT
+from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
+from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
-from reshard.move.changes import Regrid, Restate
-from reshard.move.elements import Change
 from reshard.move.jobs import Job, TargetPlace, place_in
-from reshard.move.slabs import Transfer, Way
+from reshard.move.slabs import Check, Copy, Region, Rows, Slab, Slices, Transfer, Way, rows_of
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks
-from reshard.placement.stored import Atom, Placed, blocks_of
+from reshard.placement.pieces import Blocks, Piece, Spread
+from reshard.placement.stored import Atom, Placed, Stated, blocks_of
 from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
+
+Block = NDArray[np.uint8]
+"""An array of bytes whose last dimension has the bytes of one element."""
+Edit = Callable[[Block], Block]
+"""What changes the elements of a block."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of each element, from ``before`` bytes to ``after``: by ``formats``' dtypes and a function's name."""
+
+    name: str
+    dtype: str
+    target: str
+    function: str | None
+
+    @property
+    def before(self) -> int:
+        """Bytes of an element before."""
+        return DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def after(self) -> int:
+        """Bytes of an element after."""
+        return DTYPE_BITS[self.target] // 8
+
+    def elements(self) -> Edit:
+        """What does it. Raises PlanError."""
+        return conversion(self.name, self.dtype, self.target, self.function)
+
+
+def _from_bf16(block: Block) -> NDArray[np.float32]:
+    bits = np.ascontiguousarray(block).view("<u2")[..., 0].astype("<u4") << 16
+    return bits.view("<f4")
+
+
+_AS_F32: Mapping[str, Callable[[Block], NDArray[np.float32]]] = {
+    "BF16": _from_bf16,
+    "F16": lambda block: np.ascontiguousarray(block).view("<f2")[..., 0].astype("<f4"),
+    "F32": lambda block: np.ascontiguousarray(block).view("<f4")[..., 0],
+}
+
+
+def _minus_exp(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """-exp(x), rounded once."""
+    return -np.exp(values.astype(np.float64)).astype("<f4")
+
+
+def _to_bf16(values: NDArray[np.float32]) -> Block:
+    return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(*values.shape, 2)
+
+
+_FROM_F32: Mapping[str, Callable[[NDArray[np.float32]], Block]] = {
+    "BF16": _to_bf16,
+    "F16": lambda values: values.astype("<f2").view(np.uint8).reshape(*values.shape, 2),
+}
+
+
+def _narrow(name: str, target: str, block: Block) -> Block:
+    """What was widened, as it was. Raises MismatchError if it was not."""
+    values = _AS_F32["F32"](block)
+    found = _FROM_F32[target](values)
+    if (_AS_F32[target](found).view("<u4") != values.view("<u4")).any():
+        raise MismatchError(f"tensor '{name}' is stored as F32 and has values that {target} cannot have", _CHANGED)
+    return found
+
+
+_CHANGED = "the original was of that type: these values were changed since"
+
+_FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
+    None: lambda values: values,
+    "-exp": _minus_exp,
+}
+
+
+def conversion(name: str, dtype: str, target: str, function: str | None) -> Edit:
+    """The change of a tensor's elements from one dtype to another, or by a function.
+
+    Raises PlanError for a change that is not known. The change raises MismatchError where it would lose something.
+    """
+    if dtype == "F32" and target in _FROM_F32 and function is None:
+        return partial(_narrow, name, target)
+    if target != "F32" or dtype not in _AS_F32 or function not in _FUNCTIONS:
+        raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
+    widen, apply = _AS_F32[dtype], _FUNCTIONS[function]
+
+    def change(block: Block) -> Block:
+        values = apply(widen(block))
+        return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
+
+    return change
+
+
+# ------------------------------------------------------------------------------------------------------- scale blocks
+
+Indices = NDArray[np.int64]
+
+
+class Regrid:
+    """The way of the scales of a quantized weight to smaller scale blocks, and back.
+
+    A scale for 128 rows means the same as two equal scales for 64 rows each. Where a rank's boundary would cut a scale
+    block, all scale blocks are made smaller, and each scale is repeated for every part (``--refine-blocks``). On the
+    way back, the repeated scales must be equal. These tensors are small, so a whole tensor is one slab.
+    """
+
+    def __init__(
+        self, source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
+    ) -> None:
+        """``source`` and ``target`` are spreads of the same scales; ``steps`` has the size of a scale block along each
+        dimension, before and after; ``item_bits`` is the size of a scale in bits.
+        """
+        self._item, self._steps = item_bits // 8, steps
+        sources = [(rank, piece) for rank, of in source.pieces.items() for piece in of]
+        targets = [(rank, piece) for rank, of in target.pieces.items() if rank in ranks for piece in of]
+        self._reads, self._writes = (tuple(self._region(*each) for each in of) for of in (sources, targets))
+        self._sources, self._targets = ([_indices(piece.runs) for _, piece in of] for of in (sources, targets))
+
+    @property
+    def written(self) -> tuple[Rows, ...]:
+        """The bytes that it writes of each piece of the target."""
+        return tuple(region.rows for region in self._writes)
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether what it reads and writes of each rank lies in one piece."""
+        return not any(region.rows.outer for region in (*self._reads, *self._writes))
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """One step for the whole tensor, whatever the budget."""
+        copies = [copy for number in range(len(self._targets)) for copy in self._copies(number)]
+        checks = [check for number in range(len(self._sources)) for check in self._checks(number)]
+        yield Slab(self._reads, self._writes, tuple(copies), tuple(checks), is_flat=False)
+
+    def _region(self, rank: int, piece: Piece) -> Region:
+        rows = rows_of(piece, range(len(piece.shape)), self._item * 8)
+        return Region(rank, 0, (*piece.shape, self._item), rows)
+
+    def _copies(self, target: int) -> Iterator[Copy]:
+        """Each scale of a target comes from the source's scale block at the same indices: the first, if several."""
+        held = self._targets[target]
+        firsts = [found * b // a for found, (a, b) in zip(held, self._steps, strict=True)]
+        for source, here, there in self._holders(firsts):
+            yield Copy(source, there, target, here)
+
+    def _checks(self, source: int) -> Iterator[Check]:
+        """Each scale of a source must equal the first scale of the target's larger scale block."""
+        held = self._sources[source]
+        firsts = [_first(found, here, there) for found, (here, there) in zip(held, self._steps, strict=True)]
+        for other, here, there in self._holders(firsts):
+            yield Check(source, here, other, there)
+
+    def _holders(self, wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
+        """The source's pieces that together have the wanted indices.
+
+        Each comes with the positions of its indices in ``wanted``, and their positions in the piece.
+        """
+        covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
+        for number, held in enumerate(self._sources):
+            places = [np.flatnonzero(np.isin(indices, mine)) for indices, mine in zip(wanted, held, strict=True)]
+            here = np.ix_(*places)
+            if covered[here].all():
+                continue
+            covered[here] = True
+            triples = zip(held, wanted, places, strict=True)
+            local = [np.searchsorted(mine, indices[at]) for mine, indices, at in triples]
+            yield number, here, np.ix_(*local)
+
+
+def _first(blocks: Indices, step: int, other: int) -> Indices:
+    """For each scale block of ``step`` indices, the first that begins in the same scale block of ``other`` indices."""
+    if other <= step:
+        return blocks
+    begins_in = blocks * step // other
+    return begins_in * other // step
+
+
+def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:
+    return [np.concatenate([np.arange(run.offset, run.end) for run in runs]) for runs in dims]
+
+
+# ------------------------------------------------------------------------------------------------------ stated shapes
+
+_WHOLE = (slice(None),)
+
+
+@dataclass(frozen=True, eq=False)
+class Restate:
+    """The way of a tensor whose values state the shape of a weight: each rank gets the shape that the weight has there.
+
+    The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``, which is
+    little, so all of it is one slab. It goes from the source ranks ``holders`` to the target ranks ``ranks``;
+    ``before`` and ``after`` have the shape that it states on a rank, ``places`` its place in a source rank's files.
+    """
+
+    name: str
+    dtype: str
+    nbytes: int
+    holders: Sequence[int]
+    before: Stated
+    after: Stated
+    places: Places
+    ranks: frozenset[int]
+
+    in_one_piece: ClassVar[bool] = True
+
+    @property
+    def written(self) -> tuple[Rows, ...]:
+        """The bytes of the tensor, on each target rank."""
+        return (Rows(0, (), self.nbytes),) * len(self.ranks)
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """One step for the whole tensor, whatever the budget."""
+        (first, *others), ranks = self.holders, sorted(self.ranks)
+        copies = [
+            Copy(0, _WHOLE, number, _WHOLE, self._edit(first, self.after(rank))) for number, rank in enumerate(ranks)
+        ]
+        checks = [
+            Check(number, _WHOLE, 0, _WHOLE, self._edit(rank, self.before(first)))
+            for number, rank in enumerate(others, 1)
+        ]
+        reads, writes = (
+            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in of)
+            for of in (self.holders, ranks)
+        )
+        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
+
+    def _edit(self, source: int, shape: Sequence[int]) -> Edit:
+        """Replaces the shape that a source rank must state by another; raises MismatchError if it states a third."""
+        before, place = self.before(source), self.places(source)
+        assert place is not None
+        path = place.file.path
+
+        def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            try:
+                new = restated(block.tobytes(), self.dtype, before, shape)
+            except CheckpointError as error:
+                raise MismatchError(f"{path}: tensor '{self.name}' {error.message}", error.hint) from None
+            return np.frombuffer(new, dtype=np.uint8)
+
+        return edit
+
 
 KEPT_RANK = -1
 """Stands for a rank: the file with the tensors that a program does not store."""

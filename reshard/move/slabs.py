@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reshard.move.elements import Change, Edit
+    from reshard.move.moves import Change, Edit
 
 STREAM_SLAB = 64 << 20
 """The budget in bytes of a slab that is moved piece by piece: it bounds work, not memory."""
@@ -112,7 +112,7 @@ class Region:
 
 
 Slices = tuple[Any, ...]
-"""An index into a numpy array: slices, or arrays of indices (for scales, see ``reshard.move.changes``)."""
+"""An index into a numpy array: slices, or arrays of indices (for scales, see ``reshard.move.moves``)."""
 
 
 @dataclass(frozen=True, slots=True)

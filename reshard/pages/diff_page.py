@@ -7,11 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from reshard.delta.differences import CHANGED, SAME, Diff, TensorDiff
-from reshard.delta.rows import HEAD, NUMBER, cells, percent_text, rows_of, share_of
-from reshard.pages.document import facts, html_page
-from reshard.pages.markup import Html, element, joined
-from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
+from reshard.delta.differences import (
+    CHANGED,
+    HEAD,
+    NUMBER,
+    SAME,
+    Diff,
+    TensorDiff,
+    cells,
+    percent_text,
+    rows_of,
+    share_of,
+)
+from reshard.pages.markup import (
+    CHARACTER,
+    TOP,
+    Frame,
+    Html,
+    both_widths,
+    element,
+    facts,
+    html_page,
+    joined,
+    rectangle,
+    text,
+)
 from reshard.text import human_bytes, plural
 
 MOST = 96

@@ -1,12 +1,24 @@
 """HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text.
 
 Names of tensors come from files that nobody has to trust.
+
+One HTML page that needs nothing else, written whole or not at all.
+
+What all plots of the pages are made of, as SVG: the frame, the lines of a grid, and marks that tell their numbers.
+
+A mark that is hovered or tapped shows its numbers at the top, without any script, so that a page may forbid them.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from formats.errors import printable
@@ -69,3 +81,146 @@ def ratio(value: Any) -> str:
     """A ratio as text: two decimals below 100, whole numbers below a million, else three digits and an exponent."""
     x = to_number(value)
     return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")
+
+
+def html_page(title: str, style: str, body: Html) -> str:
+    """The text of a page. ``style`` comes behind the rules that all pages share; nothing else may be loaded or run."""
+    style = (Path(__file__).parent / "base.css").read_text(encoding="utf-8") + style
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    head = element(
+        "head",
+        void("meta", charset="utf-8"),
+        void("meta", http_equiv="Content-Security-Policy", content=policy),
+        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        void("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", Html(style)),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Html:
+    """A list of names with what there is to say of each."""
+    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; a file that exists is replaced. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+WIDTHS = {"wide": 860, "narrow": 340}
+"""A plot is drawn twice, and the style sheet shows the one that fits: text keeps its size."""
+
+CHARACTER = 6.6
+"""The width of a character of a name or a number, at most."""
+_BOLD = 7.4
+TOP = 34
+"""The height of the place in which a mark's numbers are shown."""
+_TO_THE_GRID = 6  # from a label at the left to the line that it is of
+
+
+def margin_of(labels: Iterable[str], least: int) -> int:
+    """The margin at the left in which these labels of a grid have room."""
+    return max(least, *(math.ceil(len(label) * CHARACTER) + _TO_THE_GRID for label in labels))
+
+
+def both_widths(draw: Callable[[str, int], Html]) -> Html:
+    """The plot for wide pages and the one for narrow ones."""
+    return joined(*(draw(name, width) for name, width in WIDTHS.items()))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The size of a plot, and the margins at the sides of what is drawn; ``name`` is that of its width."""
+
+    name: str
+    width: int
+    height: float
+    left: int
+    right: int
+
+    @property
+    def middle(self) -> float:
+        """Where a title below the plot is centred."""
+        return (self.width + self.left) / 2
+
+    @property
+    def inner(self) -> int:
+        """The width of what is drawn."""
+        return self.width - self.left - self.right
+
+    def svg(self, content: Html, title: str, description: str | None = None) -> Html:
+        """The plot as one element."""
+        hint = element("text", "Hover or tap for numbers.", class_="label hint", x=6, y=14)
+        head = joined(element("title", title), element("desc", description) if description else None, hint)
+        label = f"{title}. {description}" if description else title
+        box = f"0 0 {self.width} {self.height:g}"
+        return element("svg", head, content, class_=self.name, viewBox=box, role="img", aria_label=label)
+
+    def across(self, y: float, kind: str = "grid") -> Html:
+        """A line from side to side."""
+        return line(kind, self.left, y, self.width - self.right, y)
+
+    def grid_line(self, y: float, label: str) -> Html:
+        """A line of the grid, with its label at the left."""
+        return joined(self.across(y), text(self.left - _TO_THE_GRID, y + 4, label, "label", "end"))
+
+    def limit(self, y: float, label: str) -> Html:
+        """A line that is not to be passed, with its label above it."""
+        return joined(self.across(y, "factor"), text(self.width - self.right - 2, y - 5, label, "factor-label", "end"))
+
+    def labels_below(self, labels: Iterable[tuple[float, str]], y: float) -> Iterator[tuple[float, Html]]:
+        """The labels for which there is room, each with its place."""
+        free = 0.0
+        for x, label in labels:
+            half = len(label) * CHARACTER / 2
+            if x - half >= free and x + half <= self.width:
+                free = x + half + 8
+                yield x, text(x, y, label, "label", "middle")
+
+    def hot(self, hit: Html, marks: Html, title: str, numbers: str) -> Html:
+        """Marks that show their numbers when ``hit`` is hovered or tapped."""
+        room, of_bold, name = int((self.width - 8) / CHARACTER), int((self.width - 8) / _BOLD), printable(title)
+        name = name if len(name) <= of_bold else f"…{name[len(name) - of_bold + 1 :]}"
+        shown = numbers if len(numbers) <= room else f"{numbers[: room - 1]}…"
+        tip = element(
+            "g",
+            element("rect", x=0, y=0, width=self.width, height=TOP),
+            element("text", name, class_="title", x=6, y=13),
+            element("text", shown, x=6, y=28),
+            class_="tip",
+        )
+        return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)
+
+
+def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Html:
+    """A line."""
+    return element("line", class_=kind, x1=rounded(x1), y1=rounded(y1), x2=rounded(x2), y2=rounded(y2))
+
+
+def rectangle(kind: str, x: float, y: float, width: float, height: float) -> Html:
+    """A rectangle; of no height, where ``height`` is negative."""
+    sizes = {"width": rounded(width), "height": rounded(max(height, 0))}
+    return element("rect", class_=kind, x=rounded(x), y=rounded(y), **sizes)
+
+
+def circle(kind: str, x: float, y: float, radius: float) -> Html:
+    """A circle."""
+    return element("circle", class_=kind, cx=rounded(x), cy=rounded(y), r=rounded(radius))
+
+
+def text(x: float, y: float, words: str, kind: str, anchor: str | None = None) -> Html:
+    """A text, which begins at ``x``, or ends or is centred there."""
+    return element("text", words, class_=kind, x=rounded(x), y=rounded(y), text_anchor=anchor)
+
+
+def rounded(x: float) -> str:
+    """A coordinate as it is written."""
+    return f"{x:.1f}".removesuffix(".0")

@@ -24,8 +24,7 @@ from reshard.mesh.totals import (
     totals_of,
 )
 from reshard.model.model import Kind
-from reshard.pages.document import facts, html_page
-from reshard.pages.markup import Html, element, joined
+from reshard.pages.markup import Html, element, facts, html_page, joined
 from reshard.text import human_bytes, plural
 
 LONGEST = 176

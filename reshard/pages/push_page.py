@@ -6,9 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 from reshard.live.routing import Routes
-from reshard.pages.document import facts, html_page
-from reshard.pages.markup import Html, element, joined
-from reshard.pages.plots import CHARACTER, TOP, Frame, both_widths, rectangle, text
+from reshard.pages.markup import (
+    CHARACTER,
+    TOP,
+    Frame,
+    Html,
+    both_widths,
+    element,
+    facts,
+    html_page,
+    joined,
+    rectangle,
+    text,
+)
 from reshard.text import human_bytes, human_time, plural
 
 MOST = 64

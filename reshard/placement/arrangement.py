@@ -19,12 +19,10 @@ from formats.files.safetensors import DTYPE_BITS, stated_dtype
 from formats.mesh import Mesh
 from formats.notation.architecture import is_index
 from formats.notation.axes import Dim, Run, Shape, Summand
-from formats.notation.format import Format
-from formats.notation.format_rules import Constant, LaterLayers
+from formats.notation.format import Constant, Format, LaterLayers
 from reshard.mesh.plan import Box, Layout, Plan, layout_of, owners_of
 from reshard.mesh.stages import layers_at
-from reshard.model.model import BoundTensor, Kind
-from reshard.model.shares import shares_of
+from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.portions import (
     Portion,

@@ -14,8 +14,7 @@ from formats.errors import CheckpointError, PlanError
 from formats.notation.architecture import Architecture
 from formats.notation.components import component_names
 from formats.notation.expressions import Expression
-from formats.notation.format import Format
-from formats.notation.format_rules import Line, Renaming
+from formats.notation.format import Format, Line, Renaming
 from reshard.model.sizes import AxisSizes, check_members
 
 

@@ -17,8 +17,7 @@ from formats.notation.architecture import Architecture, is_index
 from formats.notation.axes import Shape
 from formats.notation.components import Component, component_names, components, whole
 from formats.notation.expressions import Expression
-from formats.notation.format import Format
-from formats.notation.format_rules import Cut, Line, Use
+from formats.notation.format import Cut, Format, Line, Use
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 

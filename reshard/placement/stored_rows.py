@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
-from formats.notation.format_rules import Cut
-from formats.notation.patterns import Pattern
+from formats.notation.format import Cut, Pattern
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import Portion, template_of
 from reshard.placement.stored import Stored

@@ -39,10 +39,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.stamps import Stamp
+from formats.files.checksum import Stamp
 from reshard.publishing.existing import Existing, existing_in
-from reshard.publishing.journal import Finished, Journals
-from reshard.publishing.shares import LOCK, WHOLE, FileShare, is_locked
+from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Journals, is_locked
 from reshard.store.staging_names import (
     COMMON,
     PUBLISHED,

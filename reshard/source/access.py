@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats.errors import CheckpointError
-from formats.notation.adapter_file import adapter_format
 from formats.notation.adapters import SETTINGS
 from formats.notation.architecture import Architecture
+from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
 from reshard.source.opening import lines_of, open_source
 from reshard.source.source import Source

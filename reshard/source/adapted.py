@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, has_adapter, open_checkpoint
+from formats.files.checksum import check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import is_sharded
-from formats.files.stamps import check_unchanged, stamps_in, stamps_of
-from formats.notation.adapter_file import Factor
 from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.notation.format_file import Factor
 from formats.store import FilePath, StoredPath, location_of, name_in
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor

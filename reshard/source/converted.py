@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, has_adapter, open_adapter
+from formats.files.checksum import check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header
 from formats.files.sharded import is_sharded
-from formats.files.stamps import check_unchanged, stamps_in, stamps_of
-from formats.notation.adapter_file import AdapterFormat
 from formats.notation.adapters import (
     PREFIX,
     SETTINGS,
@@ -35,8 +34,9 @@ from formats.notation.adapters import (
 )
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture
+from formats.notation.format import Pattern
+from formats.notation.format_file import AdapterFormat
 from formats.notation.module_names import ModuleTensor, module_tensors
-from formats.notation.patterns import Pattern
 from formats.store import FilePath, StoredPath, location_of, name_in
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, NotationError, PlanError
 from formats.files.checkpoint import MODELOPT, Checkpoint, WeightFile, open_checkpoint
+from formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of, was_changed
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import is_sharded
-from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of, was_changed
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.axes import Shape

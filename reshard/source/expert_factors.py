@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER
 from formats.files.safetensors import TensorInfo
-from formats.notation.adapter_file import AdapterFormat
 from formats.notation.adapters import Form, Settings, Wrapped, expert_axes, parameters, stacks_elsewhere, wrapped
 from formats.notation.architecture import Architecture
+from formats.notation.format import Pattern
+from formats.notation.format_file import AdapterFormat
 from formats.notation.module_names import ModuleTensor, Part, module_tensors
-from formats.notation.patterns import Pattern
 from reshard.model.model import Model
 from reshard.source.low_rank import LINEAR, rows_of, shape_of
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
-from formats.files.checkpoint import open_adapter
+from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
 from formats.files.dcp import is_distributed, read_distributed
-from formats.files.foreign import DELTA, is_adapter, refuse_foreign
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -32,7 +31,7 @@ from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.store import FilePath, like
-from reshard.publishing.shares import parts_of
+from reshard.publishing.journal import parts_of
 from reshard.source.opening import Kind, Recognised, open_source, recognise
 from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
 from reshard.source.source import Source

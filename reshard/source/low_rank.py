@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
 from formats.files.safetensors import TensorInfo
-from formats.notation.adapter_file import Factor
 from formats.notation.adapters import (
     SETTINGS,
     Form,
@@ -32,8 +31,9 @@ from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape
 from formats.notation.components import indices_of
 from formats.notation.expressions import Expression
+from formats.notation.format import Pattern
+from formats.notation.format_file import Factor
 from formats.notation.module_names import ModuleTensor, Part
-from formats.notation.patterns import Pattern
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model
 

@@ -17,6 +17,7 @@ from formats.files.checkpoint import (
     open_adapter,
     open_checkpoint,
 )  # fmt: skip
+from formats.files.checksum import stamps_in
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -28,7 +29,6 @@ from formats.files.sharded import (
     plan_digest,
     read_manifest,
 )  # fmt: skip
-from formats.files.stamps import stamps_in
 from formats.notation.adapters import SETTINGS, settings_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture

@@ -36,10 +36,8 @@ from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import FEW, AxisSizes
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import Origins
-from reshard.placement.program_config import dtype_of, made_config, with_dtype
-from reshard.placement.program_plan import program_plan
-from reshard.placement.stacks import name_at, stack_of, unstacked
-from reshard.placement.stored import Chunks
+from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
+from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
 from reshard.source.completeness import check_complete
 from reshard.source.program_files import (
     Affix,

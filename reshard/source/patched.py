@@ -14,11 +14,10 @@ import numpy as np
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import Checkpoint, open_checkpoint
-from formats.files.checksum import PIECE, PartialSum, sum_part
+from formats.files.checksum import PIECE, PartialSum, Stamp, check_unchanged, stamps_in, stamps_of, sum_part
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
 from formats.files.delta import SAME, WHOLE, Delta, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, parse_header, unit_of
-from formats.files.stamps import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.store import FilePath, StoredPath, location_of
 from reshard.source.dequantized import local_file
 from reshard.source.opening import recognise

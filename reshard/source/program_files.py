@@ -24,9 +24,8 @@ from formats.files.dcp import Distributed, is_distributed, tensor_bytes
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
 from formats.mesh import Mesh, mesh_of
-from formats.notation.format import Format
+from formats.notation.format import Format, Pattern, numbered_names
 from formats.notation.format_file import all_formats
-from formats.notation.patterns import Pattern, numbered_names
 from formats.store import FilePath, like, name_in, open_file, read_file
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from formats.files.checkpoint import (
     Checkpoint,
     fingerprint,
 )
+from formats.files.checksum import Stamp, check_unchanged, stamps_of
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
@@ -26,14 +27,12 @@ from formats.files.sharded import (
     SourceRecord,
     plan_digest,
 )
-from formats.files.stamps import Stamp, check_unchanged, stamps_of
 from formats.mesh import Mesh
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_document import architecture_from_document, to_document
+from formats.notation.architecture import Architecture, architecture_from_document, to_document
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE
-from formats.quantization.scale_blocks import block_size
+from formats.quantization.settings import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
@@ -103,7 +102,7 @@ class Source:
     """A checkpoint to read from.
 
     ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
-    full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.changes``). ``names`` has all
+    full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.moves``). ``names`` has all
     tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
     by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
     """

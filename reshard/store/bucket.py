@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError, redacted
-from formats.files.foreign import is_usable, refuse_foreign
+from formats.files.checkpoint import is_usable, refuse_foreign
 from reshard.store.range_store import Content, RangeStore, make_once, with_headers
 from reshard.store.remote import StoredFile, ask, etag_of, explain, open_store
 from reshard.store.selection import Weights, left_out, modules, needed_to_plan, side_files, weight_files

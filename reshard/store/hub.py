@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.files.foreign import is_usable, refuse_foreign
+from formats.files.checkpoint import is_usable, refuse_foreign
 from formats.hub_cache import begun_bytes, cache_of
 from formats.store import FilePath, StoredPath
 from reshard.store.bucket import fetch_stored

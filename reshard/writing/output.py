@@ -34,18 +34,15 @@ from formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
-from formats.notation.format import Format
+from formats.notation.format import Format, Settings
 from formats.notation.format_file import HUGGING_FACE, OWN
-from formats.notation.format_rules import Settings
-from reshard.mesh.plan import Plan
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.move.moves import KEPT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.program_config import made_config, program_config
-from reshard.placement.stacks import stacked
-from reshard.placement.stored import Placed
+from reshard.placement.program_plan import made_config, program_config
+from reshard.placement.stored import Placed, stacked
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished
 from reshard.source.source import Source

@@ -19,28 +19,27 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import Part, PartialSum
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.hints import meaning, with_hint
-from reshard.launcher import Share
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import KEPT_RANK, jobs_of
 from reshard.move.reading import Reader, Sums, checksum_of
 from reshard.placement.stored import Placed, Stored
 from reshard.publishing.existing import check_place
-from reshard.publishing.journal import Finished, Read
-from reshard.publishing.shares import WHOLE, FileShare
+from reshard.publishing.journal import WHOLE, FileShare, Finished, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.access import Access
 from reshard.source.source import Source, SourceFile
 from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import tidy
+from reshard.system import Share
 from reshard.text import human_bytes, plural
 from reshard.version import __version__
 from reshard.writing.output import NewFile, Output
 from reshard.writing.summary import Progress, Spent, State, Summary, no_progress
 
 if TYPE_CHECKING:
-    from reshard.publishing.bucket_place import Bucket
+    from reshard.publishing.upload import Bucket
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
         raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))
     if out.startswith("http"):
         raise CheckpointError(f"{out} is on a web server, which takes no files", "give a bucket's URL")
-    from reshard.publishing.bucket_place import Bucket
+    from reshard.publishing.upload import Bucket
     from reshard.store.hub import assets_folder
 
     folder = assets_folder(cache_dir) / "reshard" / "uploads"

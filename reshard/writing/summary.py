@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.mesh import Mesh
-from reshard.launcher import Share
 from reshard.store.staging_names import staging_of
+from reshard.system import Share
 from reshard.text import Result, human_bytes, plural
 
 

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
-from reshard.delta.differences import Diff, TensorDiff
-from reshard.delta.numbers import distance
-from reshard.delta.rows import cells, rows_of
+from reshard.delta.differences import Diff, TensorDiff, cells, distance, rows_of
 from reshard.delta.streams import side_by_side
 from reshard.pages.diff_page import diff_page
 from tests.golden import source

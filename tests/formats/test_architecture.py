@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import PlanError
-from formats.notation.architecture_document import architecture_from_document, to_document
+from formats.notation.architecture import architecture_from_document, to_document
 from formats.notation.architecture_files import built_in_architectures, find_architecture, load_architecture, to_toml
 
 FILE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, PlanError
-from formats.files.foreign import foreign
+from formats.files.checkpoint import foreign
 from reshard.api import plan, split
 from reshard.source.inspect import inspect
 from tests.support import LLAMA, write_checkpoint, write_file

@@ -9,9 +9,8 @@ import pytest
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.format import Format
+from formats.notation.format import Cut, Format
 from formats.notation.format_file import read_format
-from formats.notation.format_rules import Cut
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
 RIGHT = [

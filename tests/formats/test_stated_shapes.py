@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
-from formats.quantization.stated_shapes import restated
+from formats.quantization.companions import restated
 
 lengths = st.integers(1, 10**6)
 pairs = st.tuples(lengths, lengths).flatmap(

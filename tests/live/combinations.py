@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from formats.errors import ReshardError
 from formats.notation.axes import Run
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.api import split
-from reshard.commands.rank_tensors import load_rank
+from reshard.commands.load import load_rank
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import Routes, between
 from reshard.live.sides import Live, bound

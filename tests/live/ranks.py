@@ -144,7 +144,7 @@ def _steps(rank: int, version: int, hook: Callable[[], None]) -> list[Any]:
     """Three steps, in each of which each trainer sends each receiver a large message and a small one."""
     import torch
 
-    from reshard.live.message import Message, Step
+    from reshard.live.wire import Message, Step
 
     def message(step: int, peer: int, nbytes: int) -> Message:
         trainer, receiver = sorted((rank, peer))

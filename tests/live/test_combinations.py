@@ -16,7 +16,7 @@ from formats.notation.axes import Run
 from reshard.live import exports
 from reshard.live.meshes import held_on, target_of
 from reshard.live.routing import between, spans_of
-from reshard.pages.plots import WIDTHS
+from reshard.pages.markup import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
 from reshard.text import human_bytes

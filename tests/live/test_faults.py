@@ -18,16 +18,15 @@ import pytest
 import torch
 
 from formats.errors import LiveError
-from reshard.cli.demo_model import CONFIG, write_model
-from reshard.commands.load import LoadRequest, load
-from reshard.commands.rank_tensors import load_rank
+from reshard.cli.demo import CONFIG, write_model
+from reshard.commands.load import LoadRequest, load, load_rank
 from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of
-from reshard.live.message import Message, Step
 from reshard.live.process import Pull, Push, Sizes, pull, push
 from reshard.live.routing import Routes
 from reshard.live.views import Tensors
+from reshard.live.wire import Message, Step
 from reshard.source.opening import open_source
 from reshard.system import stop_with_parent
 from tests.live.ranks import NAMES, Plot, Ranks, Told

@@ -88,7 +88,7 @@ def receiver(rank: int, folder: Path, case: Case, port: int) -> Any:
         found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
         wanted = whole(folder, case)
     else:
-        from reshard.commands.rank_tensors import load_rank
+        from reshard.commands.load import load_rank
         from reshard.live.meshes import arranged, target_of
         from reshard.source.opening import open_source
 

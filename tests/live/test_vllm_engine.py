@@ -19,7 +19,7 @@ import torch
 
 from formats.errors import LiveError, MismatchError
 from reshard.live import vllm, vllm_reload
-from reshard.live.receiver import Parameter, by_all_names
+from reshard.live.vllm_reload import Parameter, by_all_names
 from tests.live import layerwise
 
 SPLIT = Parameter(("a.weight",), (4, 3), torch.float32)

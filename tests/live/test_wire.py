@@ -15,8 +15,7 @@ import torch
 from formats.errors import LiveError, PlanError
 from reshard.live import wire as wire_module
 from reshard.live.fence import Fence
-from reshard.live.message import Message, Step
-from reshard.live.wire import Stats, Wire
+from reshard.live.wire import Message, Stats, Step, Wire
 from tests.live.ranks import JOIN, NAMES, TIMEOUT, Plot, Ranks
 from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from formats.documents import json_bytes
 from formats.files.safetensors import TensorInfo, read_header
 from reshard.api import split
-from reshard.placement.program_config import dtype_of, with_dtype
+from reshard.placement.program_plan import dtype_of, with_dtype
 from tests import store
 from tests.support import command
 

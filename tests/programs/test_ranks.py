@@ -9,8 +9,8 @@ import pytest
 
 from formats.errors import CheckpointError, PlanError
 from reshard.api import merge, split
-from reshard.launcher import Share
 from reshard.store.staging_names import staging_of
+from reshard.system import Share
 from tests.programs.oracles import checkpoint
 from tests.support import command, contents, result_of
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import read_header
-from formats.notation.adapter_file import adapter_format_names
+from formats.notation.format_file import adapter_format_names
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
 from tests import store

@@ -14,10 +14,10 @@ from benchmarks.models import MODELS, bound_model, published_tensors, read_confi
 from formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.api import merge, plan, split
 from reshard.cli.commands import main
-from reshard.launcher import Share
 from reshard.source.completeness import missing
 from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
+from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
 from tests.reshard.test_remote import saved

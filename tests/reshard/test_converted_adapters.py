@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from formats.errors import ReshardError
-from formats.notation.adapter_file import Factor, adapter_format, adapter_format_names
-from formats.refusals import SettingError
+from formats.errors import ReshardError, SettingError
+from formats.notation.format_file import Factor, adapter_format, adapter_format_names
 from reshard.api import merge, split
 from reshard.source.adapted import by_expert
 from tests import peft_adapters, store, zoo

@@ -13,9 +13,8 @@ import pytest
 
 from formats.files.checksum import Crc
 from reshard.api import split
-from reshard.move import crc as crcs
-from reshard.move.crc import SMALLEST, Run, add_run, joined, parts_within
-from reshard.move.jobs import Sizes
+from reshard.move import jobs as crcs
+from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, joined, parts_within
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
 

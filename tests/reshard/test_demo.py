@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from formats.files.safetensors import read_header
-from reshard.cli.demo_model import write_model
+from reshard.cli.demo import write_model
 
 
 def in_integers(count: int, draws: Iterator[int], bias: int) -> bytes:

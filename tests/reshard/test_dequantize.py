@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from formats.documents import json_bytes
 from formats.errors import MismatchError, ReshardError
+from formats.files.checksum import read_stamp
 from formats.files.safetensors import build_header, read_header
-from formats.files.stamps import read_stamp
 from formats.notation.architecture_files import find_architecture
 from formats.quantization.dequantizing import Grid, dequantize, scaled_weights, scales_from
 from formats.quantization.dequantizing import Stored as Weight

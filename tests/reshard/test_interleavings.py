@@ -17,8 +17,7 @@ import pytest
 
 from formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished
-from reshard.publishing.shares import LOCK, WHOLE, FileShare
+from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import PUBLISHED, STATE, tidy
 from tests.marks import thorough

@@ -14,8 +14,7 @@ from formats.errors import PlanError
 from formats.mesh import mesh_of
 from formats.notation.architecture_files import built_in_architectures, find_architecture, language_model
 from reshard.api import merge, split
-from reshard.mesh.plan import make_plan
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.completeness import missing

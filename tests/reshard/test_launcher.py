@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import PlanError
-from reshard.launcher import Share, share_of_launcher
+from reshard.system import Share, share_of_launcher
 from tests.marks import thorough
 from tests.support import LLAMA, command, contents, write_checkpoint
 

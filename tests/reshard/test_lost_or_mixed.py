@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, MismatchError
+from formats.files.checksum import Stamp, stamp_of
 from formats.files.safetensors import read_header
-from formats.files.stamps import Stamp, stamp_of
 from reshard.api import load, merge, split
 from reshard.publishing.staging import Staging
 from reshard.source.inspect import inspect
@@ -427,15 +427,15 @@ def test_shards_changed_while_they_are_merged(tmp_path, monkeypatch):
 
 def test_a_source_changed_while_it_is_loaded(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source")
-    import reshard.commands.rank_tensors
+    import reshard.commands.load
 
-    real = reshard.commands.rank_tensors.load_rank
+    real = reshard.commands.load.load_rank
 
     def load_rank(*arguments):
         (source / "model.safetensors").touch()
         return real(*arguments)
 
-    monkeypatch.setattr(reshard.commands.rank_tensors, "load_rank", load_rank)
+    monkeypatch.setattr(reshard.commands.load, "load_rank", load_rank)
     with pytest.raises(MismatchError, match="was changed while it was read"):
         load(source, tp=2, rank=1)
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.safetensors import read_header
 from reshard.api import merge, split
-from reshard.launcher import Share
 from reshard.publishing import staging as output
-from reshard.publishing.shares import FileShare
+from reshard.publishing.journal import FileShare
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.store.staging_names import STATE, staging_of
+from reshard.system import Share
 from reshard.writing import rewrite
 from tests import store
 from tests.forked import Forked

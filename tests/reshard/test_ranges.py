@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
 from reshard.publishing import upload as uploads
-from reshard.publishing.bucket_place import Bucket
+from reshard.publishing.upload import Bucket
 from reshard.store.remote import HubFile, StoredFile, joined, open_store
 from reshard.store.staging_names import PUBLISHED, staging_of
 from tests.marks import thorough

@@ -15,15 +15,14 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
-from reshard.launcher import Share
-from reshard.publishing.bucket_place import Bucket
-from reshard.publishing.shares import WHOLE, FileShare
+from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
-from reshard.publishing.upload import Uploading
+from reshard.publishing.upload import Bucket, Uploading
 from reshard.source.access import Access, open_any
 from reshard.store import retries
 from reshard.store.remote import Read, StoredFile
 from reshard.store.staging_names import PUBLISHED, UNFINISHED
+from reshard.system import Share
 from reshard.writing.rewrite import place_of
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status

@@ -17,9 +17,8 @@ from formats.notation.architecture_files import _built_in, built_in_architecture
 from reshard.cli.commands import main
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
-from reshard.source.completeness import missing
+from reshard.source.completeness import REQUIRED, KnownLines, known_lines, missing
 from reshard.source.opening import open_source
-from reshard.source.required import REQUIRED, KnownLines, known_lines
 from tests import zoo
 from tests.support import LLAMA, Tensor, llama_tensors, write_file
 from tools.required import as_read, saved, table_of, written

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.architecture_document import architecture_from_document
+from formats.notation.architecture import architecture_from_document
 from formats.notation.axes import parse
 from reshard.mesh.plan import Box, Layout, make_plan
 from reshard.model.binding import bind

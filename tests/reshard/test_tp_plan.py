@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from formats.errors import PlanError
-from reshard.export.tp_plan import TransformersPlan, transformers_plan
+from reshard.model.tp_plan import TransformersPlan, transformers_plan
 from reshard.source.access import Access, open_any
 from reshard.store.selection import Weights
 from tests.marks import of_ranks, thorough
@@ -45,7 +45,7 @@ def logits(model: Any) -> torch.Tensor:
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 
-    from formats.transformers_modules import model_class
+    from formats.transformers_internals import model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -17,8 +17,7 @@ from formats.files.safetensors import read_header
 from formats.mesh import Mesh
 from reshard.api import load, merge, plan, split
 from reshard.mesh.degrees import refusal, sweep, unevenly, valid_degrees
-from reshard.mesh.plan import make_plan
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import make_plan, rank_config
 from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of, uneven_lines
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from reshard.api import split
-from reshard.launcher import Share
 from reshard.store.staging_names import PUBLISHED
+from reshard.system import Share
 from tests import store as made
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer

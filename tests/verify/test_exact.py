@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import build_header, parse_header, read_header
 from formats.mesh import Mesh
-from formats.notation.architecture_document import architecture_from_document
+from formats.notation.architecture import architecture_from_document
 from formats.notation.axes import Run
 from formats.notation.format_file import OWN
 from reshard.api import merge, split

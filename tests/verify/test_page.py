@@ -18,8 +18,7 @@ import torch
 
 from formats.errors import printable
 from reshard.api import split
-from reshard.pages.document import write_page
-from reshard.pages.markup import number, ratio
+from reshard.pages.markup import number, ratio, write_page
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command

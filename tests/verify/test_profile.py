@@ -24,7 +24,7 @@ from formats.errors import CheckpointError
 from formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
-from reshard.pages.plots import CHARACTER, TOP
+from reshard.pages.markup import CHARACTER, TOP
 from tests import store, zoo
 from tests.marks import thorough
 from tests.support import LLAMA, command

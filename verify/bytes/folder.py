@@ -36,7 +36,7 @@ from formats.notation.format import Format
 from formats.store import FilePath, by_name, is_in, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Kind, in_order
-from reshard.placement.program_config import program_config
+from reshard.placement.program_plan import program_config
 from reshard.source.program_files import program_files
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import PUBLISHED, STATE

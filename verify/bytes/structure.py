@@ -13,7 +13,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.safetensors import DTYPE_BITS
 from formats.files.sharded import KEPT, MANIFEST
 from formats.store import FilePath, name_in
-from reshard.mesh.rank_config import rank_config
+from reshard.mesh.plan import rank_config
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Stored

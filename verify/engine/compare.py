@@ -28,11 +28,9 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError
-from formats.extras import need_transformers
+from formats.errors import CheckpointError, ReshardError, need_transformers, refused
 from formats.mesh import Mesh
 from formats.notation.format import Format
-from formats.refusals import refused
 from formats.store import local_folder
 from reshard.mesh.stages import with_stages
 from reshard.model.model import Model

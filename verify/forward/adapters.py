@@ -23,8 +23,8 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
-from formats.notation.adapter_file import version_of
 from formats.notation.adapters import SETTINGS, settings_of
+from formats.notation.format_file import version_of
 from reshard.mesh.plan import Box, Plan
 from reshard.source.adapted import adapted
 from reshard.store.range_store import RangeStore

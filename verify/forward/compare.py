@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError
-from formats.extras import need_transformers
+from formats.errors import CheckpointError, ReshardError, need_transformers, refused
 from formats.notation.adapters import SETTINGS
-from formats.refusals import refused
 from formats.store import FilePath, local_folder
-from formats.torch_dtypes import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
-from reshard.model.shares import padding_for
+from reshard.model.model import padding_for
 from reshard.source.source import UNSPLIT, Source
 from reshard.text import plural
 from verify.forward.foreign import Foreign

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from formats.errors import ReshardError
-from formats.refusals import SettingError
+from formats.errors import ReshardError, SettingError
 from formats.torch_internals import PrefixStore
 
 _POLL = 0.1  # seconds between two looks at what other ranks have said

@@ -23,9 +23,8 @@ from formats.errors import CheckpointError
 from formats.files.checkpoint import CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from formats.notation.format_file import format_of
-from formats.torch_dtypes import TORCH_DTYPES
-from reshard.mesh.plan import Box, Plan
-from reshard.mesh.rank_config import rank_config
+from formats.torch_internals import TORCH_DTYPES
+from reshard.mesh.plan import Box, Plan, rank_config
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks, Placed
 from verify.bytes.atoms import Block, Parts, strided

@@ -21,8 +21,8 @@ from transformers.modeling_utils import local_torch_dtype
 
 from formats.errors import CheckpointError
 from formats.torch_internals import own_buffers, own_parameters
-from formats.transformers_modules import concrete_class, model_class, placements, settings_of
-from reshard.mesh.rank_config import rank_config, with_sizes_of_whole
+from formats.transformers_internals import concrete_class, model_class, placements, settings_of
+from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
 from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups

@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from reshard.pages.markup import Html, element, joined
-from reshard.pages.plots import (
+from reshard.pages.markup import (
     CHARACTER,
     TOP,
     WIDTHS,
     Frame,
+    Html,
     both_widths,
     circle,
+    element,
+    joined,
     line,
     margin_of,
     rectangle,

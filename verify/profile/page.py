@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.pages.document import html_page
-from reshard.pages.markup import Html, element, joined
+from reshard.pages.markup import Html, element, html_page, joined
 from reshard.text import human_bytes, human_time
 from verify.profile.charts import Axes, Bar, Line, Point, bar_chart, line_chart
 from verify.profile.words import error_text, human_count, human_rate

@@ -10,11 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from formats.errors import ReshardError, redacted
-from formats.extras import need_transformers
+from formats.errors import ReshardError, SettingError, need_transformers, redacted, refused
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
-from formats.refusals import SettingError, refused
 from formats.store import FilePath
 from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan

@@ -15,13 +15,18 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError
+from formats.errors import CheckpointError, ReshardError, refused
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.settings import without_quantization
-from formats.refusals import refused
 from formats.store import FilePath
-from formats.transformers_internals import not_saved, revert_weight_conversion, tied_weights
-from formats.transformers_modules import concrete_class, model_class, settings_of
+from formats.transformers_internals import (
+    concrete_class,
+    model_class,
+    not_saved,
+    revert_weight_conversion,
+    settings_of,
+    tied_weights,
+)
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes, check_members

@@ -23,7 +23,7 @@ from formats.errors import CheckpointError, ReshardError
 from formats.quantization.companions import is_of_activations
 from formats.quantization.methods import scheme_of
 from formats.quantization.settings import quantization_settings
-from formats.transformers_modules import model_class, placements
+from formats.transformers_internals import model_class, placements
 from reshard.mesh.plan import Plan
 from verify.rank.group import machine_fault
 from verify.rank.layers import Part

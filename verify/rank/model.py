@@ -18,9 +18,15 @@ from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
 from formats.torch_internals import has_buffers_of_its_own, own_buffers, own_parameters
-from formats.transformers_internals import has_first_values, tied_weights
-from formats.transformers_modules import concrete_class, model_class, placements, settings_of
-from reshard.mesh.rank_config import with_sizes_of_whole
+from formats.transformers_internals import (
+    concrete_class,
+    has_first_values,
+    model_class,
+    placements,
+    settings_of,
+    tied_weights,
+)
+from reshard.mesh.plan import with_sizes_of_whole
 from verify.rank.collectives import Groups
 from verify.rank.loading import Loaded, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable

@@ -33,8 +33,7 @@ from torch import nn
 
 from formats.errors import PlanError
 from formats.torch_internals import own_buffers, own_parameters
-from formats.transformers_internals import tied_weights
-from formats.transformers_modules import placements
+from formats.transformers_internals import placements, tied_weights
 from reshard.mesh.plan import Layout
 from verify.rank.collectives import Groups
 from verify.rank.layers import (

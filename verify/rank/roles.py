@@ -13,7 +13,7 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Share
 from reshard.mesh.plan import Entry, Plan
-from reshard.model.shares import shares_of
+from reshard.model.model import shares_of
 
 
 @dataclass(frozen=True)

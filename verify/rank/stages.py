@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from formats.errors import ReshardError
 from formats.torch_internals import own_buffers, own_parameters, tree_flatten, tree_map
-from formats.transformers_internals import has_first_values, tied_weights
-from formats.transformers_modules import placements
+from formats.transformers_internals import has_first_values, placements, tied_weights
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered
 from verify.rank.collectives import Groups

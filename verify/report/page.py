@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.mesh import read_mesh
-from reshard.pages.document import html_page
-from reshard.pages.markup import Html, element, joined, number, percent, ratio, to_number
+from reshard.pages.markup import Html, element, html_page, joined, number, percent, ratio, to_number
 from verify.report.plots import histogram_plot, place_plot
 from verify.report.words import NOT_LISTED, not_compared
 

@@ -12,8 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.pages.markup import Html, element, joined, number, ratio, to_number
-from reshard.pages.plots import TOP, Frame, both_widths, circle, line, rectangle, rounded, text
+from reshard.pages.markup import (
+    TOP,
+    Frame,
+    Html,
+    both_widths,
+    circle,
+    element,
+    joined,
+    line,
+    number,
+    ratio,
+    rectangle,
+    rounded,
+    text,
+    to_number,
+)
 
 COLUMNS = 400
 """The largest number of points in a plot. With more places, a point is the worst of several neighbours."""

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from formats.errors import PlanError
-from formats.extras import need_transformers
+from formats.errors import PlanError, need_transformers
 from formats.notation.axes import Dim, Shape, deal
 from formats.quantization.settings import quantization_settings
 from reshard.model.model import Kind, Model
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 LOCAL = {"colwise", "rowwise"}
 _GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -121,8 +121,7 @@ def _network(model: Model) -> Any:
     import torch
     import transformers
 
-    from formats.transformers_internals import is_auto
-    from formats.transformers_modules import model_class, settings_of
+    from formats.transformers_internals import is_auto, model_class, settings_of
 
     try:
         config = transformers.AutoConfig.for_model(**settings_of(model.config))
@@ -136,7 +135,7 @@ def _network(model: Model) -> Any:
 
 def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-    from formats.transformers_modules import placements
+    from formats.transformers_internals import placements
 
     tensors = {tensor.name: tensor.kind for tensor in model.tensors}
     found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)

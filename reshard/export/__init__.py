@@ -1,1 +1,0 @@
-"""What a plan is in the words of other programs."""

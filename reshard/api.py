@@ -1,52 +1,18 @@
-"""The Python API: what the commands call. ``verify/api.py`` has the part that needs ``verify``.
-
-Commands as functions of the fields of their requests: what a Python caller sees.
-"""
+"""The Python API: what the commands call. ``verify/api.py`` has the part that needs ``verify``."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import wraps
-from inspect import cleandoc, signature
-from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from reshard.commands import diff as _diff
 from reshard.commands import inspect as _inspect
 from reshard.commands import load as _load
-from reshard.commands import split as _plan
 from reshard.commands import split as _split
+from reshard.commands.fields import by_fields
 from reshard.writing.rewrite import WriteRequest
-
-_Fields = ParamSpec("_Fields")
-_Request = TypeVar("_Request")
-_Result = TypeVar("_Result")
-
-
-def by_fields(
-    request: Callable[_Fields, _Request], command: Callable[[_Request], _Result]
-) -> Callable[_Fields, _Result]:
-    """The command as a function whose arguments are the fields of its request's class; ``help`` shows them."""
-
-    @wraps(command)
-    def call(*source: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        made = {
-            name: Path(value) if name in paths and isinstance(value, str) else value for name, value in options.items()
-        }
-        return command(request(*source, **made))  # type: ignore[arg-type]
-
-    paths = {name for name, field in signature(request).parameters.items() if field.annotation == "Path | None"}
-    kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
-    call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
-    returned = signature(command).return_annotation
-    call.__signature__ = signature(request).replace(return_annotation=returned)  # type: ignore[attr-defined]
-    return call
-
 
 diff = by_fields(_diff.DiffRequest, _diff.diff)
 inspect = by_fields(_inspect.InspectRequest, _inspect.inspect)
 load = by_fields(_load.LoadRequest, _load.load)
 merge = by_fields(WriteRequest, _split.merge)
 patch = by_fields(_split.PatchRequest, _split.patch)
-plan = by_fields(_plan.PlanRequest, _plan.plan)
+plan = by_fields(_split.PlanRequest, _split.plan)
 split = by_fields(_split.SplitRequest, _split.split)

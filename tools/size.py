@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(51, 6471, 703, 119),
-    "reshard": Size(151, 18925, 1858, 250),
-    "verify": Size(81, 8768, 844, 141),
+    "formats": Size(37, 6199, 673, 112),
+    "reshard": Size(119, 17894, 1761, 241),
+    "verify": Size(72, 8675, 841, 141),
 }
 
 _NOT_CODE = {

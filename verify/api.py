@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.api import by_fields
+from reshard.commands.fields import by_fields
 from verify import command as _command
 from verify.profile.job import ProfileRequest
 

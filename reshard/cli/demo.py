@@ -13,10 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header
@@ -24,6 +23,9 @@ from reshard.cli.errors import DONE, NO
 from reshard.cli.options import PATH, Command, debug_option, json_option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,7 +54,9 @@ def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     names = list(shapes)
     half = len(names) // 2
     parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
-    generator = np.random.PCG64(0)
+    from numpy.random import PCG64
+
+    generator = PCG64(0)
     total = 0
     for file, part in parts.items():
         with (folder / file).open("wb") as stream:
@@ -92,6 +96,8 @@ def _random_bf16(generator: np.random.PCG64, shape: tuple[int, ...]) -> bytes:
     Each is the sum of four random bytes, about its mean, in steps of 2 ** -13, and none is rounded: a normal
     distribution takes logarithms, whose last bit depends on the processor.
     """
+    import numpy as np
+
     count = math.prod(shape)
     words = generator.random_raw(-(-count // 2)).astype("<u8")
     sums = words.view(np.uint8)[: 4 * count].reshape(count, 4).sum(axis=1, dtype=np.int32) - 510

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import OWN
-from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Degrees
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.mover import fill, room
@@ -25,9 +23,14 @@ from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, open_any
 from reshard.source.source import Source
 
+if TYPE_CHECKING:
+    import torch
+
 
 def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
+    from formats.torch_internals import TORCH_DTYPES
+
     tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
     for name, (dtype, _) in tensors.items():
         if dtype not in TORCH_DTYPES:
@@ -46,6 +49,10 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    from formats.torch_internals import TORCH_DTYPES
+
     if data.size == 0:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
@@ -87,7 +94,6 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     Returns CPU tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
-
     request.mesh.check_ranks([request.rank])
     opened = open_any(request.source, request)
     tensors = load_rank(opened, arrangement_of(plan_for(opened.model, OWN, request), OWN), request.rank)

@@ -36,7 +36,7 @@ from tests.reshard.store_server import StoreServer
 from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
 from tests.reshard.test_quantized import dequantize as by_definition
 from tests.support import command, contents
-from verify.bytes import dequantized as proof
+from verify.bytes import reading as proof
 
 ONE = {"workers": 1}
 BLOCK = 16, 32

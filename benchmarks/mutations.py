@@ -160,7 +160,7 @@ MUTATIONS = (
     Mutation("reshard", "self.finished |= self._journals.found(self.share.files)", "pass", KILLS),
     Mutation("reshard", "planned <= self.finished.keys() and not any(self._others())", "True", PARTS),
     Mutation("reshard", "self.files.isdisjoint(other[\"files\"])", "True", PARTS),
-    Mutation("reshard", "if built and self._may_hold_others:", "if False:", PARTS),
+    Mutation("reshard", "if self._may_hold_others and self._is_built():", "if False:", PARTS),
     Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
     Mutation("verify", "= group.gather(fn(*args))", "= [fn(*args)] * world_size", LAUNCHES),
     Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
@@ -169,7 +169,6 @@ MUTATIONS = (
              ("tests/reshard/test_launcher.py",)),
     Mutation("reshard", '== entry["etag"]', "is not None", BUCKETS),
     Mutation("reshard", 'in {"408", "429"} or status.startswith("5")', 'in {"408", "429"}', BUCKETS),
-    Mutation("reshard", "min(_retry_after(address), patience())", "0.0", BUCKETS),
     # what vLLM was compared with
     Mutation("reshard", "if largest is not None and degree > largest:", "if False:", VLLM),
     Mutation("reshard", "if dimension not in compared:", "if False:", VLLM),
@@ -225,13 +224,11 @@ MUTATIONS = (
     Mutation("reshard/live", "said[0] != said[1]", "said[0] > said[1]", WITNESS),
     Mutation("reshard/live", "id(room) not in seen and (", "False and (", WITNESS),
     Mutation("reshard/live", "            room.data = data\n", "            pass\n", WITNESS),
-    Mutation("reshard/live", "room.zero_()", "pass", RECEIVER),
     Mutation("reshard/live", "quantization.moe_kernel = None", "pass", RECEIVER),
     Mutation("reshard/live", "poison(self.model, self.problem)", "pass", RECEIVER),
     Mutation("reshard/live", 'vars(model).pop("compute_logits", None)', "pass", RECEIVER),
     Mutation("reshard/live", "filter(None, said)", "filter(None, said[-1:])", RECEIVER),
     Mutation("reshard/live", "dict.fromkeys(parameter.names, tensor)", "{name: tensor}", RECEIVER),
-    Mutation("reshard/live", "or tensor.dtype != parameter.dtype", "", RECEIVER),
     Mutation("reshard/live", "    engine.resume(version)\n", "", RECEIVER),
 )  # fmt: skip
 

@@ -416,27 +416,30 @@ class Rules:
     numbered: tuple[str, ...] = ()
     keep: bool = False
     _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
-    _parts: list[tuple[Pattern, str]] = field(init=False, repr=False, default_factory=list)
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:
-            self._uses[name] = []
+            uses = list[Use]()  # another thread must not see a part of it
             for line, (number, source) in ((of, each) for of in self.lines for each in enumerate(of.sources)):
                 words = source.match(name)
                 if words is not None:
                     (index,) = source.indices - line.target.indices or {None}
                     stacked = words[index].strip("{}") if index else None
-                    self._uses[name].append(Use(line, number, line.target.fill(words), stacked))
+                    uses.append(Use(line, number, line.target.fill(words), stacked))
+            self._uses[name] = uses
         return self._uses[name]
 
     def parts_of(self, name: str) -> list[str]:
         """The labels of the components of a tensor that lines name: ``q`` of ``….weight.q``."""
-        if not self._parts:
-            sources = (source.text.rpartition(".") for line in self.lines for source in line.sources)
-            labels = [(of, label) for of, _, label in sources if of.endswith((".*", ".weight", ".bias"))]
-            self._parts.extend((Pattern(of), label) for of, label in labels if label.isidentifier())
         return list(dict.fromkeys(label for of, label in self._parts if of.match(name) is not None))
+
+    @cached_property
+    def _parts(self) -> list[tuple[Pattern, str]]:
+        """What lines say before the label of a component, and the label."""
+        sources = (source.text.rpartition(".") for line in self.lines for source in line.sources)
+        labels = [(of, label) for of, _, label in sources if of.endswith((".*", ".weight", ".bias"))]
+        return [(Pattern(of), label) for of, label in labels if label.isidentifier()]
 
 
 @dataclass(frozen=True, eq=False)

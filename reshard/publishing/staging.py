@@ -10,7 +10,7 @@ The output is built in the staging folder ``OUT.partial``. Files named ``.reshar
 
 A folder ``OUT.partial`` without a task file was not made by reshard, and is refused.
 
-A process writes a *share* of the files (``shares.py``). Several may write at the same time if they have the same task,
+A process writes a *share* of the files (``journal.py``). Several may write at the same time if they have the same task,
 and no file in common. It does not matter which process has written a file: any later run takes it. One rename commits a
 *unit*: all of ``OUT``, by the process that finds all files finished and no other process at work; or the folder of a
 rank (``--rank``), when its process has finished it. The manifest comes last, and lists what is complete.

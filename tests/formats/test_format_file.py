@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
-from formats.notation.format import Cut, Format
-from formats.notation.format_file import read_format
+from formats.notation.format import Cut, Format, Pattern
+from formats.notation.format_file import format_of, read_format
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
 RIGHT = [
@@ -149,3 +152,22 @@ def test_what_holds_for_a_model_type_goes_before_what_holds_for_all(tmp_path: Pa
         assert bool(first.when.evaluate({"p": 0, **settings}.__getitem__)) is holds
     (name,) = rules.names
     assert name.when is not None and name.when.evaluate({"model_type": "z"}.__getitem__)
+
+
+def test_threads_see_whole_lists_of_what_covers_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer and a receiver may plan in two threads of one process: the second asks while the first collects."""
+    name, rules, match, others = (
+        "model.layers.0.mlp.gate_proj.weight",
+        replace(format_of("vllm").rules),
+        Pattern.match,
+        [],
+    )
+
+    def asked_meanwhile(self: Pattern, text: str) -> object:
+        if threading.current_thread() is threading.main_thread() and not others:
+            with ThreadPoolExecutor(1) as pool:
+                others.append(pool.submit(rules.uses, name).result())
+        return match(self, text)
+
+    monkeypatch.setattr(Pattern, "match", asked_meanwhile)
+    assert len(rules.uses(name)) == len(others[0]) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import reshard.mesh.plan
+import reshard.placement.program_plan
 from formats.mesh import Mesh
 from reshard.api import split
 from reshard.model.model import Model
@@ -45,7 +45,7 @@ def pair(source: Path, out: Path, tp: int) -> tuple[Source, Source]:
 
 
 def test_unequal_parts_are_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reshard.mesh.plan, "unevenly", any_units)
+    monkeypatch.setattr(reshard.placement.program_plan, "unevenly", any_units)
     pairs = [pair(store.checkpoint(name), tmp_path / f"{name}-2", 2) for name in NAMES]
     for name, report in zip(NAMES, run_all(pairs, WITH_GRADIENTS), strict=True):
         assert report.is_same, (name, report.verdict)

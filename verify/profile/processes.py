@@ -5,6 +5,7 @@ None outlives the run, or the process that started it. They are forked from a se
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -31,6 +33,8 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL is what the kernel sends when memory runs out.",
     signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
 }
+_BLAME = 2.0
+"""Seconds for the cause of a failure in a collective to be heard."""
 _IMPORTED = ["verify.profile.rank", "transformers.models.auto.modeling_auto"]
 
 
@@ -75,11 +79,14 @@ def run_processes(
 
 
 def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callable[[str], None]) -> list[Any]:
-    """The results. An error that is not of a collective is the cause of those that are, and came before them."""
+    """The results. An error that is not of a collective is the cause of those that are, and may be heard after them."""
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        failures: list[tuple[bool, Exception]] = []
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+    failures: dict[int, tuple[bool, Exception]] = {}
+    until = math.inf
+    while len(results) + len(failures) < len(pipes):
+        others = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in failures]
+        ready = wait(others, max(0.0, until - time.monotonic()) if failures else None)
+        for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 what, value = pipes[rank].recv()
@@ -89,11 +96,13 @@ def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callabl
             if what == "said":
                 progress(value)
             elif what == "failed":
-                failures.append(value)
+                failures[rank], until = value, min(until, time.monotonic() + _BLAME)
             else:
                 results[rank] = pickle.loads(value)  # of our own process
-        if failures:
-            raise min(failures, key=lambda failure: failure[0])[1]
+        if failures and (not ready or not all(is_of_collective for is_of_collective, _ in failures.values())):
+            break
+    if failures:
+        raise min(failures.values(), key=lambda failure: failure[0])[1]
     return [results[rank] for rank in range(len(pipes))]
 
 

@@ -1,7 +1,4 @@
-"""One rank of a checkpoint in memory.
-
-One rank's tensors in memory, read straight from a checkpoint.
-"""
+"""One rank's tensors in memory, read straight from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Splits a full checkpoint, re-splits and merges shards, and puts a delta on its base, in any format.
-
-What each rank of a mesh has of each tensor, from headers alone.
-"""
+"""Plans, splits, re-splits and merges a checkpoint, and puts a delta on its base, in any format."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reshard.source.source import SourceFile
 from reshard.store.remote import NEAR, Range, Read, joined
 from reshard.store.retries import Traffic, tried_again
-from reshard.store.threads import Threads
+from reshard.store.threads import Threads, result
 
 REQUESTS = 16
 """Requests that a process has under way at a time."""
@@ -83,7 +83,7 @@ class Ahead:
             if part is None:  # it was not asked for: fetch it by itself
                 part = self._part(file, offset + position, min(offset + end, offset + position + PART))
             skip = offset + position - part.begin
-            content = part.content.result()[skip : skip + end - position]
+            content = result(part.content)[skip : skip + end - position]
             view[position : position + len(content)] = content
             position += len(content)
 

@@ -229,7 +229,7 @@ def _listen(workers: Sequence[_Worker], take: Report) -> None:
     for pipe in speaking:
         poll.register(pipe, select.POLLIN)
     while speaking:
-        for pipe, _ in poll.poll():
+        for pipe, _ in poll.poll(1000):  # not for ever, as a signal just before the wait would not end it
             report = speaking[pipe].receive()
             if report is None:
                 poll.unregister(pipe)

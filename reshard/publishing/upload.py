@@ -36,7 +36,7 @@ from reshard.publishing.staging import Check, Documents, PublishedError, Staging
 from reshard.store.remote import Remote, StoredFile, ask, etag_of, open_store
 from reshard.store.selection import is_url
 from reshard.store.staging_names import JOURNAL, PUBLISHED, STATE, UNFINISHED, document_of, remove_tree
-from reshard.store.threads import Threads
+from reshard.store.threads import WAKE, Threads
 from reshard.system import check_space
 
 if TYPE_CHECKING:
@@ -411,7 +411,8 @@ class Uploading(Staging):
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
-        wait(self._uploads, return_when=FIRST_EXCEPTION)
+        while wait(self._uploads, WAKE, FIRST_EXCEPTION).not_done:
+            self._raise_failed()
         self._raise_failed()
         self._uploads.clear()
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from formats.errors import CheckpointError
 from reshard.store.obstore_errors import is_broken_connection, status_of
+from reshard.store.threads import interruptible
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def patiently(request: Callable[[], T], seconds: float | None = None) -> T:
     give_up, pause = time.monotonic() + (patience() if seconds is None else seconds), _FIRST_PAUSE
     while True:
         try:
-            return request()
+            return interruptible(request)
         except Exception as error:
             status = status_of(error)
             if not _may_pass(error, status) or time.monotonic() >= give_up:

@@ -16,6 +16,11 @@ S = TypeVar("S")
 
 _PATIENCE = 5.0
 
+WAKE = 1.0
+"""Seconds that the main thread waits at a time: a signal that comes between Python's last look for one and its wait for
+a lock does not end the wait. So Ctrl-C takes this long at most.
+"""
+
 
 def share(items: Iterable[S], count: int, work: Callable[[Iterator[S]], None]) -> None:
     """Have ``count`` threads call ``work``, each with an iterator that takes the next of the items that all share.
@@ -41,6 +46,21 @@ def share(items: Iterable[S], count: int, work: Callable[[Iterator[S]], None]) -
             stopped.set()
 
 
+def result(future: Future[T]) -> T:
+    """The result of a call, or its error. Unlike ``future.result()`` it always ends at Ctrl-C."""
+    while not future.done():
+        wait([future], WAKE)
+    return future.result()
+
+
+def interruptible(function: Callable[[], T]) -> T:
+    """``function()``, which may not look for signals while it waits: in the main thread Ctrl-C ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    with Threads(1) as threads:
+        return result(threads.submit(function))
+
+
 class Threads:
     """A few threads that call functions."""
 
@@ -63,7 +83,7 @@ class Threads:
         """
         futures = [self.submit(function, value) for value in values]
         try:
-            return [future.result() for future in futures]
+            return [result(future) for future in futures]
         except Exception:
             wait([future for future in futures if not future.cancel()], _PATIENCE)
             raise

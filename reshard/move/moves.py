@@ -397,7 +397,7 @@ class _Moves:
         if blocks is None:
             raise _shapes_differ(atom, held.layout.full, wanted.layout.full)
         before, after = held.spread(blocks), wanted.spread(blocks)
-        key, bits = (before, after, held.stored.dtype, change, ranks), DTYPE_BITS[held.stored.dtype]
+        key, bits = (before.value, after.value, held.stored.dtype, change, ranks), DTYPE_BITS[held.stored.dtype]
         if key in self._ways:
             return self._ways[key]
         if before.full == after.full:

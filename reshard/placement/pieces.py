@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from formats.notation.axes import Run, product_runs
@@ -49,6 +50,11 @@ class Spread:
     full: tuple[int, ...]
     order: tuple[int, ...]
     pieces: Mapping[int, tuple[Piece, ...]]
+
+    @cached_property
+    def value(self) -> tuple[object, ...]:
+        """Equal for spreads that are alike, as of the experts of a layer."""
+        return self.full, self.order, frozenset(self.pieces.items())
 
 
 def product_boxes(begin: int, length: int, sizes: Sequence[int]) -> Iterator[Runs]:

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ def _in_array(share: Share, environment: Mapping[str, str]) -> Share:
     return Share(number * share.count + share.index, int(environment[f"{_ARRAY}_COUNT"]) * share.count)
 
 
-_SET_PARENT_DEATH_SIGNAL = 1
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -112,14 +110,6 @@ def check_space(folder: Path, needed: int, what: str = "", hint: str = "write to
         raise CheckpointError(
             f"{place}: {needed:,} bytes are needed and {free:,} are free", f"free some space, or {hint}"
         )
-
-
-def stop_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends (Linux only)."""
-    if _LIBRARY is not None:
-        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent has ended already
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @lru_cache(maxsize=1)

@@ -708,7 +708,7 @@ def test_nothing_heavy_is_loaded_for_local_files(model: Path, tp4: Path, tmp_pat
 
 @thorough
 def test_numpy_starts_no_threads(model: Path, tp4: Path, tmp_path: Path) -> None:
-    """Those of its linear algebra would spin beside the work, and a process with threads is not forked."""
+    """Those of its linear algebra would spin beside the work; those that move bytes have ended."""
     code = (
         "import sys; from reshard.cli.commands import cli; cli(sys.argv[1:], standalone_mode=False); "
         "from pathlib import Path; threads = Path('/proc/self/task'); "

@@ -289,7 +289,7 @@ padding_options = together(
 )  # fmt: skip
 write_options = together(
     option("--workers", group=Group.HOW, type=click.IntRange(min=1), metavar="N",
-           help="Processes; default: one a core, 2 to 8."),
+           help="Threads; default: one a core, 2 to 8."),
     option("--dry-run", group=Group.HOW, is_flag=True, help="Check everything and write nothing."),
     option("--overwrite", group=Group.OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),
     option("--fsync", group=Group.RARE, is_flag=True, help="Flush OUT to the disk, against power failure."),

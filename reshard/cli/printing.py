@@ -133,7 +133,7 @@ class Progress:
         if self._bar is None:
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # it would start a thread, in a process that forks
+            tqdm.monitor_interval = 0  # it would start a thread, for nothing
             self._bar = tqdm(
                 desc=self._title,
                 total=total,

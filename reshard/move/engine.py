@@ -1,8 +1,8 @@
-"""The engine: moves tensors between files, in one pass, in bounded memory, in a few processes.
+"""The engine: moves tensors between files, in one pass, in bounded memory, in a few threads.
 
 It knows byte ranges only: no dtype, no model. A job is a tensor; jobs come in the order of the source. Each job is cut
-into slabs (see ``reshard.move.slabs``), which processes read, check, rearrange and write (``reshard.move.mover``).
-The first process opens and finishes the files, and adds up what the others report.
+into slabs (see ``reshard.move.slabs``), which threads read, check, rearrange and write (``reshard.move.mover``): all of
+it releases Python's lock. The calling thread opens and finishes the files, and adds up what the others report.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import contextlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from io import FileIO
 
 import numpy as np
 from isal.isal_zlib import crc32
 
 from formats.files.checksum import sum_part
 from reshard.move.jobs import Job, Options, TargetFile, joined
-from reshard.move.mover import Account, Mover
+from reshard.move.mover import Account, Mover, Stretch, stretches_of
 from reshard.move.reading import Sums
-from reshard.move.workers import share
+from reshard.store.threads import work_together
 from reshard.system import disk_errors, reserve
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -38,28 +39,28 @@ def move(
 
     ``finished`` is called with each complete target file and its checksum, ``progress`` with the bytes written since
     its last call. Raises CheckpointError if a file cannot be read or written; MismatchError if replicas differ or
-    padding is not zero. Before any error or KeyboardInterrupt leaves this function, the processes have ended, the files
-    are closed, and unfinished files are removed.
+    padding is not zero. Before any error or KeyboardInterrupt leaves this function, unfinished files are removed. No
+    thread writes any more then; one that waits for a remote answer ends with that.
     """
-    files, count = _Files(options, sums, targets, finished, progress), _processes(jobs, options)
-    mover = Mover(jobs, files.sources, targets, options, count)
+    files, busy, sizes = _Files(options, sums, targets, finished, progress), bytearray(len(targets)), options.sizes
+    work = sum(job.work(sizes.small) for job in jobs)
+    count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
+    stretches = [Stretch(part, sizes) for part in stretches_of(jobs, count, sizes.small)]
+
+    def carry_out(number: int, report: Callable[[Account], None]) -> None:
+        Mover(files.sources, targets, options, busy, report).carry_out([*stretches[number:], *stretches[:number]])
+
     try:
+        first = Mover(files.sources, targets, options, busy, files.take)
         for target in targets:
             if not target.done:
                 files.create(target)
                 for offset, content in ((0, target.header), *target.fixed):
-                    mover.write(target, offset, np.frombuffer(content, dtype=np.uint8))
-        mover.report(files.take)
-        share(count, mover, files.take)
+                    first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
+        first.report()
+        work_together(count, carry_out, files.take)
     finally:
-        mover.close()
         files.close()
-
-
-def _processes(jobs: Sequence[Job], options: Options) -> int:
-    """The number of processes to use: at most one for each step of work."""
-    work = sum(job.work(options.sizes.small) for job in jobs)
-    return max(1, min(options.processes, work // options.sizes.step))
 
 
 class _Files:
@@ -81,8 +82,8 @@ class _Files:
         """Create a target file of full size."""
         with disk_errors(target.staged):
             target.staged.unlink(missing_ok=True)  # a run that was killed may still be writing to it
-            target.descriptor = os.open(target.staged, _FLAGS, 0o666)
-            reserve(target.descriptor, target.size)
+            target.opened = FileIO(os.open(target.staged, _FLAGS, 0o666), "r+")
+            reserve(target.opened.fileno(), target.size)
 
     def take(self, account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
@@ -103,7 +104,8 @@ class _Files:
     def _write_crcs(self, target: TargetFile) -> None:
         """Write the CRC-32s of a file's parts. A part that was written in small pieces is read once more for it."""
         target.runs.sort()
-        piece = self._options.sizes.piece
+        piece, opened = self._options.sizes.piece, target.opened
+        assert opened is not None
         begins = [run.begin for run in target.runs]
         with disk_errors(target.staged):
             for crc in target.crcs:
@@ -112,30 +114,27 @@ class _Files:
                 if value is None:
                     value = 0
                     for begin in range(crc.begin, crc.end, piece):
-                        value = crc32(os.pread(target.descriptor, min(piece, crc.end - begin), begin), value)
+                        value = crc32(os.pread(opened.fileno(), min(piece, crc.end - begin), begin), value)
                 content = value.to_bytes(4, "little")
                 for offset in crc.places:
-                    os.pwrite(target.descriptor, content, offset)
+                    os.pwrite(opened.fileno(), content, offset)
                     target.sum.add(offset, 4, sum_part(content, offset) if self._options.sums(target) else None)
         self._progress(target.late)
 
     def _finish(self, target: TargetFile) -> None:
+        opened, target.opened = target.opened, None
+        assert opened is not None
         with disk_errors(target.path):
-            if self._options.fsync:
-                os.fsync(target.descriptor)
-            self._close(target)
+            with opened:
+                if self._options.fsync:
+                    os.fsync(opened.fileno())
             target.staged.rename(target.path)
         self._finished(target, target.sum.value() if self._options.sums(target) else None)
 
-    @staticmethod
-    def _close(target: TargetFile) -> None:
-        descriptor, target.descriptor = target.descriptor, -1
-        os.close(descriptor)
-
     def close(self) -> None:
-        """Close all files, and remove unfinished ones: a next run cannot use them, and they may fill the disk."""
+        """Let go of all files, and remove unfinished ones: a next run cannot use them, and they may fill the disk."""
         for target in self._targets:
-            if target.descriptor >= 0:
+            if target.opened is not None:
+                target.opened = None
                 with contextlib.suppress(OSError):
-                    self._close(target)
                     target.staged.unlink()

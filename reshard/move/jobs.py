@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,8 +83,8 @@ class TargetFile:
     runs: list[Run] = field(default_factory=list)
     """The CRC-32s of pieces that were written."""
     sum: PartialSum = field(init=False)
-    descriptor: int = -1
-    """The open file's descriptor; -1 while it is closed."""
+    opened: FileIO | None = None
+    """The open file; it is closed when the last thread that writes to it lets go of it."""
 
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
@@ -152,8 +153,8 @@ class Sizes:
     """The sizes of the pieces in which bytes are moved. The output does not depend on them."""
 
     step: int = 32 << 20
-    """About so many bytes are one step of a process, which then reports. It does not depend on the number of processes,
-    so that a resumed run cuts its work into the same steps."""
+    """About so many bytes are one step of a thread, which then reports. It does not depend on the number of threads, so
+    that a resumed run cuts its work into the same steps."""
     small: int = 1 << 16
     """A tensor of at most so many bytes is small: a system call for it costs more than its bytes."""
     together: int = 1 << 20
@@ -174,7 +175,7 @@ DEFAULT = Sizes()
 class Options:
     """How bytes are moved.
 
-    ``workers``: the number of processes, by default one a core, two to eight. ``checksum``: checksums are recorded, and
+    ``workers``: the number of threads, by default one a core, two to eight. ``checksum``: checksums are recorded, and
     compared with recorded ones. ``fsync``: the output is flushed to the disk before it gets its name. ``sizes``: the
     sizes of pieces to move.
     """
@@ -189,6 +190,6 @@ class Options:
         return self.checksum and target.summed
 
     @property
-    def processes(self) -> int:
-        """The number of processes."""
+    def threads(self) -> int:
+        """The number of threads."""
         return self.workers or max(2, min(8, os.cpu_count() or 1))

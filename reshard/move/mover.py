@@ -1,9 +1,9 @@
-"""Moves bytes in one process: reads, checks, rearranges and writes.
+"""Moves bytes in one thread: reads, checks, rearranges and writes.
 
-Bytes are written while the processor's cache still has them. Each process has its own stretch of the jobs, so that two
-processes seldom write to the same file. A process that is done helps with the other stretches.
+Bytes are written while the processor's cache still has them. Each thread has its own stretch of the jobs, so that two
+threads seldom write to the same file. A thread that is done helps with the other stretches.
 
-Cuts jobs into steps, and hands the steps to processes. Nothing is read or written here.
+Cuts jobs into steps, and hands the steps to threads.
 
 Fills what a slab writes in memory: for one who wants the bytes and no file.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -28,10 +29,10 @@ from formats.files.checksum import Part, PartialSum, sum_part
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within
 from reshard.move.reading import Bytes, Reader, Wanted, pieces
 from reshard.move.slabs import Copy, Region, Slab, Way
-from reshard.move.workers import Report
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
-from reshard.system import disk_error, disk_errors
+from reshard.store.threads import StoppedError
+from reshard.system import disk_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +59,33 @@ def windows(copies: Sequence[Copy], size: int) -> Iterator[Window]:
 
 
 class Stretch:
-    """Neighbouring jobs, from which processes draw steps. A pipe holds the number of the next step."""
+    """Neighbouring jobs, from which threads draw steps."""
 
-    _LENGTH = 8
     _FEW = 256 << 20
     """The steps of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
 
     def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
-        self._jobs, self._sizes = jobs, sizes
+        self._jobs, self._sizes, self._lock = jobs, sizes, threading.Lock()
         self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
-        self._reads, self._writes = os.pipe()
-        self._put(0)
+        self._left = self._steps()
 
     def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        """The steps that this process takes; no other process takes them. Small tensors share a step."""
-        drawn = self._next()
-        for number, steps in enumerate(self._steps()):
-            if number == drawn:
-                yield list(steps)
-                drawn = self._next()
+        """The steps that this thread takes; no other thread takes them. Small tensors share a step."""
+        while True:
+            with self._lock:
+                steps = next(self._left, None)
+            if steps is None:
+                return
+            yield steps
 
-    def _steps(self) -> Iterator[Iterable[tuple[Job, Slab]]]:
+    def _steps(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
         for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.is_small(self._sizes.small)):
             for together in _together(jobs, self._sizes.together) if is_small else ([job] for job in jobs):
                 steps = ((job, slab) for job in together for slab in self._slabs(job))
-                yield from [steps] if is_small else ([step] for step in steps)
+                yield from [[*steps]] if is_small else ([step] for step in steps)
 
     def _slabs(self, job: Job) -> Iterable[Slab]:
         return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(self._sizes.step)
-
-    def _next(self) -> int:
-        number = int.from_bytes(os.read(self._reads, self._LENGTH), "little")
-        self._put(number + 1)
-        return number
-
-    def _put(self, number: int) -> None:
-        os.write(self._writes, number.to_bytes(self._LENGTH, "little"))
-
-    def close(self) -> None:
-        """Close the pipe."""
-        os.close(self._reads)
-        os.close(self._writes)
 
 
 def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[Sequence[Job]]:
@@ -124,7 +111,7 @@ def _together(jobs: Iterable[Job], most: int) -> Iterator[Sequence[Job]]:
 
 
 SECONDS = 5.0
-"""A process whose source is slow reports after as many seconds, or when it has read the next piece."""
+"""A thread whose source is slow reports after as many seconds, or when it has read the next piece."""
 
 AHEAD = 64 << 20
 """About so many bytes of remote files are requested before the steps that read them are carried out."""
@@ -137,7 +124,7 @@ _Steps = Sequence[tuple[Job, Slab]]
 
 @dataclass
 class Account:
-    """What a process has moved since its last report."""
+    """What a thread has moved since its last report."""
 
     read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
     """Sums of bytes read, by the source's number and the numbers of the targets that wanted them."""
@@ -152,40 +139,33 @@ class Account:
 
 
 class Mover:
-    """What each of ``count`` processes does: it is called with the process's number, and with a function that takes its
-    reports.
+    """What a thread does: carries out the steps that it draws from ``stretches``, from the first one first.
 
-    Pickled, it is a new one: its files are opened again, and it shares no steps with the first.
+    ``busy`` has a 1 for each target that a thread is writing to. ``send`` takes its reports.
     """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
         sources: Sequence[SourceFile],
         targets: Sequence[TargetFile],
         options: Options,
-        count: int,
+        busy: bytearray,
+        send: Callable[[Account], None],
     ) -> None:
-        self._made_of = jobs, sources, targets, options, count
         self._sources, self._targets, self._options, self._sizes = sources, targets, options, options.sizes
-        self._stretches = [Stretch(part, self._sizes) for part in stretches_of(jobs, count, self._sizes.small)]
+        self._busy, self._send = busy, send
         self._source_numbers = {file: number for number, file in enumerate(sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted | None = frozenset()
-        self._busy = mmap.mmap(-1, max(1, len(targets)))
         self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
         self._account = Account()
         self._traffic, self._reported = Traffic(), time.monotonic()
         self._arena = _Arena(self._sizes.piece)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _opened_again, self._made_of
-
-    def __call__(self, number: int, report: Report) -> None:
-        """Carry out the steps that this process draws, from its own stretch of the jobs first."""
-        self._send, self._reported = report, time.monotonic()
+    def carry_out(self, stretches: Sequence[Stretch]) -> None:
+        """Carry out the steps that this thread draws."""
         try:
-            for stretch in (*self._stretches[number:], *self._stretches[:number]):
+            for stretch in stretches:
                 for steps in self._requested(stretch.draw()):
                     if len(steps) != 1 or steps[0][0].is_small(self._sizes.small):
                         self._carry_out_together(steps)
@@ -193,13 +173,8 @@ class Mover:
                         self._carry_out(*steps[0])
                     self._report_if_due()
         finally:
-            self.report(report)
-
-    def close(self) -> None:
-        """Close what this process has opened."""
-        self._reader.close()
-        for stretch in self._stretches:
-            stretch.close()
+            self._reader.close()
+            self.report()
 
     def _requested(self, drawn: Iterable[_Steps]) -> Iterator[_Steps]:
         """The drawn steps, each when what it and the next ones read of remote files was requested."""
@@ -226,14 +201,14 @@ class Mover:
 
     def _report_if_due(self) -> None:
         if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
-            self.report(self._send)
+            self.report()
 
-    def report(self, report: Report) -> None:
+    def report(self) -> None:
         """Report what was moved since the last report."""
         account, self._account = self._account, Account()
         now = self._reader.traffic
         account.traffic, self._traffic = now.since(self._traffic), now
-        report(account)
+        self._send(account)
         self._reported = time.monotonic()
 
     def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
@@ -323,7 +298,7 @@ class Mover:
                 self._write_zeros(job, slab.writes[copy.target], copy)
 
     def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
-        """Move items, each with its target rank; files that another process is writing to come last."""
+        """Move items, each with its target rank; files that another thread is writing to come last."""
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
@@ -382,11 +357,13 @@ class Mover:
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
-        position, size, view, most = 0, data.size, data.data, self._sizes.write
+        position, size, view, most, opened = 0, data.size, data.data, self._sizes.write, target.opened
+        if opened is None:
+            raise StoppedError
         try:
             while position < size:
                 end = position + most - (offset + position) % most
-                position += os.pwrite(target.descriptor, view[position:end], offset + position)
+                position += os.pwrite(opened.fileno(), view[position:end], offset + position)
         except OSError as error:
             raise disk_error("write", target.path, error) from error
         for begin, end, is_whole in parts_within(target.crcs, offset, size) if target.crcs else ():
@@ -409,17 +386,6 @@ def _sum_of(sums: dict[K, PartialSum], key: K, size: int) -> PartialSum:
     if found is None:
         found = sums[key] = PartialSum(size)
     return found
-
-
-def _opened_again(
-    jobs: Sequence[Job], sources: Sequence[SourceFile], targets: Sequence[TargetFile], options: Options, count: int
-) -> Mover:
-    """A mover in a process that has not inherited the target files."""
-    for target in targets:
-        if target.descriptor >= 0:
-            with disk_errors(target.staged):
-                target.descriptor = os.open(target.staged, os.O_RDWR | os.O_NOFOLLOW)
-    return Mover(jobs, sources, targets, options, count)
 
 
 class _Arena:

@@ -86,7 +86,7 @@ class Reader:
     def ahead(self) -> Ahead:
         """The ranges of remote files that are under way."""
         if self._ahead is None:
-            from reshard.move.ahead import Ahead  # it starts threads: not before the engine has forked
+            from reshard.move.ahead import Ahead  # rarely needed
 
             self._ahead = Ahead()
         return self._ahead

@@ -7,8 +7,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import suppress
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,6 +45,56 @@ def share(items: Iterable[S], count: int, work: Callable[[Iterator[S]], None]) -
                 future.result()
         finally:
             stopped.set()
+
+
+class StoppedError(Exception):
+    """In a thread for whose work nobody waits any more."""
+
+
+def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], take: Callable[[T], None]) -> None:
+    """Call ``work(number, report)`` for each number below ``count``, each in its own thread.
+
+    ``take`` is called in this thread with every report. If the system allows fewer threads, the highest numbers are
+    not run: ``work`` must do without them. Raises the first error. Then, and after Ctrl-C, the threads get a
+    StoppedError when they report, and are waited for, but not for long.
+    """
+    answers: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+    stopped, threads = threading.Event(), list[threading.Thread]()
+
+    def report(value: T) -> None:
+        if stopped.is_set():
+            raise StoppedError
+        answers.put((value,))
+
+    def run(number: int) -> None:
+        try:
+            work(number, report)
+            answers.put(None)
+        except BaseException as error:
+            answers.put(error)
+
+    try:
+        with suppress(RuntimeError):  # the system allows no more
+            for number in range(count):
+                thread = threading.Thread(target=run, args=(number,), daemon=True)
+                thread.start()
+                threads.append(thread)
+        if not threads:
+            run(0)
+        left = max(1, len(threads))
+        while left:
+            with suppress(Empty):
+                match answers.get(timeout=WAKE):
+                    case None:
+                        left -= 1
+                    case BaseException() as error:
+                        raise error
+                    case (value,):
+                        take(value)
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(WAKE / count)
 
 
 def result(future: Future[T]) -> T:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-from reshard.system import stop_with_parent
 
 NAMES = ("trainer 0", "trainer 1", "receiver 0", "receiver 1")
 TIMEOUT = 2.0
@@ -98,6 +98,14 @@ class Ranks:
         """Let these ranks run once more, without a fault."""
         for rank in ranks or range(len(NAMES)):
             self._pipes[rank].send(None)
+
+
+def stop_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent has ended already
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _be(rank: int, store: str, plot: Plot, pipe: Connection) -> None:

@@ -28,8 +28,7 @@ from reshard.live.routing import Routes
 from reshard.live.views import Tensors
 from reshard.live.wire import Message, Step
 from reshard.source.opening import open_source
-from reshard.system import stop_with_parent
-from tests.live.ranks import NAMES, Plot, Ranks, Told
+from tests.live.ranks import NAMES, Plot, Ranks, Told, stop_with_parent
 from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
 

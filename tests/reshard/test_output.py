@@ -288,7 +288,6 @@ def test_an_error_in_one_process_ends_the_others(tmp_path, monkeypatch):
             merge(tmp_path / "shards", tmp_path / "merged", **options)
         raised.append(error)
 
-    monkeypatch.setattr("reshard.move.workers.has_threads", lambda: False)
     monkeypatch.setattr(os, "pwrite", write)
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -281,7 +282,7 @@ def test_a_real_trained_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("steps", [1 << 26, 1000])
 def test_one_pass(tmp_path, monkeypatch, steps):
-    """Each source byte is read once and each target byte written once, by one process or several, headers and 64 bytes
+    """Each source byte is read once and each target byte written once, by one thread or several, headers and 64 bytes
     a tensor for the fingerprint aside.
     """
     source = write_checkpoint(tmp_path / "source", files=3)
@@ -290,11 +291,11 @@ def test_one_pass(tmp_path, monkeypatch, steps):
 
     def note(kind, count):
         with log.open("a") as file:
-            file.write(f"{kind} {count} {os.getpid()}\n")
+            file.write(f"{kind} {count} {threading.get_ident()}\n")
         return count
 
     def read(descriptor, buffers, offset):
-        time.sleep(0.002 if steps < 1 << 20 else 0)  # so that no process is done before the next one has begun
+        time.sleep(0.002 if steps < 1 << 20 else 0)  # so that no thread is done before the next one has begun
         return note("read", real_read(descriptor, buffers, offset))
 
     def write(descriptor, data, offset):
@@ -302,8 +303,8 @@ def test_one_pass(tmp_path, monkeypatch, steps):
 
     def traffic(kind):
         lines = [line.split() for line in log.read_text().splitlines()]
-        processes = {pid for _, _, pid in lines} - {str(os.getpid())}
-        assert len(processes) > 1 if steps < 1 << 20 else not processes
+        threads = {thread for _, _, thread in lines} - {str(threading.get_ident())}
+        assert len(threads) > 1 if steps < 1 << 20 else len(threads) == 1
         return sum(int(count) for found, count, _ in lines if found == kind)
 
     def again(path):
@@ -313,7 +314,6 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
     options = {"sizes": Sizes(step=steps, small=1000)}
-    monkeypatch.setattr("reshard.move.workers.has_threads", lambda: False)
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
@@ -543,7 +543,6 @@ def test_the_size_of_a_step_changes_nothing(tmp_path, monkeypatch, steps, piece,
     for tp in (4, 8):
         split(source, tmp_path / f"tp{tp}", tp=tp)
     options = {"sizes": Sizes(step=steps, small=small, together=steps, write=write, piece=piece)}
-    monkeypatch.setattr("reshard.move.workers.has_threads", lambda: False)
     split(source, tmp_path / "small4", tp=4, **options)
     split(tmp_path / "tp4", tmp_path / "small8", tp=8, **options)
     split(tmp_path / "tp8", tmp_path / "again4", tp=4, **options)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from reshard.store.threads import share
+from formats.errors import MismatchError
+from reshard.store.threads import StoppedError, share, work_together
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -33,6 +35,91 @@ def test_the_first_error_ends_the_others() -> None:
     with pytest.raises(ValueError, match="three"):
         share(range(10_000), 4, work)
     assert len(taken) < 200
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_that_is_reported_arrives_in_order(count: int) -> None:
+    def work(number: int, report: Callable[[tuple[int, int, int]], None]) -> None:
+        for i in range(50):
+            report((number, i, threading.get_ident()))
+
+    taken = list[tuple[int, int, int]]()
+    work_together(count, work, taken.append)
+    for number in range(count):
+        assert [i for n, i, _ in taken if n == number] == list(range(50))
+    assert len({n for n, _, _ in taken}) == count
+    assert threading.get_ident() not in {thread for _, _, thread in taken}
+
+
+@pytest.mark.parametrize("error", [MismatchError("it differs", "look again"), KeyError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_error_is_raised_here_and_stops_all(count: int, error: BaseException) -> None:
+    stopped = list[int]()
+
+    def work(number: int, report: Callable[[str], None]) -> None:
+        if number == count - 1:
+            report("before")
+            raise error
+        try:
+            while True:
+                time.sleep(0.01)
+                report("again")
+        except StoppedError:
+            stopped.append(number)
+            raise
+
+    taken = list[str]()
+    with pytest.raises(type(error)) as raised:
+        work_together(count, work, taken.append)
+    assert raised.value is error and "before" in taken
+    assert sorted(stopped) == [*range(count - 1)], "they have ended"
+
+
+def test_an_error_of_the_one_who_takes_stops_all() -> None:
+    def take(report: str) -> None:
+        raise RuntimeError(report)
+
+    ended = threading.Event()
+
+    def work(_: int, report: Callable[[str], None]) -> None:
+        try:
+            while True:
+                report("one")
+        finally:
+            ended.set()
+
+    with pytest.raises(RuntimeError, match="one"):
+        work_together(2, work, take)
+    assert ended.wait(10)
+
+
+def test_a_thread_that_waits_for_long_is_left_alone() -> None:
+    def work(number: int, report: Callable[[str], None]) -> None:
+        if number:
+            raise KeyError
+        time.sleep(60)
+
+    begun = time.monotonic()
+    with pytest.raises(KeyError):
+        work_together(2, work, print)
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_where_the_system_allows_fewer_threads(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    real, started = threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > allowed:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    taken = list[tuple[int, int]]()
+    work_together(3, lambda number, report: report((number, threading.get_ident())), taken.append)
+    assert [number for number, _ in taken] == [0]
+    assert (taken[0][1] == threading.get_ident()) == (allowed == 0)
 
 
 INTERRUPTED = """
@@ -59,6 +146,7 @@ except KeyboardInterrupt:
         ("Threads, result", "result(Threads(1).submit(time.sleep, 30))"),
         ("Threads", "Threads(1).map(time.sleep, [30])"),
         ("interruptible", "interruptible(lambda: time.sleep(30))"),
+        ("work_together", "work_together(2, lambda number, report: time.sleep(30), print)"),
     ],
 )
 def test_ctrl_c_that_comes_just_before_a_wait_ends_it(imported: str, call: str) -> None:

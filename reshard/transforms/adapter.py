@@ -7,8 +7,7 @@ summed in the order of the rank, one after the other, so no bit depends on which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,17 +20,16 @@ from formats.files.checksum import check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import TensorInfo, read_header
 from formats.notation.format_file import Factor
 from formats.store import FilePath, location_of
-from reshard.source.low_rank import Product, Term, changes_of
+from reshard.source.low_rank import Product, changes_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.store.remote import Remote
 from reshard.transforms.tensors import (
     Bytes,
+    Computed,
     Content,
     Kept,
     Opened,
     Part,
-    Tensor,
     computed,
     file_of,
     store_of,
@@ -46,46 +44,55 @@ Floats = NDArray[np.float32]
 T = TypeVar("T", bound=np.generic)
 
 
-@dataclass(frozen=True, eq=False)
-class Added(Content):
-    """A weight of the base model with what ``terms`` add to its matrices: A and B are in ``adapter``."""
+class Added(Computed):
+    """A weight of the base model with what terms add to its matrices: A and B are in the second of the inputs.
 
-    name: str
-    base: Tensor
-    adapter: Remote
-    terms: tuple[Term, ...]
-
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """Those of the base model, and the adapter's."""
-        return (*self.base.content.files, self.adapter)
-
-    @property
-    def plain(self) -> object:
-        """The weight, and the terms."""
-        return self.base.content.plain, self.base.dtype, self.base.shape, [_plain(term) for term in self.terms]
+    ``what`` has the name, dtype and shape of the weight, and the terms.
+    """
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Compute them."""
+        (base, adapter), (name, dtype, (*_, rows, columns), terms) = self.inputs, self.what
 
         def factor(info: TensorInfo) -> Floats:
-            content = Part(self.adapter, info.offset)
-            return _FACTORS.get(content, lambda: _floats(content.read(opened, 0, info.nbytes), info.dtype, info.shape))
+            def read() -> Floats:
+                content = adapter.read(opened, info.offset, info.offset + info.nbytes)
+                return _floats(content, info.dtype, info.shape)
 
-        size = _SIZES[self.base.dtype]
+            return _FACTORS.get((adapter, info.offset), read)
+
+        size = _SIZES[dtype]
         first, last = begin // size, -(-end // size)  # a range may begin or end within an element
-        own = self.base.content.read(opened, first * size, last * size)
-        return _added(own, self, first, factor)[begin - first * size :][: end - begin]
+        count = last - first
+        top, bottom = first // columns, -(-last // columns)
+        padded = np.zeros((bottom - top) * columns, f"<u{size}")  # whole rows: what lies around the range is cut off
+        whole = padded[first - top * columns :][:count]
+        whole[:] = np.frombuffer(base.read(opened, first * size, last * size), padded.dtype)
+        lines = padded.reshape(-1, columns)
+        for term in terms:
+            start = term.matrix * rows
+            if start >= bottom or start + rows <= top:
+                continue
+            left, right = factors(term.product, term.expert, factor(term.product.a), factor(term.product.b))
+            of, along = slice(term.at, term.at + term.length), term.along
+            left, right = (left, right[:, of]) if along else (left[of], right)
+            if term.product.turned:
+                left, right, along = right.T, left.T, 1 - along
+            column, row = (term.begin, start) if along else (0, start + term.begin)
+            across, down = (term.step, 1) if along else (1, term.step)
+            right = np.ascontiguousarray(right)
+            low, high = (min(max(-((row - edge) // down), 0), len(left)) for edge in (top, bottom))
+            step = max(1, _TILE // right.shape[1])
+            for at in range(low, high, step):
+                until = min(at + step, high)
+                rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
+                block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
+                block[:] = _sum(block, name, dtype, left[at:until], right, term.product.scale)
+        return whole.view(np.uint8).data[begin - first * size :][: end - begin]
 
 
 _FACTORS = Kept(256 << 20)
 """A and B of the modules used last, in float32."""
-
-
-def _plain(term: Term) -> list[Any]:
-    product = term.product
-    infos = [[info.offset, info.dtype, info.shape] for info in (product.a, product.b)]
-    return [*infos, product.form.a.axes, product.form.b.axes, *product[3:], *term[1:]]
 
 
 def factors(product: Product, expert: int, a: Floats, b: Floats) -> tuple[Floats, Floats]:
@@ -105,53 +112,22 @@ def by_expert(found: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> ND
     return apart.transpose([axes.index(axis) for axis in ("expert", factor.side, "rank")])
 
 
-def _added(own: Bytes, added: Added, first: int, adapter: Callable[[TensorInfo], Floats]) -> memoryview:
-    """Elements of a tensor from number ``first`` on, with what the terms add to them."""
-    size, (rows, columns) = _SIZES[added.base.dtype], added.base.shape[-2:]
-    count = len(own) // size
-    top, bottom = first // columns, -(-(first + count) // columns)
-    padded = np.zeros((bottom - top) * columns, f"<u{size}")  # whole rows: what lies around the range is cut off again
-    padded[first - top * columns :][:count] = np.frombuffer(own, padded.dtype)
-    lines = padded.reshape(-1, columns)
-    for term in added.terms:
-        start = term.matrix * rows
-        if start >= bottom or start + rows <= top:
-            continue
-        left, right = factors(term.product, term.expert, adapter(term.product.a), adapter(term.product.b))
-        of = slice(term.at, term.at + term.length)
-        left, right = (left, right[:, of]) if term.along else (left[of], right)
-        along = term.along
-        if term.product.turned:
-            left, right, along = right.T, left.T, 1 - along
-        column, row = (term.begin, start) if along else (0, start + term.begin)
-        across, down = (term.step, 1) if along else (1, term.step)
-        right = np.ascontiguousarray(right)
-        low, high = (min(max(-((row - end) // down), 0), len(left)) for end in (top, bottom))
-        step = max(1, _TILE // right.shape[1])
-        for at in range(low, high, step):
-            until = min(at + step, high)
-            rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
-            block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
-            block[:] = _sum(block, added, left[at:until], right, term.product.scale)
-    return padded[first - top * columns :][:count].view(np.uint8).data
-
-
 @np.errstate(over="ignore", invalid="ignore")
-def _sum(block: NDArray[Any], added: Added, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
+def _sum(block: NDArray[Any], name: str, dtype: str, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
     """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W. Raises MismatchError."""
-    weight = _widened(block, added.base.dtype)
+    weight = _widened(block, dtype)
     total, term = left[:, :1] * right[0], np.empty((len(left), right.shape[1]), np.float32)
     for k in range(1, len(right)):
         np.multiply(left[:, k : k + 1], right[k], out=term)
         total += term
     total *= np.float32(scale)
     total += weight
-    rounded = _rounded(total, added.base.dtype)
-    lost = ~np.isfinite(_widened(rounded, added.base.dtype))
+    rounded = _rounded(total, dtype)
+    lost = ~np.isfinite(_widened(rounded, dtype))
     if lost.any() and np.isfinite(weight[lost]).any():
         raise MismatchError(
-            f"tensor '{added.name}' of the base model is finite and would not be with the adapter in it: numbers of A "
-            f"or B are not finite, or their sum is too large for {added.base.dtype}",
+            f"tensor '{name}' of the base model is finite and would not be with the adapter in it: numbers of A "
+            f"or B are not finite, or their sum is too large for {dtype}",
             "give an adapter that was trained on this base model",
         )
     return rounded
@@ -201,7 +177,8 @@ def add_adapter(source: Source, adapter: FilePath) -> RangeStore:
         if name in changes.replaced:
             tensor = tensor._replace(content=Part(file, changes.replaced[name].offset))
         terms = tuple(changes.terms.get(name, ()))
-        contents[name] = Added(name, tensor, file, terms) if terms else tensor.content
+        what = name, tensor.dtype, tensor.shape, terms
+        contents[name] = Added((tensor.content, Part(file, 0)), what) if terms else tensor.content
     check_unchanged(own)
     shown = f"{source.location} + {location_of(adapter)}"
     return store_of(source, shown, (computed(each, contents) for each in whole.files), {**whole.sides, **whole.index})

@@ -59,9 +59,8 @@ from reshard.source.low_rank import (
 )
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.store.remote import Remote
 from reshard.transforms.adapter import by_expert
-from reshard.transforms.tensors import Bytes, Content, Kept, Opened, Tensor, computed, store_of, tensors_of
+from reshard.transforms.tensors import Bytes, Computed, Kept, Opened, Tensor, computed, store_of, tensors_of
 
 Indices = tuple[tuple[str, int], ...]
 Rows = NDArray[np.int64]
@@ -330,22 +329,11 @@ _KEPT = Kept(256 << 20)
 
 
 @dataclass(frozen=True, eq=False)
-class Converted(Content):
-    """A or B of a target."""
+class Converted(Computed):
+    """A or B of a target, which is made of those of an adapter."""
 
     target: Target
     is_a: bool
-    files: Sequence[Remote]
-
-    @property
-    def plain(self) -> object:
-        """What its blocks are made of."""
-        form, blocks = self.target.form, self.target.blocks
-        made = [
-            [b.expert, _short(b.rows), b.pair.a.content.plain, b.pair.b.content.plain, b.of, _short(b.own), b.rank]
-            for b in blocks
-        ]
-        return self.is_a, form.a.axes, form.b.axes, made
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Put it together."""
@@ -452,10 +440,15 @@ class _Conversion:
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' of an expert has no place in '{self.format.name}'")
         made = targets(experts, list(self._pairs(experts, pairs)), self.format) if pairs else []
         found = {name: each.tensor for name, each in copies.items()}
-        files = tuple(dict.fromkeys(file for tensor in self.tensors.values() for file in tensor.content.files))
         for target in made:
+            own = {content: None for b in target.blocks for content in (b.pair.a.content, b.pair.b.content)}
+            blocks = [
+                [b.expert, _short(b.rows), b.pair.a.content.plain, b.pair.b.content.plain, b.of, _short(b.own), b.rank]
+                for b in target.blocks
+            ]
             for is_a, shape in zip((True, False), shapes(target), strict=True):
-                found[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted(target, is_a, files))
+                what = is_a, target.form, blocks
+                found[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*own,), what, target, is_a))
         return found, _settings(self, [*copies.values()], made)
 
     def _pairs(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,15 @@ from formats.files.safetensors import DTYPE_BITS, build_header, parse_header, te
 from formats.files.sharded import SourceFileRecord
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape
-from formats.quantization.dequantizing import DTYPE, Grid, Stored, scaled_weights
+from formats.quantization.dequantizing import DTYPE, Stored, scaled_weights
 from formats.quantization.settings import without_quantization
 from reshard.model.sizes import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.store.remote import Remote
 from reshard.transforms.tensors import (
     Bytes,
+    Computed,
     ComputedFile,
-    Content,
     Kept,
     Opened,
     Tensor,
@@ -42,36 +40,19 @@ _SCALES = Kept(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dequantized(Content):
-    """A weight of 8-bit floats times its scales."""
-
-    weight: Content
-    scale: Tensor
-    grid: Grid
-    nbytes: int
-    """The bytes of the scales."""
-
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """Those of the weight and of the scales."""
-        return (*self.weight.files, *self.scale.content.files)
-
-    @property
-    def plain(self) -> object:
-        """Both, and where the scales apply."""
-        return self.weight.plain, self.scale.content.plain, self.scale.dtype, self.grid
+class Dequantized(Computed):
+    """A weight of 8-bit floats times its scales, of which ``what`` has the dtype, the bytes and where they apply."""
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Compute them."""
+        (weight, scale), (dtype, nbytes, grid) = self.inputs, self.what
         first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
-        codes = np.frombuffer(self.weight.read(opened, first, last), np.uint8)
-        content = self.scale.content
+        codes = np.frombuffer(weight.read(opened, first, last), np.uint8)
 
         def scales() -> Any:
-            return opened.scales(memoryview(content.read(opened, 0, self.nbytes)), self.scale.dtype, self.grid)
+            return opened.scales(memoryview(scale.read(opened, 0, nbytes)), dtype, grid)
 
-        found = opened.numbers(codes, first, self.grid, _SCALES.get((opened.scales, content, self.grid), scales))
+        found = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
         return found.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
 
 
@@ -93,8 +74,8 @@ def dequantize(source: Source) -> RangeStore:
     for name, tensor in tensors.items():
         if name in scaled:
             scale = tensors[scaled[name].scale]
-            nbytes = tensor_bytes(scaled[name].scale, scale.dtype, scale.shape)
-            tensor = Tensor(DTYPE, tensor.shape, Dequantized(tensor.content, scale, scaled[name].grid, nbytes))
+            what = scale.dtype, tensor_bytes(scaled[name].scale, scale.dtype, scale.shape), scaled[name].grid
+            tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what))
         if name not in gone:
             found[name] = tensor
     whole = whole_of(source)

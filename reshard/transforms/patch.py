@@ -6,7 +6,7 @@ All is checked before anything is written: the delta's places, and the checksum 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +21,11 @@ from formats.notation.adapters import SETTINGS
 from formats.store import FilePath, location_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.store.remote import Read, Remote
+from reshard.store.remote import Read
 from reshard.store.threads import Threads
 from reshard.transforms.tensors import (
     Bytes,
+    Computed,
     Content,
     Opened,
     Part,
@@ -55,62 +56,33 @@ class Places(NamedTuple):
     starts: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Sparse(Content):
-    """A tensor of the base with other elements, which ``delta`` has at ``places``."""
-
-    base: Content
-    delta: Remote
-    places: Places
-
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """Those of the base, and the delta's."""
-        return (*self.base.files, self.delta)
-
-    @property
-    def plain(self) -> object:
-        """Both, and where the changes are."""
-        return self.base.plain, self.delta.identity, self.places
+class Sparse(Computed):
+    """A tensor of the base with other elements, which the delta has at places (``what``)."""
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Read them, and put the changes in."""
-        unit, wide, places = self.places.unit, self.places.wide, self.places
+        (base, delta), places = self.inputs, self.what
+        unit, wide = places.unit, places.wide
         first, last = begin // unit, -(-end // unit)  # a range may begin or end within an element
-        content = np.frombuffer(self.base.read(opened, first * unit, last * unit), np.uint8).copy()
+        content = np.frombuffer(base.read(opened, first * unit, last * unit), np.uint8).copy()
         one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
         if other > one:
-            delta = opened(self.delta)
-            raw = delta(places.places + one * wide, places.places + other * wide)
+            raw = delta.read(opened, places.places + one * wide, places.places + other * wide)
             found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
             inside = (found >= first) & (found < last)
-            values = np.frombuffer(delta(places.values + one * unit, places.values + other * unit), f"<u{unit}")
-            content.view(f"<u{unit}")[found[inside] - first] = values[inside]
+            raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
+            content.view(f"<u{unit}")[found[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
         return content.data[begin - first * unit :][: end - begin]
 
 
-@dataclass(frozen=True, eq=False)
-class Framed(Content):
-    """A tensor of the base with changed bytes, which are a compressed ``frame`` in ``delta``."""
-
-    base: Content
-    delta: Remote
-    frame: Frame
-
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """Those of the base, and the delta's."""
-        return (*self.base.files, self.delta)
-
-    @property
-    def plain(self) -> object:
-        """Both, and where the frame is."""
-        return self.base.plain, self.delta.identity, self.frame
+class Framed(Computed):
+    """A tensor of the base with changed bytes, which are a compressed frame (``what``) in the delta."""
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Read them, and change them."""
-        found = np.frombuffer(self.base.read(opened, begin, end), np.uint8).copy()
-        _CHANGES.change(self.delta, self.frame, opened(self.delta), begin, found)
+        base, delta = self.inputs
+        found = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
+        _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, found)
         return found.data
 
 
@@ -143,9 +115,12 @@ def patch(source: Source, path: FilePath) -> RangeStore:
 
     for info in (info for file in found for info in file.tensors.values()):
         name, kept, own = info.name, stored.get(info.name, ()), tensors.get(info.name)
-        file, how = file_of(kept[0].file, path, stamps[kept[0].file]) if kept else None, delta.changes[name].how
+        file, how = (
+            Part(file_of(kept[0].file, path, stamps[kept[0].file]), 0) if kept else None,
+            delta.changes[name].how,
+        )
         if file is not None and how == WHOLE:
-            contents[name] = Part(file, kept[0].offset)
+            contents[name] = Part(file.file, kept[0].offset)
             continue
         if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
             raise other(f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}")
@@ -153,9 +128,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         if file is not None and how in (XOR, OVERWRITE):
             need_zstd()
             frame = Frame(name, how, kept[0].offset, kept[0].offset + kept[0].nbytes, info.nbytes)
-            contents[name] = Framed(own.content, file, frame)
+            contents[name] = Framed((own.content, file), frame)
         elif file is not None:
-            contents[name] = Sparse(own.content, file, _checked(info, kept, opened(file)))
+            contents[name] = Sparse((own.content, file), _checked(info, kept, opened(file.file)))
     if extra := tensors.keys() - delta.changes.keys():
         raise other(f"the delta does not know its tensor '{min(extra)}'")
     checks: list[tuple[Content, int, str, MismatchError]] = []

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError
-from formats.files.checksum import Stamp, was_changed
+from formats.files.checksum import Stamp, check_unchanged
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
@@ -56,24 +56,22 @@ Numbers = Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint
 
 @dataclass(frozen=True)
 class LocalFile(Remote):
-    """A file on this machine, in the state in which it was found, of the checkpoint in ``root``."""
+    """A file on this machine, in the state that its stamp says, of the checkpoint in ``root``."""
 
     path: Path
     root: Path
+    stamp: Stamp
     size: int
-    mtime_ns: int
-    inode: int
-    content: str | None
 
     @property
     def identity(self) -> str:
         """A text that identifies its content, or else its size and time: equal for copies on several machines."""
-        return self.content or f"{self.size}:{self.mtime_ns}"
+        return self.stamp.content or f"{self.size}:{self.stamp.mtime_ns}"
 
     @property
     def made_of(self) -> str | None:
         """The inode, if nothing identifies the content."""
-        return None if self.content else str(self.inode)
+        return None if self.stamp.content else str(self.stamp.inode)
 
     @property
     def address(self) -> str:
@@ -91,12 +89,7 @@ class LocalFile(Remote):
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if the file has changed since it was found."""
-        try:
-            found = self.path.stat()
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        if (found.st_size, found.st_mtime_ns, found.st_ino) != (self.size, self.mtime_ns, self.inode):
-            raise was_changed(self.path)
+        check_unchanged({self.path: self.stamp})
 
     def open(self) -> Read:
         """Open the file; it may be closed and opened again between two reads."""
@@ -128,7 +121,7 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
     if remote := range_store.remote_of(path):
         return remote
     assert here is not None and folder is not None
-    return LocalFile(here, folder, stamp.size, stamp.mtime_ns, stamp.inode, stamp.content)
+    return LocalFile(here, folder, stamp, stamp.size)
 
 
 class Kept:
@@ -182,11 +175,8 @@ class Content(ABC):
 
     files: Sequence[Remote]
     """The files that are read, that in whose place the tensor stands first."""
-
-    @property
-    @abstractmethod
-    def plain(self) -> object:
-        """What the bytes follow from besides the contents of the files, as JSON has it."""
+    plain: object
+    """What the bytes follow from besides the contents of the files, as JSON has it."""
 
     @abstractmethod
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
@@ -200,19 +190,30 @@ class Part(Content):
     file: Remote
     offset: int
 
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """The file."""
-        return (self.file,)
-
-    @property
-    def plain(self) -> object:
-        """The file and the offset."""
-        return self.file.identity, self.offset
+    def __post_init__(self) -> None:
+        self.__dict__.update(files=(self.file,), plain=(self.file.identity, self.offset))
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Read them."""
         return opened(self.file)(self.offset + begin, self.offset + end)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Content):
+    """Bytes that are computed from those of ``inputs`` by ``what``; the first input is what they stand for."""
+
+    inputs: tuple[Content, ...]
+    what: Any
+
+    @property
+    def files(self) -> Sequence[Remote]:  # type: ignore[override]
+        """Those of the inputs."""
+        return (*dict.fromkeys(file for each in self.inputs for file in each.files),)
+
+    @property
+    def plain(self) -> object:  # type: ignore[override]
+        """The inputs, and what is done with them."""
+        return type(self).__name__, [each.plain for each in self.inputs], self.what
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,15 +223,8 @@ class Gathered(Content):
     jobs: Sequence[Job]
     by_path: Mapping[FilePath, Remote]
 
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """All files of the source."""
-        return (*self.by_path.values(),)
-
-    @property
-    def plain(self) -> object:
-        """The name: the files say the rest."""
-        return self.jobs[0].name
+    def __post_init__(self) -> None:
+        self.__dict__.update(files=(*self.by_path.values(),), plain=self.jobs[0].name)
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Put them together, and check that replicas are equal."""
@@ -385,9 +379,9 @@ class ComputedFile(Remote):
     @cached_property
     def identity(self) -> str:
         """A digest of the identities of the files that it is made of, of its header, and of what makes each tensor."""
-        made = [[*piece[:2], type(piece.content).__name__, piece.content.plain] for piece in self.pieces]
+        made = [[*piece[:2], piece.content.plain] for piece in self.pieces]
         found = hashlib.sha256(self.header)
-        found.update(json.dumps([_VERSION, [file.identity for file in self.files], made]).encode())
+        found.update(json.dumps([_VERSION, [file.identity for file in self.files], made], default=_plain).encode())
         return f"computed:{found.hexdigest()[:32]}"
 
     @property
@@ -418,6 +412,11 @@ class ComputedFile(Remote):
             return memoryview(found)
 
         return read
+
+
+def _plain(value: Any) -> object:
+    """A dataclass as JSON; a path says nothing of a content."""
+    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else None
 
 
 def computed(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:

@@ -400,7 +400,8 @@ def test_the_identity_of_a_computed_file(source: Path, tmp_path: Path) -> None:
     assert isinstance(file, ComputedFile)
     piece = next(piece for piece in file.pieces if isinstance(piece.content, storage.Dequantized))
     assert isinstance(piece.content, storage.Dequantized)
-    other = replace(piece.content, grid=piece.content.grid._replace(block_rows=1))
+    *what, grid = piece.content.what
+    other = replace(piece.content, what=(*what, grid._replace(block_rows=1)))
     pieces = tuple(each._replace(content=other) if each is piece else each for each in file.pieces)
     found = {of.identity for of in (file, replace(file, header=file.header + b" "), replace(file, pieces=pieces))}
     assert len(found) == 3

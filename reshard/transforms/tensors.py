@@ -14,9 +14,10 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,7 +36,7 @@ from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Reader
-from reshard.move.slabs import Slab, Way
+from reshard.move.slabs import Region, Slab, Way
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store import range_store
@@ -95,17 +96,24 @@ class LocalFile(Remote):
         """Open the file; it may be closed and opened again between two reads."""
         self.check_unchanged()
 
-        def read(start: int, stop: int) -> memoryview:
-            file = _opened(self)  # it stays open until this read is done
-            try:
-                found = os.pread(file.fileno(), stop - start, start)
-            except OSError as error:
-                raise unreadable(self.path, error) from error
-            if len(found) != stop - start:
-                raise CheckpointError(f"{self.path} ended at byte {start + len(found)} while it was read")
-            return memoryview(found)
+        return self._read
 
-        return read
+    def _read(self, start: int, stop: int) -> memoryview:
+        view = np.empty(stop - start, np.uint8).data
+        self.fill(start, view)
+        return view
+
+    def fill(self, start: int, view: memoryview) -> None:
+        """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
+        file, done = _opened(self), 0  # it stays open until this read is done
+        try:
+            while done < len(view):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                if not count:
+                    raise CheckpointError(f"{self.path} ended at byte {start + done} while it was read")
+                done += count
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
 
 @lru_cache(maxsize=_OPEN)
@@ -220,22 +228,33 @@ class Computed(Content):
 class Gathered(Content):
     """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would."""
 
+    name: str
     jobs: Sequence[Job]
     by_path: Mapping[FilePath, Remote]
 
     def __post_init__(self) -> None:
-        self.__dict__.update(files=(*self.by_path.values(),), plain=self.jobs[0].name)
+        self.__dict__.update(files=(*self.by_path.values(),), plain=self.name)
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Put them together, and check that replicas are equal."""
-        found, reader = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path)
-        for job in self.jobs:
+        found, reader, count = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path), 0
+        for number, job in enumerate(self.jobs):
             base, steps = job.target(0).offset, _steps_of(job.transfer)
             for step in steps[bisect_right(steps, begin - base, key=lambda each: each.end) :]:
                 if step.begin + base >= end:
                     break
-                reader.take(job, step.slab, found, begin - base)
+                if step.slab.is_flat and not step.slab.checks:
+                    count += reader.stream(job, step.slab, found, begin - base)
+                else:
+                    block = _BLOCKS.get((self, number, step.end), partial(reader.block, job, step.slab))
+                    count += _take(step.slab, block, found, begin - base)
+        if count != found.size:  # what no part has must not pass
+            raise RuntimeError(f"{count} of {found.size} bytes of tensor '{self.name}' were put together")
         return found.data
+
+
+_BLOCKS = Kept(32 << 20)
+"""What was put together last: the next range may begin within it."""
 
 
 class _Step(NamedTuple):
@@ -265,33 +284,56 @@ class _Gathering(Reader):
         self._opened, self._files = opened, files
 
     def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        if len(view):
-            view[:] = self._opened(self._files[file.path])(offset, offset + len(view))
+        remote = self._files[file.path]
+        if isinstance(remote, LocalFile):
+            remote.fill(offset, view)
+        elif len(view):
+            view[:] = self._opened(remote)(offset, offset + len(view))
 
-    def take(self, job: Job, slab: Slab, found: NDArray[np.uint8], first: int) -> None:
-        """Put what a slab writes of the bytes from ``first`` on into ``found``."""
-        is_flat, blocks = slab.is_flat and not slab.checks, list[NDArray[np.uint8]]()
-        if not is_flat:
-            blocks = [np.empty(region.shape, np.uint8) for region in slab.writes]
-            fill(job, slab, self, blocks)
-            blocks = [block.reshape(-1) for block in blocks]
-        parts = [(copy.target, copy.target_slices[0].start, copy.target_slices[0].stop, copy) for copy in slab.copies]
-        whole = [(number, 0, block.size, None) for number, block in enumerate(blocks)]
-        for number, begin, end, copy in parts if is_flat else whole:
-            for at, skip, length in slab.writes[number].ranges(begin, end - begin):
-                low, high = max(at, first), min(at + length, first + found.size)
-                if low >= high:
-                    continue
-                into, own = found[low - first : high - first], skip + low - at
-                if copy is None:
-                    into[:] = blocks[number][own : own + into.size]
-                elif copy.source is None:
+    def block(self, job: Job, slab: Slab) -> NDArray[np.uint8]:
+        """All that a slab writes, one region after the other."""
+        found = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
+        ends = [*accumulate(region.nbytes for region in slab.writes)]
+        parts = zip(slab.writes, np.split(found, ends[:-1]), strict=True)
+        fill(job, slab, self, [part.reshape(region.shape) for region, part in parts])
+        return found
+
+    def stream(self, job: Job, slab: Slab, found: NDArray[np.uint8], first: int) -> int:
+        """Read what a flat slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
+        taken = 0
+        for copy in slab.copies:
+            part = copy.target_slices[0]
+            for into, skip in _within(slab.writes[copy.target], part.start, part.stop, found, first):
+                taken += into.size
+                if copy.source is None:
                     into[:] = 0
-                else:
-                    region = slab.reads[copy.source]
-                    place = job.source(region.rank)
-                    for offset, here, count in region.ranges(copy.source_slices[0].start + own, into.size):
-                        self.fill(into[here : here + count], place.file, place.offset + offset)
+                    continue
+                region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
+                place = job.source(region.rank)
+                for offset, here, count in region.ranges(begin, into.size):
+                    self.fill(into[here : here + count], place.file, place.offset + offset)
+        return taken
+
+
+def _take(slab: Slab, block: NDArray[np.uint8], found: NDArray[np.uint8], first: int) -> int:
+    """Put what a slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
+    taken = at = 0
+    for region in slab.writes:
+        for into, skip in _within(region, 0, region.nbytes, found, first):
+            into[:] = block[at + skip : at + skip + into.size]
+            taken += into.size
+        at += region.nbytes
+    return taken
+
+
+def _within(
+    region: Region, begin: int, end: int, found: NDArray[np.uint8], first: int
+) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    """The parts of ``found`` that bytes ``begin`` to ``end`` of a region go to, and where these begin in the region."""
+    for at, skip, length in region.ranges(begin, end - begin):
+        low, high = max(at, first), min(at + length, first + found.size)
+        if low < high:
+            yield found[low - first : high - first], skip + low - at
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -306,7 +348,7 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(source: Source) -> dict[str, Tensor]:
-    """The tensors of the full checkpoint, in its order, by name. Raises PlanError if one cannot be put together."""
+    """The tensors of the full checkpoint by name. Raises PlanError if one cannot be put together."""
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
     if source.format is HUGGING_FACE:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
@@ -315,8 +357,10 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
     for job in jobs_of(source, target, {0: dict.fromkeys(source.names, nowhere)}):
         jobs[job.name].append(job)
-    kinds = {tensor.name: tensor.kind for tensor in source.model.tensors}
-    return {name: Tensor(kinds[name].dtype, kinds[name].shape, Gathered(jobs[name], files)) for name in source.names}
+    return {
+        tensor.name: Tensor(tensor.dtype, tensor.shape, Gathered(tensor.name, jobs[tensor.name], files))
+        for tensor in source.model.tensors
+    }
 
 
 @dataclass(frozen=True)

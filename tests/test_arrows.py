@@ -111,6 +111,7 @@ ORDER = [
     "live",
     "commands",
     "delta",
+    "transforms",
     "writing",
     "move",
     "source",

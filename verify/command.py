@@ -13,9 +13,10 @@ from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
-from reshard.source.access import Access, find, open_any
+from reshard.source.access import Access, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
+from reshard.transforms.opening import open_any
 from verify.bytes.exact import open_shards
 from verify.bytes.exact_report import ExactReport
 from verify.prove import SILENT, Display, prove

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import hashlib
 import json
 import math
@@ -46,10 +47,10 @@ from formats.documents import (
 )
 from formats.documents import whole as integer
 from formats.errors import CheckpointError
-from formats.files.checkpoint import DELTA, Checkpoint
+from formats.files.checkpoint import DELTA
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
-from formats.store import FilePath, name_in
+from formats.store import FilePath
 
 CONTENT = "delta.safetensors"
 INDICES, VALUES = ".delta_indices", ".delta_values"
@@ -182,8 +183,15 @@ def _documents(value: object, where: str) -> dict[str, bytes]:
     return {file_name(name, where): content for name, content in mapping(_unpacked)(value, where).items()}
 
 
-def read_delta(path: FilePath, base: Checkpoint) -> Delta:
-    """Read what a delta says of the base that it is put on, ours or slime's. Raises CheckpointError."""
+def unchanged(
+    path: FilePath, names: Iterable[str], files: tuple[Laid, ...], documents: Mapping[str, bytes], sides: Iterable[str]
+) -> Delta:
+    """What leaves a checkpoint as it is."""
+    return Delta(path, (), dict.fromkeys(names, Change(SAME, None, None)), files, documents, dict.fromkeys(sides))
+
+
+def read_delta(path: FilePath, base: Delta) -> Delta:
+    """Read a delta, ours or slime's; ``base`` leaves the checkpoint as it is. Raises CheckpointError."""
     if not (path / DELTA).is_file():
         return _read_slime(path, base)
     contents = (COMPRESSED,) if (path / COMPRESSED).is_file() else (CONTENT,)
@@ -205,7 +213,7 @@ def read_delta(path: FilePath, base: Checkpoint) -> Delta:
     return read_document(path / DELTA, MAX_MANIFEST, checked, hint="write the delta again")[1]
 
 
-def _read_slime(path: FilePath, base: Checkpoint) -> Delta:
+def _read_slime(path: FilePath, base: Delta) -> Delta:
     """A folder of slime's: all that it does not name is as in the base."""
     settings: dict[str, str] = {}
     if (path / INDEX).is_file():
@@ -225,7 +233,7 @@ def _read_slime(path: FilePath, base: Checkpoint) -> Delta:
         names = {file_name(name, "weight_map") for name in mapping(text)(named, "weight_map").values()}
     except Unfit as error:
         raise CheckpointError(f"{path / INDEX}: {error}") from None
-    changes = dict.fromkeys(base.tensors, Change(SAME, None, None))
+    changes = dict(base.changes)
     for name in names:
         header = read_header(path / name)
         for tensor in header.tensors:
@@ -234,10 +242,7 @@ def _read_slime(path: FilePath, base: Checkpoint) -> Delta:
             changes[tensor] = Change(
                 settings["delta_encoding"], None, f"{settings['checksum_format']}:{header.metadata[tensor]}"
             )
-    files = tuple(Laid(file.name, file.header, file.size) for file in base.files if file.header is not None)
-    documents = {base.index_name: base.index} if base.index_name is not None and base.index is not None else {}
-    sides = {name_in(file, base.path): None for file in base.side_files}
-    return Delta(path, tuple(sorted(names)), changes, files, documents, sides)
+    return dataclasses.replace(base, path=path, contents=tuple(sorted(names)), changes=changes)
 
 
 def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:

@@ -62,12 +62,13 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **giv
             raise click.UsageError(f"{min(others)} goes with a SOURCE")
         _print_formats(chosen, as_json)
         return
-    from reshard.source.access import Access, open_any
+    from reshard.source.access import Access
     from reshard.store.selection import Weights
+    from reshard.transforms.opening import open_any
 
     access = request_of(Access, given, quiet=as_json)
     opened = open_any(source, access, Weights.HEADERS)
-    found = {each.name: _obstacle(opened, each, access.config) for each in chosen}
+    found = {each.name: _obstacle(opened, each) for each in chosen}
     if as_json:
         print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})
         return
@@ -85,27 +86,27 @@ def _of_adapters() -> Iterator[Format]:
         yield Format(each.name, Loading(each.loaded_by, each.load), Files(ADAPTER), Rules())
 
 
-def _obstacle_of_adapter(source: Source, name: str, config: Path | None) -> ReshardError | None:
+def _obstacle_of_adapter(source: Source, name: str) -> ReshardError | None:
     """Why a source cannot be written in a format of adapters; None if it can."""
     from formats.notation.adapters import SETTINGS
     from formats.notation.format_file import adapter_format
-    from reshard.source.converted import converted
+    from reshard.transforms.convert import convert
 
     if SETTINGS not in source.model.config:
         return PlanError("it is for adapters")
     try:
-        converted(source.path, adapter_format(name), config)
+        convert(source, adapter_format(name))
     except ReshardError as error:
         return error
     return None
 
 
-def _obstacle(source: Source, format: Format, config: Path | None) -> ReshardError | None:
+def _obstacle(source: Source, format: Format) -> ReshardError | None:
     """Why a source cannot be written in a format; None if it can."""
     from formats.notation.format_file import adapter_format_names
 
     if format.name in adapter_format_names():
-        return _obstacle_of_adapter(source, format.name, config)
+        return _obstacle_of_adapter(source, format.name)
     if format is HUGGING_FACE:
         return None if source.is_split else PlanError("it is one full checkpoint already")
     model = source.model

@@ -94,8 +94,9 @@ def plan_command(
     """
     from reshard.commands.split import PlanRequest, planned_format
     from reshard.placement.program_plan import plan_for
-    from reshard.source.access import lines_of_any, open_any
+    from reshard.source.access import lines_of_any
     from reshard.store.selection import Weights
+    from reshard.transforms.opening import open_any
 
     degrees = given["tp"] or (None,)
     if len(degrees) > 1 and (as_json or tp_plan or report is not None):

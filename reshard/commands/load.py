@@ -17,8 +17,9 @@ from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
-from reshard.source.access import Access, open_any
+from reshard.source.access import Access
 from reshard.source.source import Source
+from reshard.transforms.opening import open_any
 
 if TYPE_CHECKING:
     import torch

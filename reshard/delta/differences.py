@@ -7,7 +7,6 @@ What differs, for people: the tensors of one kind over layers and experts in a r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,12 @@ from numpy.typing import NDArray
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from formats.quantization.dequantizing import e4m3_values
-from reshard.delta.streams import Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
-from reshard.move.slabs import Rows
 from reshard.source.source import Source
 from reshard.store.threads import share
 from reshard.text import Result, align, human_bytes, plural, shape_text
+from reshard.transforms.tensors import Content, Opened, tensors_of
 
 Codes = NDArray[Any]
 """Elements as unsigned integers."""
@@ -181,10 +179,31 @@ class Diff(Result):
         return "\n".join([*(table if rows else []), *config, self.headline])
 
 
+PIECE = 1 << 19
+"""Bytes of each side that are compared at a time: both stay in a processor's cache."""
+_PIECE_ELSEWHERE = 4 << 20
+
+
+class Pair(NamedTuple):
+    """The same bytes of a tensor on both sides, from byte ``begin`` on."""
+
+    begin: int
+    left: Bytes
+    right: Bytes
+
+
+def pairs(sides: Sequence[Content], nbytes: int, opened: Opened, piece: int = PIECE) -> Iterator[Pair]:
+    """The bytes of a tensor on both sides, in order, at most ``piece`` at a time."""
+    for begin in range(0, nbytes, piece):
+        end = min(begin + piece, nbytes)
+        left, right = (np.frombuffer(side.read(opened, begin, end), np.uint8) for side in sides)
+        yield Pair(begin, left, right)
+
+
 class Keeper(Protocol):
     """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
 
-    def compared(self, name: str, where: Rows, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
         """Take in bytes of a tensor on both sides."""
 
 
@@ -201,8 +220,29 @@ def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Pr
     left, right = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
     alike = {name: known for name, tensor in left.items() if (known := _known(tensor, right.get(name))).kind == SAME}
     sizes = {name: tensor_bytes(name, left[name].dtype, left[name].shape) for name in alike}
-    comparing = _Comparing(a, b, jobs_of_both(a, b) if alike else ({}, {}), keeper, progress, sum(sizes.values()))
-    found = comparing.run({name: left[name].dtype for name in alike}, sizes)
+    total, done, lock, found = sum(sizes.values()), 0, threading.Lock(), dict[str, Distance]()
+    opened, elsewhere = Opened(), a.is_elsewhere or b.is_elsewhere
+    contents = [tensors_of(side) for side in (a, b)] if alike else []
+
+    def compare(names: Iterator[str]) -> None:
+        nonlocal done
+        for name in names:
+            dtype, distant = left[name].dtype, Distance()
+            both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
+            for pair in pairs(both, sizes[name], opened, piece):
+                same = _equal(pair.left, pair.right)
+                if keeper is not None:
+                    keeper.compared(name, pair, same=same)
+                if not same:
+                    left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
+                    wrong = left_codes != right_codes
+                    distant = distant.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
+                with lock:
+                    done += pair.left.size
+                    progress(done, total)
+            found[name] = distant
+
+    share(alike, _WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare)
     tensors = [
         _measured(alike[name], sizes[name], found[name]) if name in alike else _known(tensor, right.get(name))
         for name, tensor in left.items()
@@ -212,7 +252,7 @@ def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Pr
     b.check_unchanged()
     own, other = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
     config = tuple(sorted({key for key, _ in own.items() ^ other.items()}))
-    return Diff(a.shown, b.shown, tuple(tensors), comparing.total, config)
+    return Diff(a.shown, b.shown, tuple(tensors), total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
@@ -231,55 +271,6 @@ def _measured(known: TensorDiff, nbytes: int, found: Distance) -> TensorDiff:
         found.largest if numbers else None, math.sqrt(found.squares / elements) if numbers else None,
         found.ulps, found.other,
     )  # fmt: skip
-
-
-class _Comparing:
-    """Compares tensors in a few threads: each takes the next one."""
-
-    def __init__(
-        self, a: Source, b: Source, jobs: tuple[Jobs, Jobs], keeper: Keeper | None, progress: Progress, total: int
-    ) -> None:
-        self._sources, self._jobs, self._keeper, self._progress = (a, b), jobs, keeper, progress
-        self.total, self._done, self._lock = total, 0, threading.Lock()
-
-    def run(self, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -> Mapping[str, Distance]:
-        """The distance of each tensor."""
-        elsewhere = any(source.is_elsewhere for source in self._sources)
-        workers = _WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1)
-        found: dict[str, Distance] = {}
-
-        def work(names: Iterator[str]) -> None:
-            with (
-                contextlib.closing(Side(self._sources[0])) as left,
-                contextlib.closing(Side(self._sources[1])) as right,
-            ):
-                for name in names:
-                    found[name] = self._tensor(name, dtypes[name], sizes[name], left, right)
-
-        share(dtypes, workers, work)
-        return found
-
-    def _tensor(self, name: str, dtype: str, nbytes: int, left: Side, right: Side) -> Distance:
-        found, seen = Distance(), 0
-        own, other = (jobs[name] for jobs in self._jobs)
-        if own.keys() != other.keys():
-            raise RuntimeError(f"tensor '{name}' is taken apart in two ways")
-        for where, job in own.items():
-            for pair in side_by_side(left.pieces(job), right.pieces(other[where])):
-                seen += pair.left.size
-                same = _equal(pair.left, pair.right)
-                if self._keeper is not None:
-                    self._keeper.compared(name, where, pair, same=same)
-                if not same:
-                    left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
-                    wrong = left_codes != right_codes
-                    found = found.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
-                with self._lock:
-                    self._done += pair.left.size
-                    self._progress(self._done, self.total)
-        if seen != nbytes:  # a partial comparison must not pass
-            raise RuntimeError(f"{seen} of the {nbytes} bytes of tensor '{name}' were compared")
-        return found
 
 
 def _equal(left: Bytes, right: Bytes) -> bool:

@@ -6,9 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,16 +34,26 @@ from formats.files.delta import (
 )
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from formats.notation.format_file import HUGGING_FACE
-from reshard.delta.differences import CHANGED, HERE, Diff, Progress, TensorDiff, codes_of, differences, no_progress
+from reshard.delta.differences import (
+    CHANGED,
+    HERE,
+    PIECE,
+    Diff,
+    Pair,
+    Progress,
+    TensorDiff,
+    codes_of,
+    differences,
+    no_progress,
+    pairs,
+)
 from reshard.delta.differences import SAME as UNCHANGED
-from reshard.delta.streams import PIECE, Jobs, Pair, Side, jobs_of_both, side_by_side
 from reshard.mesh.plan import make_plan
-from reshard.move.jobs import Job
 from reshard.move.reading import Bytes
-from reshard.move.slabs import Rows
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
+from reshard.transforms.tensors import Opened, Tensor, tensors_of
 from reshard.writing.output import Output
 
 
@@ -56,15 +64,14 @@ class _Sums:
         self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
         self.found: dict[str, tuple[str, str]] = {}
 
-    def compared(self, name: str, where: Rows, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
         """Add bytes of both sides."""
         if name not in self._open:
             self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
         own, other = self._open[name]
-        for offset, at, length in where.ranges(pair.begin, pair.left.size):
-            part = sum_part(pair.left[at : at + length], offset)
-            own.add(offset, length, part)
-            other.add(offset, length, part if same else sum_part(pair.right[at : at + length], offset))
+        part, size = sum_part(pair.left, pair.begin), pair.left.size
+        own.add(pair.begin, size, part)
+        other.add(pair.begin, size, part if same else sum_part(pair.right, pair.begin))
         if own.is_complete:
             self.found[name] = own.value(), other.value()
             del self._open[name]
@@ -95,9 +102,8 @@ def write_delta(
         building = temporary / "delta"
         building.mkdir()
     try:
-        with closing(Side(a)) as left, closing(Side(b)) as right:
-            changed = _Changed(a, b, diff, sums, left, right, temporary)
-            written = (_write_frames if is_compressed else _write_smallest)(changed, building)
+        changed = _Changed(diff, sums, tensors_of(a), tensors_of(b), Opened())
+        written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         own, other = a.read_side_files(), b.read_side_files()
         sides = {name: None if own.get(name) == content else content for name, content in other.items()}
         files = tuple(Laid(file.name, file.header, file.size) for file in new.files)
@@ -129,19 +135,13 @@ class _Written(NamedTuple):
 
 @dataclass(frozen=True)
 class _Changed:
-    """What differs, to be read once more. ``scratch`` is a folder for what has to wait."""
+    """What differs, to be read once more."""
 
-    a: Source
-    b: Source
     diff: Diff
     sums: _Sums
-    left: Side
-    right: Side
-    scratch: Path
-
-    @cached_property
-    def _jobs(self) -> tuple[Jobs, Jobs]:
-        return jobs_of_both(self.a, self.b)
+    left: Mapping[str, Tensor]
+    right: Mapping[str, Tensor]
+    opened: Opened
 
     @property
     def tensors(self) -> list[TensorDiff]:
@@ -158,30 +158,15 @@ class _Changed:
 
     def pairs(self, tensor: TensorDiff) -> Iterator[Pair]:
         """The bytes of a tensor on both sides, in the order of its elements."""
-        own, other = (jobs[tensor.name] for jobs in self._jobs)
-        if any(where.outer for where in own):
-            yield from self._in_order(tensor)
-            return
-        for where in sorted(own, key=lambda where: where.offset):
-            for pair in side_by_side(self.left.pieces(own[where]), self.right.pieces(other[where])):
-                yield pair._replace(begin=where.offset + pair.begin)
-
-    def _in_order(self, tensor: TensorDiff) -> Iterator[Pair]:
-        """The same of a tensor that is read in another order: both sides wait on the disk."""
-        nbytes = tensor_bytes(*_kind(tensor))
-        with tempfile.TemporaryFile(dir=self.scratch) as file:
-            for jobs, side, first in zip(self._jobs, (self.left, self.right), (0, nbytes), strict=True):
-                for offset, part in _parts(jobs[tensor.name], side):
-                    _put(file.fileno(), first + offset, part)
-            for begin in range(0, nbytes, PIECE):
-                size = min(PIECE, nbytes - begin)
-                left, right = (os.pread(file.fileno(), size, first + begin) for first in (0, nbytes))
-                yield Pair(begin, np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
+        sides = [side[tensor.name].content for side in (self.left, self.right)]
+        return pairs(sides, tensor_bytes(*_kind(tensor)), self.opened)
 
     def write_whole(self, tensor: TensorDiff, offset: int, file: int) -> Change:
         """Write a tensor of the second checkpoint."""
-        total = PartialSum(tensor_bytes(*_kind(tensor)))
-        for begin, part in _parts(self._jobs[1][tensor.name], self.right):
+        content, nbytes = self.right[tensor.name].content, tensor_bytes(*_kind(tensor))
+        total = PartialSum(nbytes)
+        for begin in range(0, nbytes, PIECE):
+            part = np.frombuffer(content.read(self.opened, begin, min(begin + PIECE, nbytes)), np.uint8)
             total.add(begin, part.size, sum_part(part, begin))
             _put(file, offset + begin, part)
         return Change(WHOLE, self.sums.of(tensor.name)[0] if tensor.kind == CHANGED else None, total.value())
@@ -190,16 +175,6 @@ class _Changed:
 def _kind(tensor: TensorDiff) -> Entry:
     """A tensor as the second checkpoint has it."""
     return tensor.name, str(tensor.dtypes[1]), tensor.shapes[1] or ()
-
-
-def _parts(jobs: Mapping[Rows, Job], side: Side) -> Iterator[tuple[int, Bytes]]:
-    """The bytes of a tensor, each part with its first byte there, in any order."""
-    for where, job in jobs.items():
-        begin = 0
-        for piece in side.pieces(job):
-            for offset, at, length in where.ranges(begin, piece.size):
-                yield offset, piece[at : at + length]
-            begin += piece.size
 
 
 def _put(file: int, offset: int, content: Bytes) -> None:

@@ -13,8 +13,9 @@ from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import BUCKET, Routes, between
 from reshard.live.sides import Side
 from reshard.model.model import Model
-from reshard.source.access import Access, open_any
+from reshard.source.access import Access
 from reshard.store.selection import Weights
+from reshard.transforms.opening import open_any
 
 
 def routes(

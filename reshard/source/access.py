@@ -1,4 +1,4 @@
-"""Opens a source that a user names: a folder, or an id on the Hub."""
+"""Finds a source that a user names: a folder, or an id on the Hub."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from formats.errors import CheckpointError
-from formats.notation.adapters import SETTINGS
 from formats.notation.architecture import Architecture
-from formats.notation.format_file import adapter_format
-from formats.store import FilePath, StoredPath
-from reshard.source.opening import lines_of, open_source
-from reshard.source.source import Source
+from formats.store import FilePath
+from reshard.source.opening import lines_of
 from reshard.store.selection import Weights
 
 
@@ -67,45 +63,6 @@ def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
         str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
         weights=weights,
     )  # fmt: skip
-
-
-def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open a folder, a Hub id or a URL; ``weights`` says how much of the weights is needed. Raises ReshardError."""
-    path = find(source, access, Weights.FILES if access.download and weights is Weights.RANGES else weights)
-    return open_found(path, access, weights)
-
-
-def open_converted(source: str | Path, access: Access, name: str) -> Source:
-    """Open an adapter as if it were in the format of this name. Raises ReshardError."""
-    from reshard.source.converted import converted  # numpy
-
-    path = find(source, access, Weights.FILES)
-    return open_source(StoredPath(converted(path, adapter_format(name), access.config)))
-
-
-def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open what ``find`` has found. Raises ReshardError."""
-    hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
-    for delta in access.deltas:
-        from reshard.source.patched import patched  # numpy
-
-        path = StoredPath(patched(path, find(delta, hub, Weights.FILES)))
-    if access.dequantize:
-        from reshard.source.dequantized import dequantized  # numpy
-
-        path = StoredPath(dequantized(path, access.plan_file))
-    if access.adapter is not None:
-        from reshard.source.adapted import adapted  # numpy
-
-        path = StoredPath(adapted(path, find(access.adapter, hub, Weights.FILES), access.plan_file))
-    opened = open_source(path, plan_file=access.plan_file, config=access.config)
-    if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
-        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
-    if weights is Weights.HEADERS or not opened.format.rules.constants:
-        return opened
-    from reshard.source.opening_programs import with_unlike_constants
-
-    return with_unlike_constants(opened)
 
 
 def lines_of_any(source: str | Path, access: Access) -> Architecture:

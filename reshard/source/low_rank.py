@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from formats.errors import MismatchError, PlanError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapters import (
     SETTINGS,
@@ -58,7 +58,7 @@ A_ENDS, B_ENDS = (
 LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
-_Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], TensorInfo]
+_Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], BoundTensor]
 """A checkpoint's tensors by their lines and indices."""
 
 
@@ -122,20 +122,20 @@ class Changes:
     replaced: Mapping[str, TensorInfo]
 
 
-def changes_of(base: Architecture, checkpoint: Checkpoint, settings: Any, tensors: Mapping[str, TensorInfo]) -> Changes:
-    """What an adapter with these settings and tensors changes.
+def changes_of(base: Model, settings: Any, tensors: Mapping[str, TensorInfo]) -> Changes:
+    """What an adapter with these settings and tensors changes of a base model.
 
     Raises PlanError for an adapter that is not plain LoRA, MismatchError for one of another base model.
     """
-    config = {**checkpoint.config, SETTINGS: settings}
+    config = {**base.config, SETTINGS: settings}
     lora = settings_of(settings, ADAPTER)
     check_tensors(lora, tensors)
     _refuse(settings)
-    architecture = adapter_architecture(base, config, ADAPTER)
+    architecture = adapter_architecture(base.architecture, config, ADAPTER)
     found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
     model = bind(architecture, config, found)
-    merging = _Merging(base, checkpoint, lora, Scales(lora), model, tensors)
-    return merging.changes(belongings(base, config, lora))
+    merging = _Merging(base.architecture, base.tensors, lora, Scales(lora), model, tensors)
+    return merging.changes(belongings(base.architecture, config, lora))
 
 
 def check_tensors(lora: Settings, tensors: Mapping[str, TensorInfo]) -> None:
@@ -198,7 +198,7 @@ class Scales:
 @dataclass(frozen=True)
 class _Merging:
     base: Architecture
-    checkpoint: Checkpoint
+    weights: Sequence[BoundTensor]
     lora: Settings
     scales: Scales
     model: Model
@@ -230,7 +230,7 @@ class _Merging:
 
     def _names(self) -> _Names:
         """The tensors of the base model by their lines and indices."""
-        matches = ((self.base.match(name), info) for name, info in self.checkpoint.tensors.items())
+        matches = ((self.base.match(info.name), info) for info in self.weights)
         return {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
 
     def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
@@ -238,7 +238,7 @@ class _Merging:
         assert match is not None
         return match.indices
 
-    def _check_same(self, tensor: BoundTensor, weight: TensorInfo) -> None:
+    def _check_same(self, tensor: BoundTensor, weight: BoundTensor) -> None:
         if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
             raise MismatchError(
                 f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and '{weight.name}' of the "
@@ -247,7 +247,7 @@ class _Merging:
 
     def _made_of(
         self, each: Wrapped, indices: Mapping[str, int], names: _Names
-    ) -> tuple[ModuleTensor, list[list[TensorInfo]]]:
+    ) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
         """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
         for tensor in each.tensors:
             found = [list(_numbered(part, tensor.stacked, indices, names)) for part in tensor.parts]
@@ -292,7 +292,7 @@ class _Merging:
         """The dimension of a matrix along which the parts of a tensor are joined: its output."""
         return int(tensor.shapes[0][0].arrow is not None)
 
-    def _extent(self, part: Part, weight: TensorInfo, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
+    def _extent(self, part: Part, weight: BoundTensor, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
         """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first, their number, and the
         distance between them.
         """
@@ -307,10 +307,10 @@ class _Merging:
             raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{weight.name}'", _WITH_PEFT)
         return found[0], len(found), step
 
-    def _check_untied(self, weight: TensorInfo, a: BoundTensor) -> None:
+    def _check_untied(self, weight: BoundTensor, a: BoundTensor) -> None:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
         own = self.base.match(weight.name)
-        others = (self.base.match(name) for name in self.checkpoint.tensors if name != weight.name)
+        others = (self.base.match(info.name) for info in self.weights if info.name != weight.name)
         assert own is not None
         shape, tied = own.rules[0].shapes[0], self.model.config.get("tie_word_embeddings")
         if tied is None:
@@ -318,7 +318,7 @@ class _Merging:
         if tied and shape.axes & {"vocab", *self.base.pad}:  # not of positions
             raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
 
-    def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: TensorInfo) -> MismatchError:
+    def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> MismatchError:
         if weight.dtype not in FLOATS:
             return MismatchError(
                 f"'{weight.name}' is {weight.dtype}: an adapter is merged into {', '.join(FLOATS)} alone",
@@ -330,7 +330,7 @@ class _Merging:
         )  # fmt: skip
 
 
-def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names: _Names) -> Iterator[TensorInfo]:
+def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names: _Names) -> Iterator[BoundTensor]:
     """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
     for index in count():
         found = {**indices, **({stacked: index} if stacked else {})}

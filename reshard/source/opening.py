@@ -100,12 +100,15 @@ def open_source(
     config: Path | None = None,
     found: Recognised | None = None,
     model: Model | None = None,
+    base: Manifest | None = None,
+    is_part: bool = False,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
     ``config`` is a folder with the config.json and side files of a model in another program's format. ``found`` says
     what the folder is, if that is known. Shards in a program's format are opened as those of a known ``model``, if one
-    is given, whatever they hold. Raises CheckpointError, MismatchError and PlanError.
+    is given, whatever they hold. ``base`` is the manifest of the shards that its tensors are computed from. Of a full
+    checkpoint that ``is_part`` of a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
     stamps = stamps_in(path)
     found = found or recognise(path)
@@ -114,7 +117,7 @@ def open_source(
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if found.damage is not None:
         raise found.damage
-    folder = Folder(path, stamps, found.manifest, config, plan_file)
+    folder = Folder(path, stamps, found.manifest, config, plan_file, base)
     if found.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
@@ -124,7 +127,7 @@ def open_source(
     checkpoint = open_adapter(path, config) if found.kind == "adapter" else open_checkpoint(path)
     if METADATA_KEY in checkpoint.files[0].metadata:  # it looks like a full checkpoint, but file headers tell
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
-    return _open_full(folder, checkpoint, is_adapter=found.kind == "adapter")
+    return _open_full(folder, checkpoint, is_adapter=found.kind == "adapter", is_part=is_part)
 
 
 def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None = None) -> Architecture:
@@ -137,13 +140,14 @@ def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None 
     return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
 
-def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool) -> Source:
+def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_part: bool) -> Source:
     path, tensors = folder.path, _with_aliases(checkpoint)
     if is_adapter:
         check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
     architecture, every_rule = folder.architecture(checkpoint.config), folder.plan_file is not None
     model = bind(architecture, checkpoint.config, _full_tensors(tensors), every_rule=every_rule)
-    check_complete(model, path)
+    if not is_part:
+        check_complete(model, path)
     return folder.source(
         HUGGING_FACE, make_plan(model, UNSPLIT), model, tensors, [tensors],
         (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),

@@ -132,6 +132,8 @@ class Source:
     """What a trainer saved besides the model, if it can be re-sharded with the model."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
     """The stored values of its format's constants, where they differ from the constant."""
+    was_split: bool = False
+    """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
     """The changes that were made to the config.json that was given with it."""
 
@@ -231,8 +233,8 @@ class Source:
 
     @property
     def is_split(self) -> bool:
-        """Whether it is already split over ranks, in whatever format."""
-        return self.format is not HUGGING_FACE
+        """Whether it, or what it is computed from, is split over ranks, in whatever format."""
+        return self.format is not HUGGING_FACE or self.was_split
 
     @cached_property
     def record(self) -> SourceRecord:
@@ -304,6 +306,8 @@ class Folder:
     manifest: Manifest | None = None
     config: Path | None = None
     plan_file: Path | None = None
+    base: Manifest | None = None
+    """The manifest of the shards that it is computed from."""
 
     @property
     def mesh(self) -> Mesh | None:
@@ -320,8 +324,8 @@ class Folder:
         """The rules: the user's, those that it was split by, or those of its model type."""
         if self.plan_file is not None:
             return load_architecture(self.plan_file)
-        if self.manifest is not None:
-            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
+        if manifest := self.manifest or self.base:
+            return architecture_from_document(manifest.architecture, "manifest", str(self.path))
         return find_architecture(config, self.path)
 
     def source(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -18,7 +17,6 @@ from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
 from reshard.delta.differences import Diff, TensorDiff, cells, distance, rows_of
-from reshard.delta.streams import side_by_side
 from reshard.pages.diff_page import diff_page
 from tests.golden import source
 from tests.marks import one_of_each
@@ -252,18 +250,3 @@ def test_eight_bits(dtype: str, codes: tuple[int, int]) -> None:
     left, right = (np.array([code], np.uint8) for code in codes)
     assert distance(left, right, dtype).largest == 2.0
     assert distance(left, left + np.uint8(1), dtype).ulps == 1
-
-
-@given(st.binary(max_size=40), st.data())
-def test_pieces_are_cut_alike(content: bytes, data: st.DataObject) -> None:
-    def pieces() -> list[np.ndarray]:
-        cuts = sorted(data.draw(st.sets(st.integers(0, len(content)))) | {0, len(content)})
-        return [np.frombuffer(content[a:b], np.uint8) for a, b in itertools.pairwise(cuts)]
-
-    pairs = list(side_by_side(iter(pieces()), iter(pieces())))
-    assert b"".join(pair.left.tobytes() for pair in pairs) == content
-    assert all(pair.left.tobytes() == pair.right.tobytes() for pair in pairs)
-    assert all(pair.begin == sum(p.left.size for p in pairs[:i]) for i, pair in enumerate(pairs))
-    if content:
-        with pytest.raises(RuntimeError, match="shorter"):
-            list(side_by_side(iter(pieces()), iter([])))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from formats.errors import ReshardError, SettingError
 from formats.notation.format_file import Factor, adapter_format, adapter_format_names
 from reshard.api import merge, split
-from reshard.source.adapted import by_expert
+from reshard.transforms.adapter import by_expert
 from tests import peft_adapters, store, zoo
 from tests.marks import one_of_each
 from tests.support import command
@@ -258,9 +258,6 @@ def test_what_no_form_holds(tmp_path: Path) -> None:
         split(mixed, tmp_path / "out", format="peft", config=base)
     with pytest.raises(ReshardError, match="is no adapter, and 'peft' is a format of adapters"):
         split(base, tmp_path / "out", format="peft")
-    split(own, tmp_path / "ranks", tp=2, config=base)
-    with pytest.raises(ReshardError, match="is split: an adapter is converted as a whole"):
-        split(tmp_path / "ranks", tmp_path / "out", format="peft", config=base)
     for settings in ({"dequantize": True}, {"adapter": own}, {"max_shard_size": 1 << 20}, {"tp": 2}):
         with pytest.raises(SettingError):
             split(own, tmp_path / "out", format="peft", config=base, **settings)

@@ -27,9 +27,13 @@ from formats.quantization.dequantizing import Grid, dequantize, scaled_weights, 
 from formats.quantization.dequantizing import Stored as Weight
 from reshard.api import load, merge, split
 from reshard.model.sizes import AxisSizes
-from reshard.source import dequantized as storage
-from reshard.source.access import Access, open_any
+from reshard.source import opening
+from reshard.source.access import Access
 from reshard.source.source import Source
+from reshard.transforms import dequantize as storage
+from reshard.transforms import tensors
+from reshard.transforms.opening import open_any
+from reshard.transforms.tensors import ComputedFile
 from tests import store
 from tests.dequantize import METHODS, Stored
 from tests.reshard.store_server import StoreServer
@@ -283,7 +287,7 @@ def test_a_scale_of_a_shape_that_no_pattern_has_is_refused(tmp_path: Path) -> No
     experts, rows, _ = tensors[down].array.shape
     tensors[f"{down}_scale"] = Stored("F32", np.ones((experts, rows, 1), np.float32))
     source = write(tmp_path / "source", config | {"quantization_config": method.settings}, tensors)
-    with pytest.raises(ReshardError, match=rf"'{down}_scale' .* cannot be dequantized"):
+    with pytest.raises(ReshardError, match=rf"'{down}_scale' has shape .*, but the rule 'expert hidden 1'"):
         dequantized(source, tmp_path)
 
 
@@ -315,12 +319,10 @@ def test_it_is_said_how(source: Path, tmp_path: Path) -> None:
     assert "with --dequantize, weights in fp8 are taken as BF16" in done.stderr
 
 
-@pytest.mark.parametrize("what", ["split", "plain", "bin"])
+@pytest.mark.parametrize("what", ["plain", "bin"])
 def test_what_cannot_be_dequantized(what: str, source: Path, tmp_path: Path) -> None:
     given = tmp_path / "given"
-    if what == "split":
-        split(source, given, ep=2, **ONE)
-    elif what == "plain":
+    if what == "plain":
         given = store.checkpoint("deepseek_v3", "bfloat16")
     else:
         given.mkdir()
@@ -367,7 +369,7 @@ def test_what_changes_while_it_is_opened_is_not_kept(
 ) -> None:
     """The headers and the config.json of before, with the states of after, would be taken for the checkpoint later."""
     copy = shutil.copytree(source, tmp_path / "copy")
-    plain = storage.open_checkpoint
+    plain = opening.open_checkpoint
 
     def racing(path: Path) -> object:
         found = plain(path)
@@ -376,7 +378,7 @@ def test_what_changes_while_it_is_opened_is_not_kept(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "open_checkpoint", racing)
+        patched.setattr(opening, "open_checkpoint", racing)
         with pytest.raises(MismatchError, match="was changed while it was read"):
             dequantized(copy, tmp_path)
     assert dequantized(copy, tmp_path).read_config()["rope_theta"] == 5e5
@@ -395,13 +397,12 @@ def test_the_identity_of_a_computed_file(source: Path, tmp_path: Path) -> None:
     assert here.closed_state != replace(here, made_of=there.made_of).closed_state
     assert read_stamp(here.to_document(), "here") == here
     file = mine[0]
-    assert isinstance(file, storage.DequantizedFile)
-    piece = next(piece for piece in file.pieces if piece.scales)
-    assert piece.scales is not None
-    grid = piece.scales.grid._replace(block_rows=1)
-    pieces = tuple(
-        each._replace(scales=piece.scales._replace(grid=grid)) if each is piece else each for each in file.pieces
-    )
+    assert isinstance(file, ComputedFile)
+    piece = next(piece for piece in file.pieces if isinstance(piece.content, storage.Dequantized))
+    assert isinstance(piece.content, storage.Dequantized)
+    *what, grid = piece.content.what
+    other = replace(piece.content, what=(*what, grid._replace(block_rows=1)))
+    pieces = tuple(each._replace(content=other) if each is piece else each for each in file.pieces)
     found = {of.identity for of in (file, replace(file, header=file.header + b" "), replace(file, pieces=pieces))}
     assert len(found) == 3
 
@@ -413,21 +414,21 @@ def test_what_readers_keep_is_bounded(
     monkeypatch.setattr(storage._SCALES, "limit", 3000)
     copy = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "many", 40)
     files = [of.remote for of in dequantized(copy, tmp_path).files.values() if of.remote]
-    storage._opened.cache_clear()
+    tensors._opened.cache_clear()
     file = files[0]
-    assert isinstance(file, storage.DequantizedFile)
-    others = [of for of in file.files if of not in file.used]
+    assert isinstance(file, ComputedFile)
+    every = {at: of for other in files if isinstance(other, ComputedFile) for of in other.files for at in of.paths[1:]}
+    others = [of for of in every.values() if of not in file.files]
     assert others
     before = len([*Path("/proc/self/fd").iterdir()])
     reads = [(of, of.open()) for _ in range(3) for of in files]
     for of, read_range in reads:
-        assert isinstance(of, storage.DequantizedFile)
         read_range(0, of.size)
     assert len([*Path("/proc/self/fd").iterdir()]) <= before + 40 < before + len(reads)
     assert 0 < storage._SCALES.nbytes <= 3000
     os.utime(others[0].address, (1, 1))
     file.check_unchanged()  # it has nothing of that one
-    os.utime(file.used[-1].address, (1, 1))
+    os.utime(file.files[-1].address, (1, 1))
     with pytest.raises(MismatchError, match="was changed while it was read"):
         file.check_unchanged()
 

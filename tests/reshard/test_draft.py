@@ -16,8 +16,9 @@ from formats.mesh import Mesh
 from reshard.mesh.plan import make_plan
 from reshard.model.draft import draft, draft_of
 from reshard.model.model import FullTensor, Model
-from reshard.source.access import Access, open_any
+from reshard.source.access import Access
 from reshard.store.selection import Weights
+from reshard.transforms.opening import open_any
 from tests.support import LLAMA, llama_tensors, write_checkpoint
 from tests.test_cli import ok, refused, run
 from tests.zoo import save

@@ -19,8 +19,9 @@ from formats.notation.adapters import SETTINGS, adapter_architecture, settings_o
 from formats.notation.architecture_files import find_architecture
 from formats.store import StoredPath
 from reshard.api import merge, split
-from reshard.source.adapted import adapted
+from reshard.source.opening import open_source
 from reshard.store.range_store import remote_of
+from reshard.transforms.adapter import add_adapter
 from tests import peft_adapters, store
 from tests.marks import one_of_each
 from tests.reshard.test_dequantize import quantized
@@ -166,7 +167,7 @@ def test_it_is_merged_as_defined(dtype: str, stabilised: bool, tmp_path: Path) -
 
 def test_no_bit_depends_on_the_range_that_is_read() -> None:
     base = store.checkpoint("mixtral", "bfloat16")
-    path = StoredPath(adapted(base, peft_adapters.made("mixtral", "linear")), "model.safetensors")
+    path = StoredPath(add_adapter(open_source(base), peft_adapters.made("mixtral", "linear")), "model.safetensors")
     file = remote_of(path)
     assert file is not None
     read, chance = file.open(), np.random.default_rng(0)

@@ -18,11 +18,12 @@ from reshard.api import merge, split
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
 from reshard.publishing.upload import Bucket, Uploading
-from reshard.source.access import Access, open_any
+from reshard.source.access import Access
 from reshard.store import retries
 from reshard.store.remote import Read, StoredFile
 from reshard.store.staging_names import PUBLISHED, UNFINISHED
 from reshard.system import Share
+from reshard.transforms.opening import open_any
 from reshard.writing.rewrite import place_of
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status

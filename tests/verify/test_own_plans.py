@@ -17,9 +17,10 @@ import pytest
 import tomli_w
 
 from reshard.api import split
-from reshard.source.access import Access, open_any
+from reshard.source.access import Access
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.transforms.opening import open_any
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command

@@ -197,9 +197,9 @@ Numbers = NDArray[np.float64]
 
 def opened(remote: Remote) -> Read:
     """Open a remote file, or a computed one with the arithmetic of the proof."""
-    from reshard.source.dequantized import DequantizedFile  # rarely needed
+    from reshard.transforms.tensors import ComputedFile, Opened  # rarely needed
 
-    return remote.read_with(_scales, _bits) if isinstance(remote, DequantizedFile) else remote.open()
+    return remote.open(Opened(_scales, _bits)) if isinstance(remote, ComputedFile) else remote.open()
 
 
 def _value(code: int) -> float:

@@ -26,8 +26,9 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
 from formats.notation.adapters import SETTINGS, settings_of
 from formats.notation.format_file import version_of
 from reshard.mesh.plan import Box, Plan
-from reshard.source.adapted import adapted
+from reshard.source.opening import open_source
 from reshard.store.range_store import RangeStore
+from reshard.transforms.adapter import add_adapter
 from verify.bytes.reading import Files
 from verify.forward.foreign import write_parts
 from verify.run_settings import BYTES_ALONE
@@ -118,7 +119,7 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
     if not read_header(adapter / ADAPTER).tensors:
         return own  # a pipeline stage that it does not change
     try:
-        return _copied(adapted(own, adapter), folder / "sum")
+        return _copied(add_adapter(open_source(own, is_part=True), adapter), folder / "sum")
     except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has
         raise CheckpointError(
             f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",

@@ -1,0 +1,138 @@
+"""``--dequantize``: weights of 8-bit floats as if they were in bfloat16, without the settings of quantization."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from formats.documents import json_bytes
+from formats.errors import CheckpointError, NotationError, PlanError
+from formats.files.checkpoint import CONFIG, MODELOPT
+from formats.files.safetensors import DTYPE_BITS, build_header, parse_header, tensor_bytes
+from formats.files.sharded import SourceFileRecord
+from formats.notation.architecture import Architecture
+from formats.notation.axes import Shape
+from formats.quantization.dequantizing import DTYPE, Stored, scaled_weights
+from formats.quantization.settings import without_quantization
+from reshard.model.sizes import AxisSizes
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.transforms.tensors import (
+    Bytes,
+    Computed,
+    ComputedFile,
+    Kept,
+    Opened,
+    Tensor,
+    Whole,
+    computed,
+    store_of,
+    tensors_of,
+    whole_of,
+)
+
+_SCALES = Kept(64 << 20)
+"""The scales, of all files together, that are kept for the next ranges of their weights."""
+
+
+class Dequantized(Computed):
+    """A weight of 8-bit floats times its scales, of which ``what`` has the dtype, the bytes and where they apply."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Compute them."""
+        (weight, scale), (dtype, nbytes, grid) = self.inputs, self.what
+        first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
+        codes = np.frombuffer(weight.read(opened, first, last), np.uint8)
+
+        def scales() -> Any:
+            return opened.scales(memoryview(scale.read(opened, 0, nbytes)), dtype, grid)
+
+        found = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
+        return found.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
+
+
+def dequantize(source: Source) -> RangeStore:
+    """A checkpoint as if its weights were in bfloat16: a store.
+
+    Raises CheckpointError if it is not quantized, PlanError for a tensor that cannot be dequantized, MismatchError if a
+    file changes meanwhile.
+    """
+    tensors, config = tensors_of(source), source.model.config
+    sizes = AxisSizes(source.model.architecture, config, {})
+    kinds = {name: Stored(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    scaled, gone = scaled_weights(config, kinds, partial(_input_first, source.model.architecture, sizes))
+    if not scaled:
+        raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave --dequantize out")
+    others = {name: tensor.dtype for name, tensor in tensors.items() if name not in scaled and name not in gone}
+    _refuse_float16(others, sizes.settings)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in scaled:
+            scale = tensors[scaled[name].scale]
+            what = scale.dtype, tensor_bytes(scaled[name].scale, scale.dtype, scale.shape), scaled[name].grid
+            tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what))
+        if name not in gone:
+            found[name] = tensor
+    whole = whole_of(source)
+    files = [*_files(whole, found)]
+    sides = {name: content for name, content in whole.sides.items() if name != MODELOPT}
+    sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
+    index = {name: _index(content, files) for name, content in whole.index.items()}
+    return store_of(source, f"{source.location} (dequantized)", files, {**sides, **index})
+
+
+def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:
+    """Whether the rule of a weight has its input first; both, if none of its layouts is told by the shape."""
+    match = architecture.match(weight)
+    rule = sizes.holds(match) if match else None
+    if match is None or rule is None:
+        return {False, True}
+    found = sizes.of(match.indices)
+    return {layout.arrow is not None for layout in rule.shapes if _may_be(layout, found, shape)}
+
+
+def _may_be(layout: Shape, sizes: Mapping[str, int], shape: tuple[int, ...]) -> bool:
+    try:
+        return layout.sizes(sizes) == shape
+    except NotationError:  # a size that is measured
+        return True
+
+
+def _refuse_float16(others: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Raise PlanError for a model in float16: its weights would be in bfloat16 beside float16."""
+    found = next((f"tensor '{name}' is F16" for name, dtype in others.items() if dtype == "F16"), None)
+    if found is None and "float16" in {settings.get("dtype"), settings.get("torch_dtype")}:
+        found = "config.json says float16"
+    if found is not None:
+        raise PlanError(
+            f"{found}, but dequantized weights would be {DTYPE}: not one dtype",
+            f"--dequantize is for models of which the other weights are {DTYPE} or F32",
+        )
+
+
+def _files(whole: Whole, tensors: Mapping[str, Tensor]) -> Iterator[ComputedFile]:
+    """The files without scales; a file of nothing but scales is none. Elements are aligned: the largest come first."""
+    for file in whole.files:
+        before = parse_header(file.header, Path(file.name), None)
+        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in before.tensors if name in tensors]
+        if kinds:
+            kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
+            header = build_header(kinds, before.metadata)
+            size = len(header) + sum(tensor_bytes(*kind) for kind in kinds)
+            yield computed(
+                SourceFileRecord(file.name, size, header), {name: tensors[name].content for name, *_ in kinds}
+            )
+
+
+def _index(content: bytes, files: Sequence[ComputedFile]) -> bytes:
+    """The index without what is gone."""
+    weight_map: dict[str, str] = json.loads(content)["weight_map"]
+    there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
+    total = sum(file.size - len(file.header) for file in files)
+    kept = {name: file for name, file in weight_map.items() if name in there}
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"

@@ -1,0 +1,62 @@
+"""Opens a source that a user names, with the transforms that are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from formats.errors import CheckpointError
+from formats.notation.adapters import SETTINGS
+from formats.notation.format_file import adapter_format
+from formats.store import FilePath, StoredPath
+from reshard.source.access import Access, HubAccess, find
+from reshard.source.opening import open_source
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.store.selection import Weights
+
+
+def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
+    """Open a folder, a Hub id or a URL; ``weights`` says how much of the weights is needed. Raises ReshardError."""
+    path = find(source, access, Weights.FILES if access.download and weights is Weights.RANGES else weights)
+    return open_found(path, access, weights)
+
+
+def open_converted(source: str | Path, access: Access, name: str) -> Source:
+    """Open an adapter as if it were in the format of this name. Raises ReshardError."""
+    from reshard.transforms.convert import convert  # numpy
+
+    path = find(source, access, Weights.FILES)
+    return open_source(StoredPath(convert(open_source(path, config=access.config), adapter_format(name))))
+
+
+def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
+    """Open what ``find`` has found, patched, then dequantized, then with the adapter in it. Raises ReshardError."""
+    hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
+    is_part = bool(access.deltas or access.dequantize or access.adapter is not None)  # what comes of it is complete
+    opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
+    if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
+        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
+    if weights is not Weights.HEADERS and opened.format.rules.constants:
+        from reshard.source.opening_programs import with_unlike_constants
+
+        opened = with_unlike_constants(opened)
+    first = opened
+
+    def transformed(store: RangeStore) -> Source:
+        found = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
+        return replace(found, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
+
+    for delta in access.deltas:
+        from reshard.transforms.patch import patch  # numpy
+
+        opened = transformed(patch(opened, find(delta, hub, Weights.FILES)))
+    if access.dequantize:
+        from reshard.transforms.dequantize import dequantize  # numpy
+
+        opened = transformed(dequantize(opened))
+    if access.adapter is not None:
+        from reshard.transforms.adapter import add_adapter  # numpy
+
+        opened = transformed(add_adapter(opened, find(access.adapter, hub, Weights.FILES)))
+    return opened

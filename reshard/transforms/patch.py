@@ -1,0 +1,200 @@
+"""``--patch``: a base with a delta on it. The bytes of its tensors are put together when they are read.
+
+All is checked before anything is written: the delta's places, and the checksum of each tensor of base and result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
+from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
+from formats.files.delta import SAME, WHOLE, Laid, contents_of, read_delta, unchanged
+from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
+from formats.files.sharded import SourceFileRecord
+from formats.notation.adapters import SETTINGS
+from formats.store import FilePath, location_of
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.store.remote import Read
+from reshard.store.threads import Threads
+from reshard.transforms.tensors import (
+    Bytes,
+    Computed,
+    Content,
+    Opened,
+    Part,
+    computed,
+    file_of,
+    store_of,
+    tensors_of,
+    whole_of,
+)
+
+STRETCH = 1 << 20
+"""So many elements are a stretch: where each begins among the places of a delta is kept."""
+
+_WORKERS = 4
+
+
+class Places(NamedTuple):
+    """Where a delta has the changed elements of a tensor: the offsets of the places and of the values in its file.
+
+    ``unit`` are the bytes of an element, ``wide`` those of an index. ``starts`` has the number of changed elements
+    before each stretch, and that of all.
+    """
+
+    places: int
+    values: int
+    unit: int
+    wide: int
+    starts: tuple[int, ...]
+
+
+class Sparse(Computed):
+    """A tensor of the base with other elements, which the delta has at places (``what``)."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read them, and put the changes in."""
+        (base, delta), places = self.inputs, self.what
+        unit, wide = places.unit, places.wide
+        first, last = begin // unit, -(-end // unit)  # a range may begin or end within an element
+        content = np.frombuffer(base.read(opened, first * unit, last * unit), np.uint8).copy()
+        one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
+        if other > one:
+            raw = delta.read(opened, places.places + one * wide, places.places + other * wide)
+            found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+            inside = (found >= first) & (found < last)
+            raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
+            content.view(f"<u{unit}")[found[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
+        return content.data[begin - first * unit :][: end - begin]
+
+
+class Framed(Computed):
+    """A tensor of the base with changed bytes, which are a compressed frame (``what``) in the delta."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read them, and change them."""
+        base, delta = self.inputs
+        found = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
+        _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, found)
+        return found.data
+
+
+_CHANGES = Changes()
+"""What was decompressed last."""
+
+
+# --------------------------------------------------------------------------------------------------- putting together
+
+
+def patch(source: Source, path: FilePath) -> RangeStore:
+    """A base with a delta: a store. Reads all of the base, and what changed.
+
+    Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
+    this base.
+    """
+    known, opened, contents = stamps_in(path), Opened(), dict[str, Content]()
+    if SETTINGS in source.model.config:
+        what = f"{source.path}: a delta is put on a full checkpoint in safetensors"
+        raise CheckpointError(what, "give the model that it belongs to")
+    tensors, whole = tensors_of(source), whole_of(source)
+    files = tuple(Laid(file.name, file.header, file.size) for file in whole.files)
+    delta = read_delta(path, unchanged(source.path, tensors, files, whole.index, whole.sides))
+    stamps = stamps_of([path / name for name in delta.contents], path, known)
+    stored, found = contents_of(delta), [SourceFileRecord(laid.name, laid.size, laid.header) for laid in delta.files]
+
+    def other(why: str) -> MismatchError:
+        what = f"{path} is for another base than {source.path}: {why}"
+        return MismatchError(what, "give the base that it was made of")
+
+    for info in (info for file in found for info in file.tensors.values()):
+        name, kept, own = info.name, stored.get(info.name, ()), tensors.get(info.name)
+        file, how = (
+            Part(file_of(kept[0].file, path, stamps[kept[0].file]), 0) if kept else None,
+            delta.changes[name].how,
+        )
+        if file is not None and how == WHOLE:
+            contents[name] = Part(file.file, kept[0].offset)
+            continue
+        if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
+            raise other(f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}")
+        contents[name] = own.content
+        if file is not None and how in (XOR, OVERWRITE):
+            need_zstd()
+            frame = Frame(name, how, kept[0].offset, kept[0].offset + kept[0].nbytes, info.nbytes)
+            contents[name] = Framed((own.content, file), frame)
+        elif file is not None:
+            contents[name] = Sparse((own.content, file), _checked(info, kept, opened(file.file)))
+    if extra := tensors.keys() - delta.changes.keys():
+        raise other(f"the delta does not know its tensor '{min(extra)}'")
+    checks: list[tuple[Content, int, str, MismatchError]] = []
+    for name, change in delta.changes.items():
+        if change.base is not None:
+            if name not in tensors:
+                raise other(f"tensor '{name}' is not there")
+            nbytes = tensor_bytes(name, tensors[name].dtype, tensors[name].shape)
+            error = other(f"tensor '{name}' has another content")
+            checks.append((tensors[name].content, nbytes, change.base, error))
+    for info in (info for file in found for info in file.tensors.values()):
+        change = delta.changes[info.name]
+        if change.how != SAME and change.result is not None:
+            error = MismatchError(f"{path}: tensor '{info.name}' is damaged: its result has another checksum")
+            checks.append((contents[info.name], info.nbytes, change.result, error))
+
+    def check(each: tuple[Content, int, str, MismatchError]) -> None:
+        content, nbytes, wanted, error = each
+        if _sum(content, nbytes, wanted, opened) != wanted:
+            raise error
+
+    with Threads(_WORKERS) as threads:
+        threads.map(check, checks)
+    for name in delta.sides:
+        if delta.sides[name] is None and name not in whole.sides:
+            raise other(f"it has no {name}")
+    sides = {name: whole.sides[name] if content is None else content for name, content in delta.sides.items()}
+    check_unchanged(known)
+    shown = f"{source.location} + {location_of(path)}"
+    return store_of(source, shown, (computed(file, contents) for file in found), {**delta.documents, **sides})
+
+
+def _checked(info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
+    """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
+    places, values = own
+    unit = unit_of(info.dtype)
+    elements, count = info.nbytes // unit, values.nbytes // unit
+    wide = places.nbytes // count if count else 4
+    counts = np.zeros(-(-elements // STRETCH) + 1, np.int64)
+
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{places.file}: tensor '{places.name}' {why}", "write the delta again")
+
+    last = -1
+    for begin in range(0, places.nbytes, PIECE):
+        raw = read(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
+        found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+        if found[0] <= last or (np.diff(found) <= 0).any():
+            raise refuse("is not in ascending order")
+        last = int(found[-1])
+        if found[0] < 0 or last >= elements:
+            raise refuse(f"has an element {max(last, -int(found[0]))} of {elements}")
+        counts[1:] += np.bincount(found // STRETCH, minlength=counts.size - 1)
+    return Places(places.offset, values.offset, unit, wide, tuple(np.cumsum(counts).tolist()))
+
+
+def _sum(content: Content, nbytes: int, wanted: str, opened: Opened) -> str:
+    """The checksum of a tensor, of the kind that is wanted."""
+    kind, is_slimes, _ = wanted.partition(":")
+    total, own = PartialSum(nbytes), hasher(kind) if is_slimes else None
+    for begin in range(0, nbytes, PIECE):
+        piece = content.read(opened, begin, min(begin + PIECE, nbytes))
+        if own is not None:
+            own.update(piece)
+        else:
+            total.add(begin, len(piece), sum_part(piece, begin))
+    return f"{kind}:{own.hexdigest()}" if own is not None else total.value()

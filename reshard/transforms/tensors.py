@@ -1,0 +1,485 @@
+"""A source as named tensors of the full checkpoint, whatever form it has, and a checkpoint of computed tensors.
+
+A transform (``dequantize``, ``patch``, ``add_adapter``, ``convert``) takes the tensors of a source and gives others:
+each a ``Content``, which computes a range of bytes from ranges of other tensors when it is read. ``store_of`` is the
+checkpoint that has them: a store, which is opened as a source again, so that transforms chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CheckpointError
+from formats.files.checksum import Stamp, check_unchanged
+from formats.files.safetensors import TensorInfo
+from formats.files.sharded import SourceFileRecord
+from formats.notation.format_file import HUGGING_FACE
+from formats.quantization.dequantizing import Grid, dequantize, scales_from
+from formats.store import FilePath, local_path, open_file, unreadable
+from reshard.mesh.plan import make_plan
+from reshard.move.jobs import Job, TargetFile, TargetPlace
+from reshard.move.mover import fill
+from reshard.move.moves import jobs_of
+from reshard.move.reading import Reader
+from reshard.move.slabs import Region, Slab, Way
+from reshard.placement.arrangement import arrangement_of
+from reshard.source.source import UNSPLIT, Source, SourceFile
+from reshard.store import range_store
+from reshard.store.remote import Read, Remote
+from reshard.writing.output import Output
+
+_VERSION = 3
+"""The version of all arithmetic: files that were computed with another version count as changed."""
+_OPEN = 64
+"""So many files of this machine are open at a time."""
+_STEP = 1 << 20
+"""Bytes of a tensor of a split source that are put together at a time."""
+
+Bytes = bytes | memoryview
+Scales = Callable[[memoryview, str, Grid], NDArray[Any]]
+Numbers = Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]]
+
+
+@dataclass(frozen=True)
+class LocalFile(Remote):
+    """A file on this machine, in the state that its stamp says, of the checkpoint in ``root``."""
+
+    path: Path
+    root: Path
+    stamp: Stamp
+    size: int
+
+    @property
+    def identity(self) -> str:
+        """A text that identifies its content, or else its size and time: equal for copies on several machines."""
+        return self.stamp.content or f"{self.size}:{self.stamp.mtime_ns}"
+
+    @property
+    def made_of(self) -> str | None:
+        """The inode, if nothing identifies the content."""
+        return None if self.stamp.content else str(self.stamp.inode)
+
+    @property
+    def address(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The folder of the checkpoint, and the file."""
+        return self.root, self.path
+
+    def over_network(self, nbytes: int) -> int:
+        """Nothing is fetched."""
+        return 0
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if the file has changed since it was found."""
+        check_unchanged({self.path: self.stamp})
+
+    def open(self) -> Read:
+        """Open the file; it may be closed and opened again between two reads."""
+        self.check_unchanged()
+
+        return self._read
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        view = np.empty(stop - start, np.uint8).data
+        self.fill(start, view)
+        return view
+
+    def fill(self, start: int, view: memoryview) -> None:
+        """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
+        file, done = _opened(self), 0  # it stays open until this read is done
+        try:
+            while done < len(view):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                if not count:
+                    raise CheckpointError(f"{self.path} ended at byte {start + done} while it was read")
+                done += count
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+
+@lru_cache(maxsize=_OPEN)
+def _opened(file: LocalFile) -> BinaryIO:
+    """The one table of open files, of all readers. Raises CheckpointError, and MismatchError for another content."""
+    file.check_unchanged()
+    return open_file(file.path)
+
+
+def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
+    """A file of a checkpoint, wherever it lies; of one on this machine, in the state that its stamp says."""
+    here, folder = local_path(path), local_path(root)
+    if remote := range_store.remote_of(path):
+        return remote
+    assert here is not None and folder is not None
+    return LocalFile(here, folder, stamp, stamp.size)
+
+
+class Kept:
+    """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The array of this key, made unless it is kept."""
+        with self._lock:
+            if key in self._arrays:
+                self._arrays.move_to_end(key)
+                return self._arrays[key]
+        made = make()
+        with self._lock:
+            if key not in self._arrays:  # another thread may have made the same
+                self._arrays[key] = made
+                self.nbytes += made.nbytes
+            while len(self._arrays) > 1 and self.nbytes > self.limit:
+                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
+        return made
+
+
+# -------------------------------------------------------------------------------------------------- contents of tensors
+
+
+class Opened:
+    """The files that contents read, each opened when it is first needed.
+
+    ``scales`` and ``numbers`` are the arithmetic of dequantized weights: verify has its own.
+    """
+
+    def __init__(self, scales: Scales = scales_from, numbers: Numbers = dequantize) -> None:
+        self.scales, self.numbers = scales, numbers
+        self._lock, self._reads = threading.Lock(), dict[Remote, Read]()
+
+    def __call__(self, file: Remote) -> Read:
+        """What reads a file."""
+        with self._lock:
+            if file not in self._reads:
+                self._reads[file] = file.open(self) if isinstance(file, ComputedFile) else file.open()
+            return self._reads[file]
+
+
+class Content(ABC):
+    """What the bytes of a tensor come from. It can be pickled and sent to another process."""
+
+    files: Sequence[Remote]
+    """The files that are read, that in whose place the tensor stands first."""
+    plain: object
+    """What the bytes follow from besides the contents of the files, as JSON has it."""
+
+    @abstractmethod
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Bytes ``begin`` to ``end``. Raises ReshardError."""
+
+
+@dataclass(frozen=True)
+class Part(Content):
+    """Bytes of a file from ``offset`` on, as they are."""
+
+    file: Remote
+    offset: int
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(files=(self.file,), plain=(self.file.identity, self.offset))
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read them."""
+        return opened(self.file)(self.offset + begin, self.offset + end)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Content):
+    """Bytes that are computed from those of ``inputs`` by ``what``; the first input is what they stand for."""
+
+    inputs: tuple[Content, ...]
+    what: Any
+
+    @property
+    def files(self) -> Sequence[Remote]:  # type: ignore[override]
+        """Those of the inputs."""
+        return (*dict.fromkeys(file for each in self.inputs for file in each.files),)
+
+    @property
+    def plain(self) -> object:  # type: ignore[override]
+        """The inputs, and what is done with them."""
+        return type(self).__name__, [each.plain for each in self.inputs], self.what
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered(Content):
+    """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would."""
+
+    name: str
+    jobs: Sequence[Job]
+    by_path: Mapping[FilePath, Remote]
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(files=(*self.by_path.values(),), plain=self.name)
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Put them together, and check that replicas are equal."""
+        found, reader, count = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path), 0
+        for number, job in enumerate(self.jobs):
+            base, steps = job.target(0).offset, _steps_of(job.transfer)
+            for step in steps[bisect_right(steps, begin - base, key=lambda each: each.end) :]:
+                if step.begin + base >= end:
+                    break
+                if step.slab.is_flat and not step.slab.checks:
+                    count += reader.stream(job, step.slab, found, begin - base)
+                else:
+                    block = _BLOCKS.get((self, number, step.end), partial(reader.block, job, step.slab))
+                    count += _take(step.slab, block, found, begin - base)
+        if count != found.size:  # what no part has must not pass
+            raise RuntimeError(f"{count} of {found.size} bytes of tensor '{self.name}' were put together")
+        return found.data
+
+
+_BLOCKS = Kept(32 << 20)
+"""What was put together last: the next range may begin within it."""
+
+
+class _Step(NamedTuple):
+    """A slab that writes between these bytes of a tensor, from a part's first byte on."""
+
+    begin: int
+    end: int
+    slab: Slab
+
+
+@lru_cache(maxsize=64)
+def _steps_of(way: Way) -> Sequence[_Step]:
+    """The steps of a way in the order of the tensor."""
+    steps = []
+    for slab in way.slabs(_STEP):
+        at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
+        if at:
+            steps.append(_Step(min(at), max(at) + 1, slab))
+    return sorted(steps, key=lambda step: step.end)
+
+
+class _Gathering(Reader):
+    """Reads regions of files that are open already, from any thread."""
+
+    def __init__(self, opened: Opened, files: Mapping[FilePath, Remote]) -> None:
+        super().__init__()
+        self._opened, self._files = opened, files
+
+    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+        remote = self._files[file.path]
+        if isinstance(remote, LocalFile):
+            remote.fill(offset, view)
+        elif len(view):
+            view[:] = self._opened(remote)(offset, offset + len(view))
+
+    def block(self, job: Job, slab: Slab) -> NDArray[np.uint8]:
+        """All that a slab writes, one region after the other."""
+        found = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
+        ends = [*accumulate(region.nbytes for region in slab.writes)]
+        parts = zip(slab.writes, np.split(found, ends[:-1]), strict=True)
+        fill(job, slab, self, [part.reshape(region.shape) for region, part in parts])
+        return found
+
+    def stream(self, job: Job, slab: Slab, found: NDArray[np.uint8], first: int) -> int:
+        """Read what a flat slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
+        taken = 0
+        for copy in slab.copies:
+            part = copy.target_slices[0]
+            for into, skip in _within(slab.writes[copy.target], part.start, part.stop, found, first):
+                taken += into.size
+                if copy.source is None:
+                    into[:] = 0
+                    continue
+                region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
+                place = job.source(region.rank)
+                for offset, here, count in region.ranges(begin, into.size):
+                    self.fill(into[here : here + count], place.file, place.offset + offset)
+        return taken
+
+
+def _take(slab: Slab, block: NDArray[np.uint8], found: NDArray[np.uint8], first: int) -> int:
+    """Put what a slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
+    taken = at = 0
+    for region in slab.writes:
+        for into, skip in _within(region, 0, region.nbytes, found, first):
+            into[:] = block[at + skip : at + skip + into.size]
+            taken += into.size
+        at += region.nbytes
+    return taken
+
+
+def _within(
+    region: Region, begin: int, end: int, found: NDArray[np.uint8], first: int
+) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    """The parts of ``found`` that bytes ``begin`` to ``end`` of a region go to, and where these begin in the region."""
+    for at, skip, length in region.ranges(begin, end - begin):
+        low, high = max(at, first), min(at + length, first + found.size)
+        if low < high:
+            yield found[low - first : high - first], skip + low - at
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Tensor(NamedTuple):
+    """A tensor of a full checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: Content
+
+
+def tensors_of(source: Source) -> dict[str, Tensor]:
+    """The tensors of the full checkpoint by name. Raises PlanError if one cannot be put together."""
+    files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
+    if source.format is HUGGING_FACE:
+        infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
+        return {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
+    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
+    target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
+    for job in jobs_of(source, target, {0: dict.fromkeys(source.names, nowhere)}):
+        jobs[job.name].append(job)
+    return {
+        tensor.name: Tensor(tensor.dtype, tensor.shape, Gathered(tensor.name, jobs[tensor.name], files))
+        for tensor in source.model.tensors
+    }
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The files of a full checkpoint: those of weights, the index of them, and the others."""
+
+    files: Sequence[SourceFileRecord]
+    index: Mapping[str, bytes]
+    sides: Mapping[str, FilePath | bytes]
+
+
+def whole_of(source: Source) -> Whole:
+    """The files of the full checkpoint that a source is, or that a merge of it writes."""
+    checkpoint = source.checkpoint
+    if checkpoint is not None and all(file.header is not None for file in checkpoint.files):
+        index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
+        files = [SourceFileRecord(file.name, file.size, file.header or b"") for file in checkpoint.files]
+        return Whole(files, index, source.side_files)
+    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
+    files = [SourceFileRecord(file.name, file.size, file.header) for file in merged.files]
+    return Whole(files, merged.documents, source.side_files)
+
+
+class Piece(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a computed file."""
+
+    begin: int
+    end: int
+    content: Content
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedFile(Remote):
+    """A weight file that is on no disk: its header, and tensors that are computed when they are read."""
+
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+    size: int
+
+    @cached_property
+    def files(self) -> Sequence[Remote]:
+        """The files that it is made of, that in whose place it stands first."""
+        return (*dict.fromkeys(file for piece in self.pieces for file in piece.content.files),)
+
+    @property
+    def address(self) -> str:
+        """That of the file in whose place it stands."""
+        return self.files[0].address if self.files else self.name
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Those of all files that it is made of."""
+        return tuple(dict.fromkeys(path for file in self.files for path in file.paths))
+
+    def over_network(self, nbytes: int) -> int:
+        """The same share of the file in whose place it stands."""
+        return max((file.over_network(nbytes * file.size // self.size) for file in self.files), default=0)
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of the identities of the files that it is made of, of its header, and of what makes each tensor."""
+        made = [[*piece[:2], piece.content.plain] for piece in self.pieces]
+        found = hashlib.sha256(self.header)
+        found.update(json.dumps([_VERSION, [file.identity for file in self.files], made], default=_plain).encode())
+        return f"computed:{found.hexdigest()[:32]}"
+
+    @property
+    def made_of(self) -> str | None:
+        """A digest of the inodes."""
+        found = [file.made_of for file in self.files]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if a file that it is made of has changed."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def open(self, opened: Opened | None = None) -> Read:
+        """Open it; the files that it is made of are opened when they are needed."""
+        ends, files = [piece.end for piece in self.pieces], opened or Opened()
+
+        def read(start: int, stop: int) -> memoryview:
+            found = bytearray(stop - start)
+            if start < len(self.header):
+                found[: len(self.header) - start] = self.header[start:stop]
+            for piece in self.pieces[bisect_right(ends, start) :]:
+                if piece.begin >= stop:
+                    break
+                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
+                at = piece.begin + begin - start
+                found[at : at + end - begin] = piece.content.read(files, begin, end)
+            return memoryview(found)
+
+        return read
+
+
+def _plain(value: Any) -> object:
+    """A dataclass as JSON; a path says nothing of a content."""
+    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else None
+
+
+def computed(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:
+    """A weight file of a transformed checkpoint, with these contents of its tensors."""
+    infos = (info for info in file.tensors.values() if info.nbytes)
+    pieces = (Piece(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
+    return ComputedFile(file.name, file.header, tuple(pieces), file.size)
+
+
+def store_of(
+    source: Source, shown: str, files: Iterable[ComputedFile], others: Mapping[str, FilePath | bytes]
+) -> range_store.RangeStore:
+    """A transformed checkpoint: a store of computed weight files and the files beside them.
+
+    Raises MismatchError if a file of the source was changed meanwhile.
+    """
+    made = {file.name: file for file in files}
+    contents: dict[str, range_store.Content] = {**others, **made}
+    source.check_unchanged()
+    store = range_store.RangeStore(shown, contents, location=source.location, commit=source.commit)
+    store.keep({name: {0: file.header} for name, file in made.items()})
+    return store

@@ -133,7 +133,7 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
         ids,
         options,
         own_rules(stored, original.model.architecture) == (),
-        None if shards.format.plain else Foreign(shards.format.name, stored, shards.ranks, shards.chunks),
+        None if shards.format.plain else Foreign(shards.format, stored, shards.ranks, shards.chunks),
         shards.checkpoint is not None,
     )
 
@@ -151,7 +151,7 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
         job = replace(
             whole, shards=local_folder(shards.path), plan=_plan_of_base(original.base, shards), is_full=False,
             base=original.base.ranks[0],
-            foreign=None if shards.format.plain else Foreign(shards.format.name, held, shards.ranks, shards.chunks),
+            foreign=None if shards.format.plain else Foreign(shards.format, held, shards.ranks, shards.chunks),
         )  # fmt: skip
     return replace(job, adapter=original.adapter, stored=_dtype(original.base, job.plan, replace(options, dtype=None)))
 

@@ -27,6 +27,7 @@ from verify.forward.foreign import Foreign
 from verify.forward.job import ForwardOptions, Job, Reference
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
+from verify.rank.device import resolve
 from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
@@ -97,13 +98,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _device(options: ForwardOptions) -> str:
-    wanted = options.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() and not options.streamed else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise refused("device", "cuda", "torch finds no CUDA device", instead=({"device": "cpu"},))
-    if wanted not in {"cpu", "cuda"}:
-        raise refused("device", wanted, "it is auto, cpu or cuda")
+    wanted = resolve("cpu" if options.streamed and options.device == "auto" else options.device)
     if wanted == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
         raise ReshardError(message, "unset it, or give --device cpu")

@@ -110,7 +110,8 @@ class Reference:
     """What the original did, as rank 0 sends it to all.
 
     ``effects`` has, of an adapter, the ratio of error to noise that the base model without it would have at each place;
-    ``outputs`` are the places at which a model's outputs are.
+    ``outputs`` are the places at which a model's outputs are. ``reason`` says why the run in higher precision was on
+    the CPU. ``repeated``, of an accelerator, is how far the same run was from itself, over the noise.
     """
 
     ids: torch.Tensor
@@ -125,6 +126,8 @@ class Reference:
     gradients: Mapping[str, Yardstick] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    reason: str | None = None
+    repeated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class Result:
     failure: Failure | None = None
     effects: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    reason: str | None = None
+    repeated: float | None = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from formats.errors import ReshardError
+from verify.rank.device import backend, device_of, use
 from verify.rank.group import Over, ProcessGroup, RankError, RankTimeoutError, Turns, being, machine_fault
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``fn(*args)`` on ``world_size`` ranks, whose group is :func:`world`; their results in rank order.
 
-    ``device`` is ``cpu`` or ``cuda``: ranks share GPUs if they outnumber them. ``timeout`` is how many seconds a rank
+    ``device`` is a kind of device: ranks share GPUs if they outnumber them. ``timeout`` is how many seconds a rank
     waits in a collective for one that computes. ``progress`` is called with what rank 0 says it is doing (:func:`say`).
 
     In a process that torchrun or another launcher started (``RANK`` and ``WORLD_SIZE`` are set), this process is one of
@@ -65,9 +66,7 @@ def run_ranks(
         raise ValueError(f"world_size is {world_size}")
     if is_launched():
         return _run_as_rank(fn, world_size, args, device, timeout, progress)
-    devices = [torch.device("cpu") if device == "cpu" else torch.device(device, rank % torch.cuda.device_count())
-               for rank in range(world_size)]  # fmt: skip
-    turns = Turns(devices, timeout, progress)
+    turns = Turns([device_of(device, rank) for rank in range(world_size)], timeout, progress)
     try:
         with _frozen(), redirect_stdout(sys.stderr):
             return turns.run(lambda: fn(*args))
@@ -130,11 +129,9 @@ def _run_as_rank(
 
 
 def rank_device(device: str) -> torch.device:
-    """Return this process's device of the kind ``cpu`` or ``cuda``; ranks share GPUs if they outnumber them."""
-    if device == "cpu":
-        return torch.device("cpu")
-    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])  # a launcher that is not torch's may give the one alone
-    return torch.device(device, int(rank) % torch.cuda.device_count())
+    """This process's device of a kind."""
+    # A launcher that is not torch's may give the rank among all alone.
+    return device_of(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
 
 
 def join_group(device: str, timeout: float) -> None:
@@ -142,12 +139,10 @@ def join_group(device: str, timeout: float) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
-    backend, own = "gloo", None
-    if device != "cpu":
-        torch.cuda.set_device(rank_device(device))
-        if local_ranks <= torch.cuda.device_count():
-            # The ranks connect here, and not in the first collective; a barrier knows its GPU.
-            backend, own = "nccl", rank_device(device)
-            # A collective that times out is then an exception in the rank, not the end of its process.
-            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=own)
+    use(rank_device(device))
+    way = backend(device, local_ranks)
+    # The ranks connect here, and not in the first collective; a barrier knows its GPU.
+    own = rank_device(device) if way != "gloo" else None
+    if way == "nccl":  # a collective that times out is then an exception in the rank, not the end of its process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    dist.init_process_group(way, timeout=timedelta(seconds=timeout), device_id=own)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from verify.rank.device import memory
 
 RESERVE = 1_500_000_000
 """The memory of a GPU that tensors cannot use, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
@@ -14,7 +14,7 @@ RESERVE = 1_500_000_000
 
 @dataclass(frozen=True)
 class Node:
-    """Where the ranks run: ``cpu`` or ``cuda``, how many there may be, and what each has."""
+    """Where the ranks run: ``cpu`` or an accelerator, how many there may be, and what each has."""
 
     device: str
     ranks: int
@@ -25,9 +25,8 @@ class Node:
         """The bytes that a rank has for tensors if there are so many ranks: those of its GPU without a reserve, or its
         part of the machine's.
         """
-        if self.device == "cuda":
-            of_gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(min(degree, self.ranks))]
-            return max(0, min(of_gpus) - RESERVE)
+        if self.device != "cpu":
+            return max(0, min(memory(self.device, i) for i in range(min(degree, self.ranks))) - RESERVE)
         return _machine_memory("MemTotal") // degree
 
     def free(self, degree: int) -> int:
@@ -36,7 +35,7 @@ class Node:
         On a GPU, all of its memory: to ask for the free part, this process would have to take some of each GPU. A rank
         that needs more ends with an error, which is reported (``_run``). On a CPU the kernel may end another process.
         """
-        return self.memory(degree) if self.device == "cuda" else _machine_memory("MemAvailable") // degree
+        return self.memory(degree) if self.device != "cpu" else _machine_memory("MemAvailable") // degree
 
 
 def _machine_memory(key: str) -> int:

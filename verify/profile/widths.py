@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from verify.profile.job import WIDTH_BLOCKS, WIDTH_HEAD, WIDTH_TOKENS, Job, Step, WidthSteps
 from verify.profile.meter import Meter
 from verify.profile.width_rows import numbers_of
+from verify.rank.device import free
 from verify.rank.group import say, world
 from verify.rank.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -55,8 +56,7 @@ def free_for_widths(job: Job, device: torch.device) -> int:
     """The bytes that this rank may take now: on a GPU, what the model and the last block have left of it."""
     if device.type == "cpu":
         return job.free
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return free(device)
 
 
 def _made(block: str, width: int, ranks: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

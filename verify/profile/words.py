@@ -80,7 +80,7 @@ def _model(found: Profile) -> str:
 
 def _node(found: Profile) -> str:
     node = found.node
-    if node.device == "cuda":
+    if node.device != "cpu":
         return f"{found.device}, {found.backend}, a GPU each"
     return (
         f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"

@@ -147,6 +147,8 @@ def forward_summary(report: Any) -> str:
         f"forward: {report.dtype} on {plural(report.ranks, 'rank')} ({mesh}), {report.device}, {report.backend}{why}; "
         f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
     ]
+    if report.repeated is not None:
+        lines.append(f"The original's own run, done again, differs by {report.repeated:.2g} times the noise.")
     lines += _places("layer", report.layers)
     if report.cut:
         more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""

@@ -6,7 +6,8 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reshard
 from formats.errors import CheckpointError, ReshardError
@@ -31,9 +34,16 @@ from verify.forward.job import Result
 from verify.forward.launch import join_group, rank_device, run_ranks
 from verify.forward.report import report_of
 from verify.forward.shards import is_of_model
+from verify.rank import layers
+from verify.rank.collectives import Groups
 from verify.rank.device import has_float64, names, resolve
-from verify.rank.group import GPU, MEMORY, RankError, machine_fault, world
-from verify.rank.loading import from_pretrained
+from verify.rank.gradients import loss_of
+from verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
+from verify.rank.inputs import inputs_of, random_ids
+from verify.rank.loading import from_pretrained, quiet_transformers
+from verify.rank.model import load_rank
+from verify.rank.roles import Rank
+from verify.rank.trace import run as trace_run
 from verify.report.words import forward_summary
 from verify.run_settings import Unmerged
 
@@ -379,3 +389,79 @@ def test_the_noise_of_repeated_runs_is_printed_where_sums_have_no_order(monkeypa
     monkeypatch.setattr(original, "_run_whole", run)
     repeated = run_forward(*pair, QUICK).repeated
     assert repeated is not None and repeated > 0
+
+
+# ------------------------------------------------------------------------------------ operations that mix two devices
+
+KINDS = ["llama", "gpt2", "bloom", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next", "t5"]
+
+
+class Alone:
+    """A group of ranks as one of them sees it, if what the others have is like its own."""
+
+    backend = "none"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for _ in range(self.size)]
+
+    def some(self, members: Sequence[int]) -> Any:
+        return Alone([*members].index(self.rank), len(members)) if self.rank in members else None
+
+
+def run_on_a_fake_device(name: str, change: Callable[[Any], None] = lambda _: None) -> None:
+    """A rank's forward and backward with all weights and inputs on a device where nothing has a value.
+
+    Torch calls it ``meta``: with ``cuda:0`` a backward aborts where torch is built for the CPU. What needs a value does
+    not run (tokens are not looked at, experts are run together).
+    """
+    job = compare._job(*store.pair(name, "bfloat16", tp=2), replace(QUICK, backward=True))
+    with being(Alone(0, 2), print), quiet_transformers(), ExitStack() as stack:  # type: ignore[arg-type]
+        rank = Rank(job.plan, 0, job.modules, job.config, job.is_built_in)
+        folder = job.shards / job.plan.mesh.folder(0)
+        loaded = load_rank(folder, rank, job.dtype, torch.device("cpu"), Groups(job.plan.mesh), tokens=8)
+        ids, model = random_ids(loaded.model, 2, 8, 0, None), loaded.model
+        inputs, moved = inputs_of(model, ids, job.dtype, None), dict[int, tuple[Any, Any]]()
+        change(model)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for tensors in (of for module in model.modules() for of in (module._parameters, module._buffers)):
+            for key, x in tensors.items():
+                if x is not None:
+                    new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                    new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+                    tensors[key], _ = moved.setdefault(id(x), (new, x))
+        given = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in inputs.items()}
+        stack.enter_context(mock.patch.object(torch.Tensor, "__int__", lambda _: 0))
+        stack.enter_context(mock.patch.object(layers, "lengths_in_group", lambda x, group: [x.shape[-1]] * group.size))
+        trace = trace_run(model, given, original.places_of(loaded, job.plan), grad=True)
+        assert {x.device.type for x in trace.states.values()} == {"cpu"}
+        loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
+        assert {x.grad.device.type for x in model.parameters() if x.grad is not None} == {"meta"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_operation_of_a_rank_mixes_devices(name: str) -> None:
+    """Forward and backward at tp 2. It shows neither numbers nor memory, streams, kernels or collectives of a GPU."""
+    run_on_a_fake_device(name)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_operation_that_mixes_devices_is_found(grad: bool) -> None:
+    def change(model: Any) -> None:
+        def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if grad:
+                output.register_hook(lambda x: x * torch.ones(x.shape))
+                return None
+            return output + torch.ones(output.shape)
+
+        model.model.layers[0].mlp.register_forward_hook(hook)
+
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        run_on_a_fake_device("llama", change)

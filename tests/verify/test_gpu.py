@@ -30,7 +30,7 @@ from tests.verify.by_hand import by_hand
 from tests.verify.conftest import Gpus
 from verify.forward import compare, original, shards
 from verify.forward.compare import ForwardOptions, run_forward
-from verify.forward.job import Result
+from verify.forward.job import Result, needs_of
 from verify.forward.launch import join_group, rank_device, run_ranks
 from verify.forward.report import report_of
 from verify.forward.shards import is_of_model
@@ -330,6 +330,20 @@ def test_the_original_is_on_one_device_if_its_gradients_fit_too(
     unused = int(free * size)
     gpus(1, mem_get_info=lambda _: (1000, 0), memory_reserved=lambda _: unused, memory_allocated=lambda _: 1000)
     assert original._fits(job, torch.float32, torch.device("cuda", 0)) is fits
+
+
+def test_what_each_device_takes_is_said_before(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = compare._job(*store.pair("llama", "bfloat16", tp=4), QUICK)
+    (all_ranks,) = needs_of(job, "cpu").ranks
+    gpus(3, "xpu")
+    shared = needs_of(job, "xpu")
+    assert shared.ranks == (all_ranks // 2, all_ranks // 4, all_ranks // 4) and shared.headline.endswith(
+        " on each device"
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert needs_of(job, "xpu").backend == "gloo"
+    gpus(4, "xpu")
+    assert needs_of(job, "xpu").backend == "xccl" and len(needs_of(job, "xpu").ranks) == 4
 
 
 @pytest.mark.parametrize("computes", ["float32", "nothing", "float64"])

@@ -24,7 +24,7 @@ from reshard.model.model import padding_for
 from reshard.source.source import UNSPLIT, Source
 from reshard.text import plural
 from verify.forward.foreign import Foreign
-from verify.forward.job import ForwardOptions, Job, Reference
+from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
@@ -69,9 +69,14 @@ def run_forwards(
     return [_run(job, progress, kept) for job in [_job(original, shards, options) for original, shards in pairs]]
 
 
+def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
+    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    return needs_of(_job(original, shards, options), _device(options))
+
+
 def _run(job: Job, progress: Progress, references: MutableMapping[str, Reference]) -> ForwardReport:
     device, world = _device(job.options), job.plan.mesh.size
-    progress(f"starting {plural(world, 'rank')}, {device}")
+    progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers

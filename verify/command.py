@@ -23,8 +23,8 @@ from verify.report.answer import Answer
 from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
-    from verify.forward.crew import Crew
     from verify.forward.job import Needs
+    from verify.forward.launch import Crew
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 

@@ -152,7 +152,7 @@ def _interrupted() -> str:
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
     from verify.command import attempt
-    from verify.forward.crew import Crew
+    from verify.forward.launch import Crew
     from verify.prove import SILENT
 
     def take(end: Any) -> None:

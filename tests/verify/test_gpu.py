@@ -44,7 +44,7 @@ from verify.rank.loading import from_pretrained, quiet_transformers
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank
 from verify.rank.trace import run as trace_run
-from verify.report.words import forward_summary
+from verify.report.answer import forward_summary
 from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=8, draws=1)

@@ -32,12 +32,10 @@ from tests.verify import browser
 from tests.verify.browser import Browser
 from tests.verify.conftest import Gpus
 from tools.profile_figure import figure
-from verify.profile.charts import Axes, Line, Point, line_chart, plain_plot
-from verify.profile.compose import Memory, Part, Time, joined
-from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
+from verify.profile.cost import Link, Memory, Part, Rates, Time, Work, fit_link, fit_rates, joined, works
 from verify.profile.job import Found, Job, LayerKind, Measured, Patience, ProfileRequest, Span, Workload, layer_kinds
-from verify.profile.node import RESERVE
-from verify.profile.page import page
+from verify.profile.page import Axes, Line, Point, line_chart, page, plain_plot
+from verify.profile.processes import RESERVE
 from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton

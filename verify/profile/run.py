@@ -21,8 +21,21 @@ from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_o
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
-from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
+from verify.profile.cost import (
+    Link,
+    Memory,
+    Part,
+    Time,
+    Work,
+    communication,
+    counts_of,
+    fit_link,
+    fit_rates,
+    memory_of,
+    nearest,
+    time_of,
+    works,
+)
 from verify.profile.job import (
     WIDTH_HEAD,
     Found,
@@ -34,10 +47,9 @@ from verify.profile.job import (
     layer_kinds,
     with_layers,
 )
-from verify.profile.node import Node
-from verify.profile.processes import run_processes
+from verify.profile.processes import Node, run_processes
 from verify.profile.recommend import NotRun, Row, recommend
-from verify.profile.width_rows import width_rows
+from verify.profile.widths import width_rows
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault

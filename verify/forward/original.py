@@ -18,7 +18,7 @@ from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
 from verify.forward.job import Job, Reference, dtype_name
-from verify.forward.noise import measure, yardstick
+from verify.forward.noise import Noise, measure, noise_of, yardstick
 from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.group import machine_fault, say
@@ -62,19 +62,18 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     ids, inputs, exact, exact_grads, without = exact_run
     given = {name: value.to(device) for name, value in inputs.items()}
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
-    with _original(job, job.dtype, device) as loaded, _refusing(job):
-        places, numbers = places_of(loaded, job.plan), range(job.options.draws + 1)
-        draws = [_run_whole(loaded, given, job, places, exact, draw) for draw in numbers]
-        again = _run_whole(loaded, given, job, places, exact, 0)[0] if is_noisy(device) else None
-    del loaded, places  # or both models would be in memory at once
-    if job.adapter is not None:
-        say("original with the adapter in its weights")
-        draws.append(_run_summed(given, job, exact, device))
-    for trace, grads in draws:
+    of_states, of_gradients = ({name: list[Noise]() for name in of} for of in (exact.states, exact_grads))
+    own, again = Trace(), None
+    for number, (trace, grads) in enumerate(_draws(job, given, exact, device)):
         _check_numbers(trace, grads, job, job.dtype)
-    own = draws[0][0]
+        own = own if number else trace
+        again = trace if is_noisy(device) and number == 1 else again
+        for known, found, draws in ((exact.states, trace.states, of_states), (exact_grads, grads, of_gradients)):
+            for name, x in known.items():
+                draws[name].append(noise_of(found[name], x))
+        del trace, grads, found  # or those of two runs would be in memory at once
     logits = _vocabulary_output(exact.states, job)
-    states = {n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()}
+    states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
     apart = {n: dataclasses.replace(states[n], exact=x) for n, x in own.states.items()}
     return Reference(
         reason=reason,
@@ -88,10 +87,27 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         choices=exact.choices,
         overruled=own.overruled,
         seconds=time.monotonic() - started,
-        gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
+        gradients={n: yardstick(x, of_gradients[n], job.dtype) for n, x in exact_grads.items()},
         effects={name: measure(state, states[name]).ratio for name, state in without.items()},
         outputs=tuple(exact.outputs),
     )
+
+
+def _draws(
+    job: Job, inputs: Mapping[str, torch.Tensor], exact: Trace, device: torch.device
+) -> Iterator[tuple[Trace, dict[str, torch.Tensor]]]:
+    """Runs of the original in its own dtype, with their gradients: of each, the rounding is another sample.
+
+    An accelerator does the first run twice. With an adapter, the last run has it in its weights.
+    """
+    with _original(job, job.dtype, device) as loaded, _refusing(job):
+        places = places_of(loaded, job.plan)
+        for draw in (0, *((0,) if is_noisy(device) else ()), *range(1, job.options.draws + 1)):
+            yield _run_whole(loaded, inputs, job, places, exact, draw)
+    del loaded, places  # or both models would be in memory at once
+    if job.adapter is not None:
+        say("original with the adapter in its weights")
+        yield _run_summed(inputs, job, exact, device)
 
 
 class _Exact(NamedTuple):

@@ -38,7 +38,7 @@ from reshard.live.meshes import Target, arranged, target_of
 from reshard.mesh.stages import with_stages
 from reshard.source.opening import open_source
 from tests import zoo
-from verify.engine.megatron_settings import megatron_settings
+from verify.engine.compare import megatron_settings
 
 
 class Case(NamedTuple):

@@ -189,7 +189,6 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),
         ("verify m o", {"streamed": True, "device": "cuda"}, "--streamed is not possible with --device cuda"),
         ("profile m", {"link": 1e9}, "--link is not possible"),
-        ("profile m", {"device": "tpu"}, "--device tpu is not possible: it is one of auto, cpu, cuda"),
         ("profile m", {"phase": ("sleep",)}, "--phase sleep is not possible"),
     ],
 )  # fmt: skip

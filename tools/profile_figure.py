@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.pages.markup import Html, element, joined
-from verify.profile import charts, page
+from verify.profile import page
+from verify.profile import page as charts
 
 WIDTH, HEIGHT, GAP, TOP = 340, 300, 16, 64
 LIGHT = "--back:#fff;--panel:#fff;--text:#1b1f24;--muted:#57606a;--line:#d0d7de;"

@@ -24,7 +24,8 @@ from verify.report.answer import Answer
 from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
-    from verify.forward.crew import Crew
+    from verify.forward.job import Needs
+    from verify.forward.launch import Crew
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,8 @@ class VerifyRequest(Access, RunSettings):
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
             raise refused("streamed", None, "gradients need the whole model at once", beside={"backward": None})
-        if self.streamed and self.device == "cuda":
-            raise refused("streamed", None, "it works with --device cpu only so far", beside={"device": "cuda"})
+        if self.streamed and self.device not in {"auto", "cpu"}:
+            raise refused("streamed", None, "it works with --device cpu only so far", beside={"device": self.device})
         if self.engine is not None and self.adapter is not None:
             raise refused(
                 "engine", self.engine, "an engine runs no base model with its adapter", beside={"adapter": None}
@@ -101,12 +102,8 @@ def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
 
 def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew | None = None) -> None:
     """Open both checkpoints and prove; if something cannot be checked, the answer has the error."""
-    is_run = answer.wants_forward or answer.engine_options is not None
-    weights = Weights.FILES if is_run or request.download else Weights.RANGES
     try:
-        of_shards = replace(request, revision=None)
-        original, place = open_any(request.original, request, weights), find(request.shards, of_shards, weights)
-        shards = open_shards(place, original, plan_file=request.plan_file)
+        original, place, shards = _open(request)
         prove(answer, original, shards, request.plan_file, display, crew, lambda: _unmerged(request, original))
         if answer.exit_code == 1 and _lost_quantization(original, place, shards):
             answer.notes.append(
@@ -114,6 +111,27 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
             )
     except ReshardError as error:
         answer.error = error
+
+
+def needs(request: VerifyRequest) -> Needs:
+    """What the forward pass would take: both checkpoints are opened, and nothing is compared. Raises ReshardError."""
+    if request.exact_only:
+        raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
+    original, _, shards = _open(request)
+    if isinstance(shards, ExactReport):
+        raise CheckpointError(shards.problems[0])
+    from verify.forward.compare import needs as needs_of  # torch
+    from verify.forward.job import ForwardOptions
+
+    return needs_of(_unmerged(request, original) or original, shards, ForwardOptions(**request.begin().options))
+
+
+def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactReport]:
+    is_run = not request.exact_only or request.engine is not None
+    weights = Weights.FILES if is_run or request.download else Weights.RANGES
+    original = open_any(request.original, request, weights)
+    place = find(request.shards, replace(request, revision=None), weights)
+    return original, place, open_shards(place, original, plan_file=request.plan_file)
 
 
 def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:

@@ -13,13 +13,12 @@ from formats.errors import ReshardError
 from reshard.source.source import Source
 from verify.bytes.exact import compare
 from verify.bytes.exact_report import ExactReport
-from verify.report.answer import Answer
-from verify.report.words import OwnPlan
+from verify.report.answer import Answer, OwnPlan
 from verify.rules import own_rules
 from verify.run_settings import Unmerged
 
 if TYPE_CHECKING:
-    from verify.forward.crew import Crew
+    from verify.forward.launch import Crew
 
 
 class Display(Protocol):

@@ -302,8 +302,8 @@ progress_option = option(
     "--progress", group=Group.OUTPUT, type=click.Choice(["auto", "bar", "log", "none"]), default="auto", metavar="HOW",
     help="bar, log (a line a minute), none; default: auto."
 )  # fmt: skip
-device_option = option("--device", group=Group.HOW, type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-                       show_default=True, help="Where the ranks run.")  # fmt: skip
+device_option = option("--device", group=Group.HOW, metavar="NAME", default="auto", show_default=True,
+                       help="Ranks run on cpu, cuda, xpu or npu.")  # fmt: skip
 dtype_option = option("--dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
 
 

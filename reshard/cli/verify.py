@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
         help="Load them on this mesh: tp=2,pp=2 (repeatable).")  # fmt: skip
 @option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
         help="The python of the engine's environment.")  # fmt: skip
+@option("--dry-run", group=Group.HOW, is_flag=True, help="Say what the forward takes; compare nothing.")
 @option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
         help="Seed of the random tokens.")  # fmt: skip
 @timeout_option(300.0)
@@ -97,7 +99,9 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @json_option
 @quiet_option("Print the verdict, no more.")
 @debug_option
-def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **given: Any) -> int:
+def verify_command(
+    exact_only: bool, report: Path | None, as_json: bool, quiet: bool, dry_run: bool, **given: Any
+) -> int:  # fmt: skip
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
@@ -109,12 +113,19 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
     for every code but 0.)
     """
-    from verify.command import VerifyRequest, attempt
+    from verify.command import VerifyRequest, attempt, needs
     from verify.ending import one_line_when_interrupted
     from verify.prove import SILENT
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
     request = request_of(VerifyRequest, given, exact_only=exact_only, quiet=quiet or as_json)
+    if dry_run:
+        found = needs(request)
+        if as_json:
+            print_json({"command": "verify", "needs": asdict(found)})
+        elif os.environ.get("RANK", "0") == "0":
+            print_lines(str(found))
+        return 0
     answer = request.begin()
 
     def finish() -> int:
@@ -141,7 +152,7 @@ def _interrupted() -> str:
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
     from verify.command import attempt
-    from verify.forward.crew import Crew
+    from verify.forward.launch import Crew
     from verify.prove import SILENT
 
     def take(end: Any) -> None:

@@ -21,7 +21,7 @@ from reshard.source.opening import open_source
 from tests import store
 from tests.marks import thorough
 from tests.support import command
-from verify.engine.megatron_settings import megatron_settings
+from verify.engine.compare import megatron_settings
 
 pytestmark = thorough
 

@@ -26,7 +26,7 @@ from tests.verify.test_forward import QUICK, run_all
 from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
-from verify.report.words import exact_summary
+from verify.report.answer import exact_summary
 
 KEY = "DCP_SHARDING_INFO"
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))

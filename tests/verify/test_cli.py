@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +24,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from formats.files.safetensors import read_header
 from reshard.api import split
 from reshard.source.opening import open_source
+from reshard.text import human_bytes
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command
@@ -63,8 +66,14 @@ ALONE = ("-m", "verify")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify")
 
 
-PHASES = ["comparing bytes", "starting 2 ranks, cpu", "original in float32", "original in bfloat16, 8 times",
-          "shards on 2 ranks", "comparison"]  # fmt: skip
+PHASES = [
+    "comparing bytes",
+    "starting 2 ranks, cpu: original 550.72 kB, then ranks 276.80 kB",
+    "original in float32",
+    "original in bfloat16, 8 times",
+    "shards on 2 ranks",
+    "comparison",
+]
 
 
 def test_the_same(model: Path) -> None:
@@ -80,6 +89,40 @@ def test_the_same(model: Path) -> None:
     shards, own = (next(line for line in lines if line.startswith(name)) for name in ("shards ", "original's own "))
     assert shards.endswith("%") and len(shards.split()) == 5 and len(own.split()) == 6
     assert lines[-1].startswith("SAME: Every byte is the original's (276.80 kB in 30 tensors on 2 ranks, tp 2). The sh")
+
+
+@pytest.mark.parametrize(
+    ("more", "times", "runs"),
+    [
+        ((), 1, "10 runs of 64 tokens"),
+        (("--backward", "--batch", "3"), 2, "10 runs of 96 tokens"),
+        (("--dtype", "float32"), 2, "10 runs of 64 tokens"),
+        (("--streamed",), 1, "10 runs of 64 tokens"),
+    ],
+)
+def test_what_it_takes_is_said_before(model: Path, more: tuple[str, ...], times: int, runs: str) -> None:
+    """Of weights: of the original in higher precision, and of all ranks on this machine; streamed, of one block."""
+    done = verify(model / "full", model / "shards", "--dry-run", *more)
+    assert (done.returncode, done.stderr) == (0, "")
+    blocks = Counter[tuple[Path, str]]()
+    for file in sorted(model.glob("full/*.safetensors")) + sorted(model.glob("shards/*/*.safetensors")):
+        for name, info in read_header(file).tensors.items():
+            layer = re.match(r"model\.layers\.\d+", name)
+            blocks[file, (layer[0] if layer else name) if "--streamed" in more else ""] += info.nbytes
+    files = {file: max(size for (of, _), size in blocks.items() if of == file) for file, _ in blocks}
+    original = 2 * times * files.pop(model / "full" / "model.safetensors")
+    ranks = times * sum(files.values())
+    amounts = f"original {human_bytes(original)}, then ranks {human_bytes(ranks)}; {runs}"
+    assert done.stdout == f"forward: tp 2, cpu, threads: {amounts}\n"
+    document = json.loads(verify(model / "full", model / "shards", "--dry-run", "--json", *more).stdout)["needs"]
+    assert (document["original"], document["ranks"]) == (original, [ranks])
+
+
+def test_what_cannot_run_is_said_before(model: Path) -> None:
+    for more, text in ((("--exact-only",), "--exact-only runs none"), (("--device", "xpu"), "torch finds no accel")):
+        done = verify(model / "full", model / "shards", "--dry-run", *more)
+        assert done.returncode == 2 and text in done.stderr and not done.stdout
+    assert verify(model / "full", model / "none", "--dry-run").returncode == 2
 
 
 def test_different_names_tensor_and_layer(model: Path) -> None:
@@ -143,7 +186,9 @@ def test_progress_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) ->
         lines = shown.result().decode().split("\r\n")
     assert lines.pop() == ""
     at_the_end = [line.rpartition("\r")[2] for line in lines]
-    assert [re.sub(r": \d+ s\x1b\[K$", "", line) for line in at_the_end] == [*PHASES, "gradients"]
+    phases = [re.sub(r": \d+ s\x1b\[K$", "", line) for line in at_the_end]
+    phases[1] = PHASES[1]  # twice as much
+    assert phases == [*PHASES, "gradients"]
     assert lines[3].count("\roriginal in bfloat16, 8 times: ") >= 3, (
         "it is drawn again while it lasts, not only as it begins and ends"
     )

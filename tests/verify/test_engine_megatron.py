@@ -19,8 +19,7 @@ from tests.marks import thorough
 from tests.programs.oracles import checkpoint
 from tests.support import command
 from tests.verify.test_engine import STAND_IN
-from verify.engine.compare import ENGINES, EngineOptions, run_engine
-from verify.engine.megatron_settings import megatron_settings
+from verify.engine.compare import ENGINES, EngineOptions, megatron_settings, run_engine
 
 RUNNER = (
     STAND_IN

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reshard
 from formats.errors import CheckpointError, ReshardError
@@ -22,15 +27,24 @@ from tests import peft_adapters, store
 from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
+from tests.verify.conftest import Gpus
 from verify.forward import compare, original, shards
 from verify.forward.compare import ForwardOptions, run_forward
-from verify.forward.job import Result
+from verify.forward.job import Result, needs_of
 from verify.forward.launch import join_group, rank_device, run_ranks
 from verify.forward.report import report_of
 from verify.forward.shards import is_of_model
-from verify.rank.group import GPU, MEMORY, RankError, machine_fault, world
-from verify.rank.loading import from_pretrained
-from verify.report.words import forward_summary
+from verify.rank import layers
+from verify.rank.collectives import Groups
+from verify.rank.device import has_float64, names, resolve
+from verify.rank.gradients import loss_of
+from verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
+from verify.rank.inputs import inputs_of, random_ids
+from verify.rank.loading import from_pretrained, quiet_transformers
+from verify.rank.model import load_rank
+from verify.rank.roles import Rank
+from verify.rank.trace import run as trace_run
+from verify.report.answer import forward_summary
 from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=8, draws=1)
@@ -50,18 +64,6 @@ OF_MEMORY = [
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
     MemoryError(),
 ]
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """What torch says of a node with so many GPUs."""
-
-    def see(count: int) -> None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Fake GPU")
-
-    return see
 
 
 # -------------------------------------------------------------------------------------------------- the machine's fault
@@ -215,9 +217,7 @@ def test_float32_is_no_tf32_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == [(False, False)]
 
 
-def test_an_environment_that_forces_tf32_is_refused_on_gpus(
-    gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_forces_tf32_is_refused_on_gpus(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(ReshardError, match="NVIDIA_TF32_OVERRIDE is set") as info:
@@ -231,7 +231,7 @@ def test_an_environment_that_forces_tf32_is_refused_on_gpus(
 # ------------------------------------------------------------------------------------------- which device, and how sent
 
 
-def test_streamed_is_refused_on_gpus(gpus: Callable[[int], None]) -> None:
+def test_streamed_is_refused_on_gpus(gpus: Gpus) -> None:
     gpus(2)
     done = command("verify", "m", "o", "--streamed", "--device", "cuda")
     expected = "--streamed is not possible with --device cuda: it works with --device cpu only so far"
@@ -241,16 +241,14 @@ def test_streamed_is_refused_on_gpus(gpus: Callable[[int], None]) -> None:
 
 
 @thorough
-def test_streamed_runs_on_the_cpu_beside_gpus_and_says_so(gpus: Callable[[int], None]) -> None:
+def test_streamed_runs_on_the_cpu_beside_gpus_and_says_so(gpus: Gpus) -> None:
     gpus(2)
     report = run_forward(*store.pair("llama", tp=2), replace(QUICK, streamed=True))
     assert report.is_same
     assert "(tp 2), cpu, threads (--streamed works with --device cpu only so far); 2 x 8" in forward_summary(report)
 
 
-def test_the_report_says_why_ranks_send_through_the_cpu(
-    gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_says_why_ranks_send_through_the_cpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     job = compare._job(*store.pair("llama", tp=4), QUICK)
     result = Result(0, (), None, draws=1, choices=0, own_overruled=0, overruled=0, unused=(), backend="gloo", seq=8,
@@ -265,35 +263,219 @@ def test_the_report_says_why_ranks_send_through_the_cpu(
     assert report_of(job, [result] * 4, "cpu").reason is None
 
 
-def test_threads_have_a_gpu_each_or_share_them(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(2)
-    current: list[torch.device] = []
-    monkeypatch.setattr("torch.cuda.set_device", current.append)
-    devices = [torch.device("cuda", number) for number in (0, 1, 0)]
-    assert run_ranks(lambda: world().device, 3, device="cuda") == devices == current
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_threads_have_a_gpu_each_or_share_them(kind: str, gpus: Gpus) -> None:
+    fake = gpus(2, kind)
+    devices = [torch.device(kind, number) for number in (0, 1, 0)]
+    assert run_ranks(lambda: world().device, 3, device=kind) == devices == fake.used
 
 
 @pytest.mark.parametrize(
     ("count", "variables", "device", "backend"),
     [
         (4, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "cuda:3", "nccl"),
+        (4, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "xpu:3", "xccl"),
         (4, {}, "cuda:3", "nccl"),  # a launcher that gives no LOCAL_RANK: not all on the first GPU
         (2, {}, "cuda:1", "gloo"),
         (1, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "cuda:0", "gloo"),  # one visible GPU each
     ],
 )
 def test_each_rank_has_its_gpu(
-    count: int, variables: dict[str, str], device: str, backend: str, gpus: Callable[[int], None],
+    count: int, variables: dict[str, str], device: str, backend: str, gpus: Gpus,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    gpus(count)
+    fake = gpus(count, torch.device(device).type)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     joined: list[Any] = []
-    monkeypatch.setattr("torch.cuda.set_device", joined.append)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **_: joined.append(name))
-    join_group("cuda", 1.0)
-    assert joined == [torch.device(device), backend] and rank_device("cuda") == torch.device(device)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **more: joined.extend([name, more]))
+    kind, own = torch.device(device).type, torch.device(device)
+    join_group(kind, 1.0)
+    assert joined[0] == backend and joined[1]["device_id"] == (None if backend == "gloo" else own)
+    assert fake.used == [own] and rank_device(kind) == own
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_device_is_asked_for_by_torchs_name(kind: str, gpus: Gpus) -> None:
+    """And without one that torch finds, the CPU alone is possible; Apple's MPS counts as none."""
+    assert [resolve(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(reshard.SettingError, match="torch finds no accelerator"):
+        resolve(kind)
+    gpus(1, kind)
+    assert [resolve(name) for name in ("auto", "cpu", kind)] == [kind, "cpu", kind]
+    with pytest.raises(reshard.SettingError, match=f"torch finds no device but '{kind}'"):
+        resolve("npu")
+    gpus(1, "mps")
+    assert resolve("auto") == "cpu"
+
+
+def test_all_devices_that_ranks_use_are_named(gpus: Gpus) -> None:
+    gpus(3, "cuda", "A", "A", "B")
+    assert [names("cuda", ranks) for ranks in (1, 2, 3, 8)] == ["A", "A", "A, B", "A, B"]
+
+
+# ------------------------------------------------------------------------------- what an accelerator may do differently
+
+
+@pytest.mark.parametrize(("backward", "free", "fits"), [(False, 1.3, True), (True, 1.3, False), (True, 2.3, True)])
+def test_the_original_is_on_one_device_if_its_gradients_fit_too(
+    backward: bool, free: float, fits: bool, gpus: Gpus
+) -> None:
+    """What this process has and does not use is free, too. It does not show that a fifth more is enough."""
+    job = compare._job(*store.pair("llama", tp=2), replace(QUICK, backward=backward))
+    size = 4 * sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
+    unused = int(free * size)
+    gpus(1, mem_get_info=lambda _: (1000, 0), memory_reserved=lambda _: unused, memory_allocated=lambda _: 1000)
+    assert original._fits(job, torch.float32, torch.device("cuda", 0)) is fits
+
+
+def test_what_each_device_takes_is_said_before(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = compare._job(*store.pair("llama", "bfloat16", tp=4), QUICK)
+    (all_ranks,) = needs_of(job, "cpu").ranks
+    gpus(3, "xpu")
+    shared = needs_of(job, "xpu")
+    assert shared.ranks == (all_ranks // 2, all_ranks // 4, all_ranks // 4) and shared.headline.endswith(
+        " on each device"
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert needs_of(job, "xpu").backend == "gloo"
+    gpus(4, "xpu")
+    assert needs_of(job, "xpu").backend == "xccl" and len(needs_of(job, "xpu").ranks) == 4
+
+
+@pytest.mark.parametrize("computes", ["float32", "nothing", "float64"])
+def test_a_device_is_asked_whether_it_computes_in_float64(computes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some refuse it, some compute in float32 and say nothing. (What a real one does was not seen.)"""
+    if computes != "float64":
+        monkeypatch.setattr("torch.ones", partial(_ones, computes))
+    assert has_float64(torch.device("cpu")) is (computes == "float64")
+
+
+_ONES = torch.ones
+
+
+def _ones(computes: str, *shape: int, **_: Any) -> torch.Tensor:
+    if computes == "nothing":
+        raise TypeError("Cannot convert a tensor to float64")
+    return _ONES(*shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "why", ["xpu does not compute in it", "the kernels that run this model on meta do not take it"]
+)
+def test_what_a_device_cannot_compute_in_float64_is_computed_on_the_cpu(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device meta stands for one: what was run there cannot be read."""
+    kind = why.split()[0] if why.startswith("xpu") else "meta"
+    monkeypatch.setattr(original, "has_float64", lambda device: device.type == "meta")
+    job = compare._job(*store.pair("llama", "float32", tp=2), replace(QUICK, dtype="float32"))
+    ((found, reason),) = run_ranks(original._run_exactly, 1, job, torch.device(kind))
+    assert found.trace.states["logits"].dtype == torch.float64 and reason == f"float64 on the CPU: {why}"
+
+
+def test_the_machines_fault_is_no_reason_to_go_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(original, "has_float64", lambda _: True)
+    monkeypatch.setattr(original, "_run_exactly_on", mock.Mock(side_effect=OF_GPUS[0]))
+    job = compare._job(*store.pair("llama", tp=2), QUICK)
+    with pytest.raises(torch.AcceleratorError):
+        original._run_exactly(job, torch.device("cuda", 0))
+
+
+def test_the_noise_of_repeated_runs_is_printed_where_sums_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not show how large it is on a GPU: that is to be measured there, and this is where it is printed."""
+    pair = store.pair("llama", "bfloat16", tp=2)
+    assert run_forward(*pair, QUICK).repeated is None
+    monkeypatch.setattr(original, "is_noisy", lambda _: True)
+    report = run_forward(*pair, QUICK)
+    assert report.is_same and report.repeated == 0
+    assert "The original's own run, done again, differs by 0 times the noise." in forward_summary(report)
+    run_whole = original._run_whole
+
+    def run(loaded: Any, inputs: Any, job: Any, places: Any, exact: Any, draw: int) -> Any:
+        trace, gradients = run_whole(loaded, inputs, job, places, exact, draw)
+        trace.states["logits"] += 1e-3 * torch.randn_like(trace.states["logits"])
+        return trace, gradients
+
+    monkeypatch.setattr(original, "_run_whole", run)
+    repeated = run_forward(*pair, QUICK).repeated
+    assert repeated is not None and repeated > 0
+
+
+# ------------------------------------------------------------------------------------ operations that mix two devices
+
+KINDS = ["llama", "gpt2", "bloom", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next", "t5"]
+
+
+class Alone:
+    """A group of ranks as one of them sees it, if what the others have is like its own."""
+
+    backend = "none"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for _ in range(self.size)]
+
+    def some(self, members: Sequence[int]) -> Any:
+        return Alone([*members].index(self.rank), len(members)) if self.rank in members else None
+
+
+def run_on_a_fake_device(name: str, change: Callable[[Any], None] = lambda _: None) -> None:
+    """A rank's forward and backward with all weights and inputs on a device where nothing has a value.
+
+    Torch calls it ``meta``: with ``cuda:0`` a backward aborts where torch is built for the CPU. What needs a value does
+    not run (tokens are not looked at, experts are run together).
+    """
+    job = compare._job(*store.pair(name, "bfloat16", tp=2), replace(QUICK, backward=True))
+    with being(Alone(0, 2), print), quiet_transformers(), ExitStack() as stack:  # type: ignore[arg-type]
+        rank = Rank(job.plan, 0, job.modules, job.config, job.is_built_in)
+        folder = job.shards / job.plan.mesh.folder(0)
+        loaded = load_rank(folder, rank, job.dtype, torch.device("cpu"), Groups(job.plan.mesh), tokens=8)
+        ids, model = random_ids(loaded.model, 2, 8, 0, None), loaded.model
+        inputs, moved = inputs_of(model, ids, job.dtype, None), dict[int, tuple[Any, Any]]()
+        change(model)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for tensors in (of for module in model.modules() for of in (module._parameters, module._buffers)):
+            for key, x in tensors.items():
+                if x is not None:
+                    new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                    new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+                    tensors[key], _ = moved.setdefault(id(x), (new, x))
+        given = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in inputs.items()}
+        stack.enter_context(mock.patch.object(torch.Tensor, "__int__", lambda _: 0))
+        stack.enter_context(mock.patch.object(layers, "lengths_in_group", lambda x, group: [x.shape[-1]] * group.size))
+        trace = trace_run(model, given, original.places_of(loaded, job.plan), grad=True)
+        assert {x.device.type for x in trace.states.values()} == {"cpu"}
+        loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
+        assert {x.grad.device.type for x in model.parameters() if x.grad is not None} == {"meta"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_operation_of_a_rank_mixes_devices(name: str) -> None:
+    """Forward and backward at tp 2. It shows neither numbers nor memory, streams, kernels or collectives of a GPU."""
+    run_on_a_fake_device(name)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_operation_that_mixes_devices_is_found(grad: bool) -> None:
+    def change(model: Any) -> None:
+        def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if grad:
+                output.register_hook(lambda x: x * torch.ones(x.shape))
+                return None
+            return output + torch.ones(output.shape)
+
+        model.model.layers[0].mlp.register_forward_hook(hook)
+
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        run_on_a_fake_device("llama", change)

@@ -21,7 +21,7 @@ from tests.verify.faults import Shards
 from verify.forward.compare import ForwardOptions, run_forward, run_forwards
 from verify.forward.noise import LIMIT
 from verify.rank.group import RankError
-from verify.report.words import power_in_words
+from verify.report.answer import power_in_words
 
 pytestmark = thorough
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from verify.forward.noise import LIMIT, Distance, measure, yardstick
+from verify.forward.noise import LIMIT, Distance, measure, noise_of, yardstick
 from verify.rank.trace import Places, run
 
 
@@ -52,7 +52,7 @@ def test_noise_is_the_yardstick() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
     own, other = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
-    known = yardstick(exact, [own], torch.float32)
+    known = yardstick(exact, [noise_of(own, exact)], torch.float32)
     assert measure(other, known).ratio < 1.2
     assert measure(exact + 10 * (other - exact), known).ratio == pytest.approx(10, rel=0.1)
     assert measure(exact, known).ratio == 0
@@ -69,7 +69,7 @@ def test_a_fault_of_one_token_or_channel_stands_out(at: tuple[int | slice, int |
     exact = torch.randn(64, 80, generator=generator, dtype=torch.float64)
     own, wrong = (exact + 1e-6 * torch.randn(64, 80, generator=generator) for _ in range(2))
     wrong[at] += 1e-5
-    found = measure(wrong, yardstick(exact, [own], torch.float32))
+    found = measure(wrong, yardstick(exact, [noise_of(own, exact)], torch.float32))
     assert found.ratio > LIMIT and found.worst == worst
 
 
@@ -78,7 +78,7 @@ def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:
     exact[0, 1:3] = torch.finfo(torch.float64).min
     own = exact.clone()
     own[0, 1:3] = torch.finfo(torch.float32).min
-    known = yardstick(exact, [own.float().double()], torch.float32)
+    known = yardstick(exact, [noise_of(own.float().double(), exact)], torch.float32)
     assert measure(own.float(), known).ratio <= 1  # of the very run that the noise was measured on
     unmasked = own.float()
     unmasked[0, 1] = 0.0

@@ -24,8 +24,7 @@ from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify import browser
 from tests.verify.browser import Browser
-from verify.report.page import page
-from verify.report.plots import COLUMNS
+from verify.report.page import COLUMNS, page
 
 pytestmark = [thorough, of_ranks]
 

@@ -30,13 +30,12 @@ from tests.marks import thorough
 from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
+from tests.verify.conftest import Gpus
 from tools.profile_figure import figure
-from verify.profile.charts import Axes, Line, Point, line_chart, plain_plot
-from verify.profile.compose import Memory, Part, Time, joined
-from verify.profile.cost import Link, Rates, Work, fit_link, fit_rates, works
+from verify.profile.cost import Link, Memory, Part, Rates, Time, Work, fit_link, fit_rates, joined, works
 from verify.profile.job import Found, Job, LayerKind, Measured, Patience, ProfileRequest, Span, Workload, layer_kinds
-from verify.profile.node import RESERVE
-from verify.profile.page import page
+from verify.profile.page import Axes, Line, Point, line_chart, page, plain_plot
+from verify.profile.processes import RESERVE
 from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
 from verify.profile.skeleton import skeleton
@@ -376,7 +375,7 @@ def test_no_degree_fits() -> None:
             "Error: --predict-tp 16 is not possible: 8 attention heads do not divide by 16",
         ),
         (("--tp", "8", "--ranks", "2"), "--tp 8 is not possible: this node has 2 ranks"),
-        (("--device", "cuda"), "--device cuda is not possible: torch finds no CUDA device"),
+        (("--device", "cuda"), "--device cuda is not possible: torch finds no accelerator"),
         (("--memory", "80"), "'80' is 80 bytes; with a unit it is 80GB or 80MB"),
         (("--phase", "decode,sleep"), "there is no phase 'sleep'; the phases are decode, prefill, train"),
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
@@ -435,15 +434,13 @@ def test_interrupted(folder: Path) -> None:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What torch says of a node with two GPUs; whoever takes memory of one in this process fails."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: including_emulation)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=RESERVE + 1000 - i))
+    return gpus(2, get_device_properties=lambda i: SimpleNamespace(total_memory=RESERVE + 1000 - i))
 
 
-def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_gpus(two_gpus: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank a GPU, and no more; the memory of the smaller one; the dtype that they have."""
     assert node_of(ProfileRequest("model")).ranks == 2 and node_of(ProfileRequest("model", ranks=1)).ranks == 1
     assert [node_of(ProfileRequest("model")).memory(degree) for degree in (1, 2, 16)] == [1000, 999, 999]
@@ -459,10 +456,10 @@ def test_a_node_with_gpus(two_gpus: None, folder: Path, monkeypatch: pytest.Monk
     assert done.returncode == 2 and "too little memory: tp 1, prefill, batch 1, seq 1: needs" in done.stderr
 
 
-def test_training_on_a_gpu(two_gpus: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_gpu(two_gpus: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fits, fits without optimizer states: the reason and the table say so. No variable of NCCL stays."""
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=RESERVE + 10**6))
+    two_gpus.get_device_properties = lambda _: SimpleNamespace(total_memory=RESERVE + 10**6)
     without_memory(monkeypatch, least=4, message="torch.OutOfMemoryError: CUDA out of memory")
     asked = ("--tp", "1", "--dtype", "float16", "--batch", "1", "--phase", "train", "--seq", "1")
     done = command("profile", folder, *asked)
@@ -538,10 +535,8 @@ def test_memory_that_ends_after_the_model(after: str, folder: Path, monkeypatch:
     assert [len(each) for each in asked[2:]] == [2, 1, 1]
 
 
-def test_the_widths_have_what_the_model_leaves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100, 1000))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 800)
-    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 750)
+def test_the_widths_have_what_the_model_leaves_of_a_gpu(gpus: Gpus) -> None:
+    gpus(1, mem_get_info=lambda _: (100, 1000), memory_reserved=lambda _: 800, memory_allocated=lambda _: 750)
     job = SimpleNamespace(free=1000)
     assert [free_for_widths(job, torch.device(name)) for name in ("cuda", "cpu")] == [150, 1000]
 

@@ -21,8 +21,7 @@ from reshard.mesh.plan import make_plan
 from tests import zoo
 from tests.support import LLAMA
 from verify.profile.blocks import build
-from verify.profile.compose import memory_of
-from verify.profile.cost import works
+from verify.profile.cost import memory_of, works
 from verify.profile.job import Job, Patience, Span, Workload, layer_kinds, with_layers
 from verify.profile.meter import Living, Meter, StreamClock
 from verify.profile.rank import is_enough, run_job

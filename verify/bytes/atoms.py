@@ -156,12 +156,29 @@ class Parts:
 
         Raises PlanError where an atom has other dimensions than factors.
         """
-        geometry = stored.geometry
+        key = stored.geometry, holder
         with self._lock:
-            if (geometry, holder) not in self._found:
-                kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
-                self._found[geometry, holder] = part_of(geometry, kinds, self._plan, holder)
-            return self._found[geometry, holder]
+            if key not in self._found:
+                self._found[key] = self._part(stored, holder)
+            return self._found[key]
+
+    def _part(self, stored: Stored, holder: int) -> Part | None:
+        geometry = stored.geometry
+        shape = geometry.shape(holder)
+        if shape is None:
+            return None
+        kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
+        of = [(each, spreads_of(self._plan, kind, each)) for kind, each in zip(kinds, geometry.portions, strict=True)]
+        atoms: list[tuple[Block, ...] | None] = [None] * len(geometry.layouts)
+        for number in geometry.numbers(holder):
+            layout, (portion, spreads) = geometry.layouts[number], of[number % len(of)]
+            if len(layout.full) != len(portion.order):
+                raise PlanError(f"'{layout.rule}' has other dimensions than factors")
+            factors = tuple((factor,) for factor in range(len(layout.full)))
+            held, first = geometry.spread(number, factors).pieces.get(holder), geometry.first(holder, number)
+            found = (block for each in held or () for block in _blocks(each, first, layout, portion, spreads))
+            atoms[number] = tuple(found) if held else None
+        return Part(shape, tuple(atoms))
 
     def kind(self, atom: Atom) -> Kind:
         """The kind of an atom's tensor."""
@@ -188,71 +205,30 @@ def check_all_owned(layout: Layout) -> None:
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 
 
-def part_of(geometry: Geometry, kinds: Sequence[Kind], plan: Plan, holder: int) -> Part | None:
-    """What a holder has of a stored tensor, whose portions are of these kinds; None if it has nothing of it."""
-    shape = geometry.shape(holder)
-    if shape is None:
-        return None
-    of = [(portion, spreads_of(plan, kind, portion)) for kind, portion in zip(kinds, geometry.portions, strict=True)]
-    atoms: list[tuple[Block, ...] | None] = [None] * len(geometry.layouts)
-    for number in geometry.numbers(holder):
-        layout, (portion, spreads) = geometry.layouts[number], of[number % len(of)]
-        if len(layout.full) != len(portion.order):
-            raise PlanError(f"'{layout.rule}' has other dimensions than factors")
-        factors = tuple((factor,) for factor in range(len(layout.full)))
-        held = geometry.spread(number, factors).pieces.get(holder)
-        blocks = [
-            block
-            for each in held or ()
-            for block in _blocks(each, geometry.first(holder, number), layout, portion, spreads)
-        ]
-        atoms[number] = tuple(blocks) if held else None
-    return Part(shape, tuple(atoms))
-
-
 def _blocks(piece: Place, first: int, layout: Layout, portion: Portion, spreads: Spreads) -> Iterator[Block]:
     """The blocks of a piece, which counts from element ``first`` on: one for each run of each factor, without and with
     padding.
     """
-    strides = [piece.strides[factor] for factor in portion.order]
+    full, padded = spreads
+    steps = [math.prod(full.shape[place + 1 :]) for place in range(len(full.shape))]
+    along, along_padded = ([spread.along[place] for place in portion.order] for spread in spreads)
+    strides = tuple(piece.strides[factor] for factor in portion.order)
     owned = [[*pieces(piece.runs[factor], layout.full[factor])] for factor in portion.order]
     for chosen in itertools.product(*owned):
-        yield _block(
-            portion, spreads,
-            starts=[piece.start for piece in chosen], shape=tuple(piece.length for piece in chosen),
-            shard=first + piece.base + sum(part.local * stride for part, stride in zip(chosen, strides, strict=True)),
-            strides=strides, is_padding=any(piece.padding for piece in chosen),
-        )  # fmt: skip
-
-
-def _block(
-    portion: Portion, spreads: Spreads, *, starts: Sequence[int], shape: tuple[int, ...], shard: int,
-    strides: Sequence[int], is_padding: bool = False,
-) -> Block:  # fmt: skip
-    """The block that begins at these indices of an atom's factors, and at element ``shard`` of the rank's tensor."""
-    lengths = spreads.full.shape
-    steps = [math.prod(lengths[place + 1 :]) for place in range(len(lengths))]
-    first, along = _begun(spreads.full, portion, starts)
-    index, places = _begun(spreads.padded, portion, starts)
-    return Block(
-        shape=shape,
-        shard=shard,
-        shard_strides=tuple(strides),
-        original=None if is_padding else sum(i * step for i, step in zip(first, steps, strict=True)),
-        original_strides=tuple(steps[dim] * step for dim, step in along),
-        first=index,
-        along=places,
-    )
-
-
-def _begun(
-    spread: Spread, portion: Portion, starts: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """The index of an atom's element, and how the factors move from there, in the stored order."""
-    first, along = [*spread.first], tuple(spread.along[place] for place in portion.order)
-    for start, (dim, step) in zip(starts, along, strict=True):
-        first[dim] += start * step
-    return tuple(first), along
+        at, index = [*full.first], [*padded.first]
+        for each, (dim, step), (dim_padded, step_padded) in zip(chosen, along, along_padded, strict=True):
+            at[dim] += each.start * step
+            index[dim_padded] += each.start * step_padded
+        is_padding = any(each.padding for each in chosen)
+        yield Block(
+            shape=tuple(each.length for each in chosen),
+            shard=first + piece.base + sum(each.local * stride for each, stride in zip(chosen, strides, strict=True)),
+            shard_strides=strides,
+            original=None if is_padding else sum(i * step for i, step in zip(at, steps, strict=True)),
+            original_strides=tuple(steps[dim] * step for dim, step in along),
+            first=tuple(index),
+            along=tuple(along_padded),
+        )
 
 
 class Strided(NamedTuple):

@@ -22,7 +22,7 @@ from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
 from verify.bytes.exact_report import ExactReport
 from verify.bytes.reading import Files
-from verify.bytes.structure import OwnStructure, ProgramStructure
+from verify.bytes.structure import Structure
 
 
 def verify_exact(
@@ -68,7 +68,7 @@ def compare(
     plain = shards.format.plain
     try:
         arrangement = arrangement_of(_planned(original, shards), OWN) if plain else shards.arrangement
-        found = (OwnStructure if plain else ProgramStructure)(original, shards, arrangement)
+        found = Structure(original, shards, arrangement)
         found.check()
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)

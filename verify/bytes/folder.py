@@ -16,11 +16,11 @@ from typing import Any
 
 from formats.documents import MAX_MANIFEST, sound, strict_json
 from formats.errors import CheckpointError, brief
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODEL
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from formats.files.dcp import object_bytes
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
 from formats.files.sharded import (
     KEPT,
     MANIFEST,
@@ -34,13 +34,15 @@ from formats.files.sharded import (
 from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
 from formats.store import FilePath, by_name, is_in, name_in, read_file
-from reshard.mesh.plan import Plan
-from reshard.model.model import Kind, in_order
+from reshard.mesh.plan import Plan, rank_config
+from reshard.model.model import in_order
+from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import program_files
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import PUBLISHED, STATE
 from verify.bytes.reading import Files
+from verify.rules import with_sound_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -56,18 +58,6 @@ NOTHING = _Nothing()
 
 
 # ------------------------------------------------------------------------------------------------------ files, folders
-
-
-def expected_files(original: Source, shards: Source, plan: Plan) -> dict[str, set[str]]:
-    """The files that the shards must have, relative to the root; by the rank's folder, or ``""`` for the root."""
-    side = {*original.side_files}
-    found = {"": side | ({MANIFEST} if shards.manifest else set())}
-    for rank in range(plan.mesh.size):
-        folder = plan.mesh.folder(rank)
-        weights = {file.name for file in _files(shards, plan.mesh, rank)}
-        found[folder] = weights | {f"{folder}/{name}" for name in _configs_of(original.path)}
-        found[folder] |= {f"{folder}/{INDEX}"} if len(weights) > 1 else set()
-    return found
 
 
 def extra_entries(shards: Source, expected: Iterable[str]) -> list[str]:
@@ -117,7 +107,7 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
     """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
     for name, content in original.read_side_files().items():
         twin = shards.path / name
-        is_config = name == "config.json" and shards.stated is None
+        is_config = name == CONFIG and shards.stated is None
         if twin.is_file() and not is_config and read_file(twin) != content:
             yield twin
 
@@ -131,7 +121,7 @@ def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[C
     if found is None:
         return
     should = json.loads(manifest_text(_expected_manifest(original, shards, plan, found)))
-    yield from changes(should, _read_json(shards.path / MANIFEST))
+    yield from changes(should, read_json(shards.path / MANIFEST))
 
 
 def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Manifest) -> Manifest:
@@ -200,7 +190,7 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
 
 def _configs_of(folder: FilePath) -> list[str]:
     """The settings that each rank has: the model's, and those of an adapter if a folder is of one."""
-    return ["config.json", *([ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else [])]
+    return [CONFIG, *([ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else [])]
 
 
 def begun_sums(original: Source, shards: Source) -> dict[FilePath, PartialSum]:
@@ -269,40 +259,7 @@ def _summed(path: FilePath, files: Files) -> str:
 # -------------------------------------------------------------------------------------------------- order and headers
 
 
-Order = Sequence[tuple[str, Kind]]
-"""Tensors in the order in which they are stored, each with its kind."""
-
-
-def stored_order(shards: Source, plan: Plan) -> Order:
-    """The order of all tensors, each with its kind in the plan."""
-    kinds = {tensor.name: tensor.kind for tensor in plan.model.tensors}
-    return [(tensor.name, kinds[tensor.name]) for tensor in in_order(shards.plan.model.tensors)]
-
-
-def files_problem(shards: Source, plan: Plan, rank: int, order: Order) -> str | None:
-    """Why a rank's files are not those that the manifest's ``max_shard_size`` requires; None if they are."""
-    manifest = shards.manifest
-    if manifest is None:
-        return None
-    held, name = plan.boxes(rank), plan.mesh.folder(rank)
-    single = ADAPTER if ADAPTER_CONFIG in _configs_of(shards.path) else MODEL
-    files, infos = _files(shards, plan.mesh, rank), shards.ranks[rank].values()
-    names = _file_names(len(files), single)
-    if [file.path.name for file in files] != names:
-        return f"{MANIFEST}: the files of {name} are not called {', '.join(names)}"
-    own = [tensor for tensor, kind in order if kind in held]
-    return boundary_problem(own, infos, [file.path for file in files], manifest.max_shard_size, f"in {name}, which")
-
-
-def _file_names(count: int, single: str) -> list[str]:
-    """The names of a rank's files, as transformers' ``save_pretrained`` has them."""
-    several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return several if count > 1 else [single]
-
-
-def header_changes(
-    original: Source, shards: Source, plan: Plan, ranks: Iterable[int], order: Order = ()
-) -> Iterator[tuple[str, Change]]:
+def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
     """The wrong values about the split in the headers that reshard wrote of ranks, each with the file's name.
 
     The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
@@ -311,15 +268,15 @@ def header_changes(
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
     if shards.stated is not None:
         true = dataclasses.replace(true, source=shards.stated.source, sizes=shards.stated.sizes)
-    for rank in ranks:
+    places = {tensor.name: place for place, tensor in enumerate(in_order(shards.plan.model.tensors))}
+    for rank in range(plan.mesh.size):
         holds_all = shards.stated is None or len(plan.boxes(rank)) == len(plan.laid)
-        places = {} if holds_all else {name: place for place, (name, _) in enumerate(order)}
         for file in _files(shards, plan.mesh, rank):
             header = read_header(file.path) if file.path.suffix == ".safetensors" else None
             if header is None or METADATA_KEY not in header.metadata:
                 continue
             should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
-            expected = should.metadata(rank, [places[name] for name in header.tensors if name in places])
+            expected = should.metadata(rank, [] if holds_all else [places[name] for name in header.tensors])
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 shapes = {name: info.shape for name, info in header.tensors.items()}
                 chunks = read_chunks(file.path, header.metadata, shapes)
@@ -332,13 +289,6 @@ def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
     return {**metadata, **{key: json.loads(metadata[key]) for key in (METADATA_KEY, OFFSETS_KEY) if key in metadata}}
 
 
-def index_changes(shards: Source, plan: Plan, rank: int) -> Iterator[Change]:
-    """The wrong values in the index of a rank's files."""
-    path = shards.path / plan.mesh.folder(rank) / INDEX
-    if len(_files(shards, plan.mesh, rank)) > 1 and path.is_file():
-        yield from changes(_index(shards.ranks[rank].values()), _read_json(path))
-
-
 def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
     """The index of files with these tensors."""
     weight_map = {info.name: info.file.name for info in infos}
@@ -346,26 +296,34 @@ def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def program_documents(original: Source, shards: Source) -> dict[str, Any]:
-    """The files that a program needs besides weights and the original's side files: its config file, an index.
+def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
+    """The files besides weights and the original's side files: as JSON, as bytes, or None if any content will do.
 
-    As JSON, or as bytes.
+    Of a program's folder without a manifest, config.json alone.
     """
-    format, found = shards.format, dict[str, Any]()
-    side = {*original.side_files}
-    if format.settings is not None and format.settings.file not in side:
+    format, found = shards.format, dict[str, Any]({CONFIG: original.read_config()})
+    if shards.stated is not None:
+        planned = with_sound_config(plan)
+        for rank in range(plan.mesh.size):
+            folder = plan.mesh.folder(rank)
+            found |= {f"{folder}/{name}": None for name in _configs_of(shards.path)}
+            found[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
+            if len(_files(shards, plan.mesh, rank)) > 1:
+                found[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
+    if shards.stated is not None or shards.manifest is None:
+        return found
+    if format.settings is not None and format.settings.file not in original.side_files:
         found[format.settings.file] = program_config(format.settings, shards.plan.model)
     infos = [info for rank in shards.ranks for info in rank.values()]
     if format.files.index is not None and len({info.file for info in infos}) > 1:
         found[format.files.index] = _index(infos)
     if format.files.tracker is not None:
         found[format.files.tracker] = str(format.files.folder).encode()
-    folder = format.files.place
+    inside = format.files.place
     for name, content in format.container.documents.items():
-        found[folder + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
-    if format.files.is_distributed:
-        path = shards.path / folder / METADATA  # what it says is compared: where each chunk lies, and what of
-        found[folder + METADATA] = read_file(path) if path.is_file() else b""
+        found[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
+    if format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
+        found[inside + METADATA] = None
     return found
 
 
@@ -380,22 +338,12 @@ def documents_of(format: Format, weights: FilePath, root: FilePath) -> Iterator[
         yield format.files.index
 
 
-def document_changes(shards: Source, documents: Mapping[str, Any]) -> Iterator[tuple[str, Change]]:
-    """The wrong values in those of these documents that exist, each with the file's name."""
-    for name, should in documents.items():
-        if isinstance(should, bytes) and (shards.path / name).is_file():
-            found = read_file(shards.path / name)
-            yield from [(name, ("content", repr(should[:100]), repr(found[:100])))] if found != should else []
-        elif (shards.path / name).is_file():
-            yield from ((name, change) for change in changes(should, _read_json(shards.path / name)))
-
-
-def _files(shards: Source, mesh: Mesh, rank: int) -> list[SourceFile]:
-    """The weight files of a rank."""
+def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> list[SourceFile]:
+    """The weight files of a rank; with chunks, those of a number, which may be larger than the mesh (``of_mesh``)."""
     if shards.format.plain:
         return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
     files = program_files(shards.format, shards.path, mesh)
-    return [shards.files[file.path] for file in files if file.rank % mesh.size == rank]
+    return [shards.files[file.path] for file in files if (file.rank % mesh.size if of_mesh else file.rank) == rank]
 
 
 # ---------------------------------------------------------------------------------------------------------- documents
@@ -429,7 +377,8 @@ def shown(value: Any, other: Any) -> str | None:
     return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
 
 
-def _read_json(path: FilePath) -> Any:
+def read_json(path: FilePath) -> Any:
+    """A document, or None where a file has none."""
     try:
         return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
     except (CheckpointError, ValueError):
@@ -439,26 +388,36 @@ def _read_json(path: FilePath) -> Any:
 # ------------------------------------------------------------------------------------------------------ file boundaries
 
 
-def boundary_problem(
-    order: Sequence[str], infos: Iterable[TensorInfo], files: Sequence[FilePath], max_size: int, whose: str
-) -> str | None:
-    """Why tensors in ``order`` are not in ``files`` as ``max_size`` requires; None if they are.
-
-    ``infos`` are the tensors in these files, and perhaps in others.
-    """
+def boundary_problem(shards: Source, planned: Arrangement, rank: int) -> str | None:
+    """Why a rank's tensors are not in the files that the manifest's ``max_shard_size`` requires; None if they are."""
+    manifest, mesh, format = shards.manifest, planned.plan.mesh, shards.format
+    if manifest is None or not format.files.has_parts or format.files.is_distributed:
+        return None  # a distributed checkpoint's .metadata says where its chunks lie
+    bits = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in planned.held(rank)}
+    order = sorted(bits, key=lambda name: -bits[name])
+    if not format.plain and not manifest.source.files:  # then the order is that of what was read
+        order = [name for name in shards.ranks[rank] if name in bits]
+    files = [file.path for file in _files(shards, mesh, rank, of_mesh=False)]
+    names = [Path(format.files.name_of(mesh, rank, i, len(files))).name for i in range(len(files))]
+    if format.plain and ADAPTER_CONFIG in _configs_of(shards.path):
+        names = [name.replace(MODEL, ADAPTER) for name in names]
+    if [file.name for file in files] != names:
+        return f"{MANIFEST}: the files of rank {rank} are not called {', '.join(names)}"
     held: dict[FilePath, list[TensorInfo]] = {file: [] for file in files}
-    for file, of_file in itertools.groupby(infos, key=lambda info: info.file):
-        if file in held:
-            held[file].extend(of_file)
+    for infos in shards.ranks:
+        for file, of_file in itertools.groupby(infos.values(), key=lambda info: info.file):
+            if file in held:
+                held[file].extend(of_file)
     found = [sorted(of_file, key=lambda info: info.offset) for of_file in held.values()]
-    if [info.name for of_file in found for info in of_file] == [*order] and are_full(
-        [[info.nbytes for info in of_file] for of_file in found], max_size
+    if [info.name for of_file in found for info in of_file] == order and are_full(
+        [[info.nbytes for info in of_file] for of_file in found], manifest.max_shard_size
     ):
         return None
     sizes = {info.name: info.nbytes for of_file in found for info in of_file}
-    wanted = files_needed([sizes.get(name, 0) for name in order], max_size)
-    what = f"{wanted} files" if wanted != len(files) else "tensors in another order"
-    return f"{MANIFEST}: 'max_shard_size' {max_size} gives {what} {whose} has {len(files)}"
+    needed = files_needed([sizes.get(name, 0) for name in order], manifest.max_shard_size)
+    what = f"{needed} files" if needed != len(files) else "tensors in another order"
+    limit = f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size}"
+    return f"{limit} gives {what} for rank {rank}, which has {len(files)}"
 
 
 def are_full(files: Sequence[Sequence[int]], max_size: int) -> bool:

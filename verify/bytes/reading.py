@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -54,9 +55,8 @@ class Files:
         elsewhere = (file for source in sources for file in source.files.values() if file.remote is not None)
         self._elsewhere = {file.path: _Blocks(file, sums.get(file.path)) for file in elsewhere}
         self._open: OrderedDict[FilePath, BinaryIO] = OrderedDict()
-        self._kept: OrderedDict[tuple[FilePath, int], Future[memoryview]] = OrderedDict()
-        self._shared: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
-        self._shared_bytes = 0
+        self._kept: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
+        self._kept_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
         self._summed: set[tuple[FilePath, int]] = set()
         self._lock = threading.Lock()
 
@@ -84,8 +84,9 @@ class Files:
         if path in self._elsewhere:
             while done < buffer.size:
                 number, skip = divmod(begin + done, BLOCK)
-                piece = self._block(path, number)[skip : skip + buffer.size - done]
-                buffer[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+                block = self._block(path, number, BLOCK, partial(self._elsewhere[path].read, number))
+                piece = block[skip : skip + buffer.size - done]
+                buffer[done : done + len(piece)] = piece
                 done += len(piece)
             return
         try:
@@ -112,23 +113,31 @@ class Files:
         return whole[skip : skip + nbytes]
 
     def _shared_block(self, info: TensorInfo, number: int, summed: Summed) -> Array:
-        offset = info.offset + number * BLOCK
-        nbytes = min(BLOCK, info.nbytes - number * BLOCK)
-        key, mine = (info.file, offset), Future[Array]()
+        offset, nbytes = info.offset + number * BLOCK, min(BLOCK, info.nbytes - number * BLOCK)
+
+        def read() -> Array:
+            found = self.read(info.file, offset, nbytes)
+            with self._lock:
+                is_first = (info.file, offset) not in self._summed
+                self._summed.add((info.file, offset))
+            if is_first:
+                summed(info.file, offset, found)
+            return found
+
+        return self._block(info.file, offset, nbytes, read)
+
+    def _block(self, path: FilePath, number: int, nbytes: int, read: Callable[[], Array]) -> Array:
+        """A block of a file; who asks first reads it, the others wait."""
+        key, mine = (path, number), Future[Array]()
         with self._lock:
-            block, _ = self._shared.setdefault(key, (mine, nbytes))
-            self._shared.move_to_end(key)
-            self._shared_bytes += nbytes if block is mine else 0
-            while self._shared_bytes > ROOM_HERE and len(self._shared) > 1:
-                self._shared_bytes -= self._shared.popitem(last=False)[1][1]
-            is_first = block is mine and key not in self._summed
-            self._summed.add(key)
+            block, _ = self._kept.setdefault(key, (mine, nbytes))
+            self._kept.move_to_end(key)
+            self._kept_bytes += nbytes if block is mine else 0
+            while self._kept_bytes > self._room and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
         if block is mine:
             try:
-                found = self.read(info.file, offset, nbytes)
-                if is_first:
-                    summed(info.file, offset, found)
-                mine.set_result(found)
+                mine.set_result(read())
             except BaseException as error:
                 mine.set_exception(error)
         return block.result()
@@ -142,21 +151,6 @@ class Files:
             self._open.move_to_end(path)
             return self._open[path]
 
-    def _block(self, path: FilePath, number: int) -> memoryview:
-        """A block of a file; who asks first fetches it, the others wait."""
-        key, mine = (path, number), Future[memoryview]()
-        with self._lock:
-            block = self._kept.setdefault(key, mine)
-            self._kept.move_to_end(key)
-            if len(self._kept) * BLOCK > ROOM:
-                self._kept.popitem(last=False)
-        if block is mine:
-            try:
-                mine.set_result(self._elsewhere[path].read(number))
-            except BaseException as error:
-                mine.set_exception(error)
-        return block.result()
-
 
 class _Blocks:
     """The blocks of a file that lies elsewhere; each is added to ``total`` once."""
@@ -166,7 +160,7 @@ class _Blocks:
         self._summed: set[int] = set()
         self._opened: Read | None = None
 
-    def read(self, number: int) -> memoryview:
+    def read(self, number: int) -> Array:
         """A block; the last is shorter. Raises CheckpointError, MismatchError."""
         with self._lock:
             if self._opened is None:
@@ -178,7 +172,7 @@ class _Blocks:
         found = self._opened(begin, min(begin + BLOCK, self._file.size))
         if self._total is not None:
             self._sum(number, begin, found)
-        return found
+        return np.frombuffer(found, np.uint8)
 
     def _sum(self, number: int, begin: int, found: memoryview) -> None:
         skip = max(0, len(self._file.header or b"") - begin)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError
+import numpy as np
+import numpy.typing as npt
+
+from formats.errors import ReshardError
 from formats.files.checkpoint import METADATA
-from formats.files.safetensors import DTYPE_BITS
+from formats.files.chunks import Chunk
 from formats.files.sharded import KEPT, MANIFEST
-from formats.store import FilePath, name_in
-from reshard.mesh.plan import rank_config
+from formats.notation.format_file import HUGGING_FACE
+from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
-from reshard.source.program_files import program_files, weights_folder
+from reshard.source.program_files import ProgramFile, check_belonging, program_files, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.atoms import Parts
-from verify.bytes.chunks import check_chunks
 from verify.bytes.exact_report import ConfigDifference
-from verify.bytes.folder import boundary_problem
-from verify.rules import flat, with_sound_config
 
 
 @dataclass
@@ -50,10 +51,40 @@ class Structure:
 
     def check(self) -> None:
         """Compare, and fill in all fields."""
-        raise NotImplementedError
+        shards, plan = self.shards, self.arrangement.plan
+        if shards.chunks is not None:
+            self._check_chunks()
+        else:
+            for rank in range(len(shards.ranks)):
+                self._check_rank(rank)
+        self._check_kept()
+        documents = folder.documents(self.original, shards, plan)
+        self._check_documents(documents)
+        self._check_side_files()
+        side, present = {*self.original.side_files}, {*shards.side_files}
+        if shards.format is HUGGING_FACE:
+            self.missing += sorted(side - present)
+            self.extra += sorted(present - side)
+        elif shards.stated is None and shards.manifest is None:
+            self.not_compared += self._beside()
+        else:
+            weights = {file.name for file in shards.files.values()}
+            expected = {*side, *documents, *weights, *([MANIFEST] if shards.manifest else [])}
+            self.missing += sorted(name for name in expected if not (shards.path / name).is_file())
+            self.extra += folder.extra_entries(shards, expected)
+        self._check_identity()
+        self._take(MANIFEST, folder.manifest_changes(self.original, shards, plan))
+        if not (self.missing or self.extra or self.problems):
+            for file, change in folder.header_changes(self.original, shards, plan):
+                self._take(file, [change])
+            problems = (folder.boundary_problem(shards, self._planned, rank) for rank in range(self._planned.ranks))
+            self.problems += [problem for problem in problems if problem is not None]
+            self.problems += self._rules_problem()
 
-    def _check_rank(self, rank: int, where: str) -> None:
-        """The tensors of a rank, which messages call ``where``."""
+    def _check_rank(self, rank: int) -> None:
+        """The tensors of a rank."""
+        where = f"rank {rank}" if not self.shards.format.plain else self.shards.path.name
+        where = where if self.shards.stated is None else self.arrangement.plan.mesh.folder(rank)
         tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
         shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for stored in self.arrangement.stored:
@@ -93,26 +124,19 @@ class Structure:
             difference = ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should))
             self.configs.append(difference)
 
-    def _check_present(self, expected: Collection[str]) -> None:
-        """Whether exactly these files are there."""
-        self.missing += sorted(name for name in expected if not (self.shards.path / name).is_file())
-        self.extra += folder.extra_entries(self.shards, expected)
-
-    def _check_config(self, name: str, expected: Mapping[str, Any], path: FilePath) -> None:
-        """Compare the settings of a file with those that are expected."""
-        try:
-            has, should = dict(flat(read_config(path))), dict(flat(expected))
-        except CheckpointError:
-            if path.exists():
+    def _check_documents(self, documents: Mapping[str, Any]) -> None:
+        """Compare those of these documents that exist."""
+        for name, should in documents.items():
+            path = self.shards.path / name
+            if should is None or not path.is_file():
+                continue
+            found = read_file(path) if isinstance(should, bytes) else folder.read_json(path)
+            if isinstance(found, bytes):
+                self._take(name, [("content", repr(should[:100]), repr(found[:100]))] if found != should else [])
+            elif isinstance(found, dict):
+                self._take(name, folder.changes(should, found))
+            else:
                 self.problems.append(f"{path}: is not a JSON object")
-            elif name not in self.missing:
-                self.missing.append(name)
-            return
-        self.configs += [
-            ConfigDifference(name, key, should.get(key), has.get(key))
-            for key in sorted(has.keys() | should.keys())
-            if has.get(key) != should.get(key)
-        ]
 
     def _check_side_files(self) -> None:
         """Compare side files (a tokenizer) byte for byte; config.json too, unless it differs as JSON already."""
@@ -121,40 +145,11 @@ class Structure:
             if name_in(file, self.shards.path) not in told:
                 self.problems.append(f"{file}: is not the original's")
 
-
-class OwnStructure(Structure):
-    """The structure of folders of ranks, or of a full checkpoint."""
-
-    def check(self) -> None:
-        """Compare, and fill in all fields."""
-        root, mesh, plan = self.shards.path, self.arrangement.plan.mesh, self.arrangement.plan
-        for rank in range(len(self.shards.ranks)):
-            self._check_rank(rank, mesh.folder(rank) if self.shards.stated else root.name)
-        config = "config.json"
-        self._check_config(config, self.original.read_config(), root / config)
-        if self.shards.stated is None:
-            self._check_names()
-        self._check_side_files()
-        if self.shards.stated is not None:
-            expected = folder.expected_files(self.original, self.shards, plan).values()
-            self._check_present([name for names in expected for name in names])
-            self._check_identity()
-            self._check_documents()
-            planned = with_sound_config(plan)
-            for rank in range(mesh.size):
-                name = f"{mesh.folder(rank)}/{config}"
-                self._check_config(name, rank_config(planned, rank), root / name)
-
-    def _check_names(self) -> None:
-        """Whether a full checkpoint has the original's side files."""
-        names, present = {*self.original.side_files}, {*self.shards.side_files}
-        self.missing += sorted(names - present)
-        self.extra += sorted(present - names)
-
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
-        assert self.shards.stated is not None
         expected, found = self.original.identity(self.arrangement.plan), self.shards.stated
+        if found is None:
+            return
         source = folder.expected_source(self.original, self.shards)
         if found.source != source:
             has, should = found.source[:12], source[:12]
@@ -167,51 +162,6 @@ class OwnStructure(Structure):
                 self.problems.append(
                     f"{self.shards.path}: the axis '{axis}' is {said} by the headers, but {true} in the original"
                 )
-
-    def _check_documents(self) -> None:
-        """Compare the manifest, and the headers and indexes of the ranks."""
-        plan = self.arrangement.plan
-        self._take(MANIFEST, folder.manifest_changes(self.original, self.shards, plan))
-        agree = not (self.missing or self.extra or self.problems)
-        order = folder.stored_order(self.shards, plan) if agree else ()
-        for rank in range(plan.mesh.size):
-            self._take(f"{plan.mesh.folder(rank)}/{folder.INDEX}", folder.index_changes(self.shards, plan, rank))
-            if agree:
-                for file, change in folder.header_changes(self.original, self.shards, plan, [rank], order):
-                    self._take(file, [change])
-                problem = folder.files_problem(self.shards, plan, rank, order)
-                self.problems += [problem] if problem else []
-
-
-# -------------------------------------------------------------------------------------------- another program's format
-
-
-class ProgramStructure(Structure):
-    """The structure of a folder in another program's format."""
-
-    def check(self) -> None:
-        """Compare, and fill in all fields."""
-        if self.shards.chunks is not None:
-            self._check_chunks()
-        else:
-            for rank in range(len(self.shards.ranks)):
-                self._check_rank(rank, f"rank {rank}")
-        self._check_kept()
-        plan = self.shards.plan
-        changes = [*folder.header_changes(self.original, self.shards, plan, range(plan.mesh.size))]
-        if self.shards.manifest is not None:
-            documents = folder.program_documents(self.original, self.shards)
-            self._check_files(documents)
-            changes += folder.document_changes(self.shards, documents)
-            changes += [(MANIFEST, change) for change in folder.manifest_changes(self.original, self.shards, plan)]
-        for file, change in changes:
-            self._take(file, [change])
-        path = self.shards.path / "config.json"
-        if path.is_file():  # a program may leave it out
-            self._check_config("config.json", self.original.read_config(), path)
-        self._check_side_files()
-        if self.shards.manifest is None:
-            self.not_compared += self._beside()
 
     def _beside(self) -> Iterator[str]:
         """The files beside the weights that cannot be compared without a manifest: nobody says who wrote them.
@@ -227,13 +177,6 @@ class ProgramStructure(Structure):
         yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
         yield from folder.extra_entries(self.shards, known)
 
-    def _check_chunks(self) -> None:
-        found = check_chunks(self.shards, self.arrangement)
-        self.missing += found.missing
-        self.extra += found.extra
-        self.problems += found.problems
-        self.comparable, self.of_any_mesh = found.comparable, not found.is_ours
-
     def _check_kept(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
         taken, dropped = self.arrangement.taken, self.arrangement.dropped
@@ -248,21 +191,11 @@ class ProgramStructure(Structure):
             if (kept[name].dtype, kept[name].shape) != (wanted[name].dtype, wanted[name].shape):
                 self.problems.append(f"{kept[name].file}: tensor '{name}' is not of the original's dtype and shape")
 
-    def _check_files(self, documents: Iterable[str]) -> None:
-        """The files, and in which of them the tensors of each rank stand."""
-        side = [*self.original.side_files]
-        self._check_present({*side, *documents, MANIFEST, *(file.name for file in self.shards.files.values())})
-        if self.missing or self.extra or self.problems:
-            return
-        for number in range(self._planned.ranks):
-            self.problems += self._boundary_problem(number)
-        self.problems += self._rules_problem()
-
     @cached_property
     def _planned(self) -> Arrangement:
         """What is stored, with the chunks of the mesh if there are chunks."""
         chunks, format = self.shards.chunks, self.shards.format
-        return self.arrangement if chunks is None else arrangement_of(self.shards.plan, format)
+        return self.shards.arrangement if chunks is None else arrangement_of(self.shards.plan, format)
 
     def _rules_problem(self) -> Iterator[str]:
         """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
@@ -270,8 +203,7 @@ class ProgramStructure(Structure):
         Rules of another version may have other words.
         """
         manifest, rules = self.shards.manifest, self.original.rules
-        assert manifest is not None
-        if manifest.architecture == rules:
+        if manifest is None or self.shards.format.plain or manifest.architecture == rules:
             return
         try:
             theirs = open_source(self.shards.path).plan
@@ -284,18 +216,108 @@ class ProgramStructure(Structure):
                 yield f"{MANIFEST}: by its rules, ranks have other parts of '{tensor.name}'"
                 return
 
-    def _boundary_problem(self, rank: int) -> Iterator[str]:
-        format, manifest = self.shards.format, self.shards.manifest
-        assert manifest is not None
-        if not format.files.has_parts or format.files.is_distributed:  # .metadata says where its chunks lie
+    def _check_chunks(self) -> None:
+        """The chunks: each is of the original's dtype and inside its tensor, and all have each element once.
+
+        If reshard wrote the files, their headers say for which mesh, and each chunk must also be the one that this
+        file has on that mesh.
+        """
+        shards, chunks = self.shards, self.arrangement.chunks
+        assert chunks is not None
+        files = program_files(shards.format, shards.path)
+        self.of_any_mesh = check_belonging(files) is None
+        planned = None if self.of_any_mesh else self._planned.chunks
+        for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
+            self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
+        for stored in self.arrangement.stored:
+            of = _Chunks(shards, files, stored, chunks[stored.name], self)
+            of.check(planned[stored.name] if planned is not None else None)
+
+
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+
+def ranks_of(shards: Source) -> Sequence[int]:
+    """The rank of each of ``shards.ranks``. With chunks, that of the file, if its name and the mesh tell it."""
+    if shards.chunks is None or shards.format.files.is_distributed:  # the chunks of a number lie in any files
+        return range(len(shards.ranks))
+    size = shards.plan.mesh.size
+    return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The chunks of one tensor, by the numbers of their files."""
+
+    shards: Source
+    files: Sequence[ProgramFile]
+    stored: Stored
+    chunks: Mapping[int, Chunk]
+    into: Structure
+
+    def check(self, planned: Mapping[int, Chunk] | None) -> None:
+        """Fill in what is wrong; ``planned`` has the chunks of the mesh, by the numbers in the files' names."""
+        into, name = self.into, self.stored.name
+        if not self.chunks:
+            made = "".join(f", of '{atom.tensor}'" for atom in self.stored.atoms[:1])
+            into.missing.append(f"{name}{made}")
             return
-        order = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in self._planned.held(rank)}
-        names = sorted(order, key=lambda name: -order[name])
-        if not manifest.source.files:  # then the order is that of what was read
-            names = [name for name in self.shards.ranks[rank] if name in order]
-        files = program_files(format, self.shards.path, self.shards.plan.mesh)
-        infos = (info for tensors in self.shards.ranks for info in tensors.values())
-        own = [file.path for file in files if file.rank == rank]
-        problem = boundary_problem(names, infos, own, manifest.max_shard_size, f"for rank {rank}, which")
-        if problem is not None:
-            yield problem
+        wrong = {number: text for number, at in self.chunks.items() if (text := self._wrong(number, at))}
+        lacking: list[str] = []
+        if planned is not None:
+            there = {self.files[number].rank for number in self.chunks}
+            lacking = [self._lacking(number, at) for number, at in planned.items() if number not in there]
+            for number, at in self.chunks.items():
+                wanted = planned.get(self.files[number].rank)
+                if number not in wrong and at != wanted:
+                    should = f"the mesh gives it {_range(wanted)}" if wanted else "the mesh gives it none"
+                    wrong[number] = f"{self._file(number)}: has {_range(at)} of '{name}', {should}"
+        into.problems += wrong.values()
+        into.missing += lacking
+        into.comparable[name] = [number for number in self.chunks if number not in wrong]
+        if not wrong and not lacking:
+            into.problems += self._not_once()
+
+    def _wrong(self, number: int, at: Chunk) -> str | None:
+        """Why a chunk is none of the original's tensor, if it is not."""
+        info, shape = self.shards.ranks[number][self.stored.name], self.stored.whole_shape
+        if info.dtype != self.stored.dtype or len(at.shape) != len(shape):
+            has, planned = f"{info.dtype} {list(info.shape)}", f"{self.stored.dtype} {list(shape)}"
+            return f"{info.file}: tensor '{info.name}' is {has}, the original gives {planned}"
+        if any(end > size for end, size in zip(at.end, shape, strict=True)):
+            return f"{info.file}: has {_range(at)} of '{info.name}', which is {list(shape)}"
+        return None
+
+    def _file(self, number: int) -> str:
+        return str(self.shards.ranks[number][self.stored.name].file)
+
+    def _lacking(self, number: int, at: Chunk) -> str:
+        files = [file.path.name for file in self.files if file.rank == number]
+        return f"{files[0] if files else f'the file of shard {number + 1}'}: {_range(at)} of '{self.stored.name}'"
+
+    def _not_once(self) -> Iterator[str]:
+        """What the chunks have twice, or not at all: the first cell of the grid of all their ends."""
+        shape, owners = self.stored.whole_shape, [*self.chunks.items()]
+        ends = [
+            sorted({0, size, *(end for _, at in owners for end in (at.offset[dim], at.end[dim]))})
+            for dim, size in enumerate(shape)
+        ]
+        count: npt.NDArray[np.intp] = np.zeros([len(of_dim) - 1 for of_dim in ends], np.intp)
+        for _, at in owners:
+            count[tuple(slice(of.index(b), of.index(e)) for of, b, e in zip(ends, at.offset, at.end, strict=True))] += 1
+        for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
+            found: list[list[int]] = np.argwhere(cells).tolist()
+            if found:
+                first = [of[i] for of, i in zip(ends, found[0], strict=True)]
+                elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in found)
+                names = [
+                    Path(self._file(number)).name for number, at in owners
+                    if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
+                ]  # fmt: skip
+                listed = f" ({', '.join(names)})" if names else ""
+                yield f"'{self.stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
+
+
+def _range(at: Chunk) -> str:
+    """``[0:4, 8:16]``, as Python slices it."""
+    return f"[{', '.join(f'{begin}:{end}' for begin, end in zip(at.offset, at.end, strict=True))}]"

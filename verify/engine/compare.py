@@ -6,7 +6,8 @@ values, the *error* how far its run of the shards is from its run of the origina
 log-probabilities of all tokens at all positions. The error must be within ``LIMIT`` times the noise.
 
 Megatron-Core loads no Hugging Face checkpoint, so transformers runs the original in its place: its run in the dtype of
-the engine's stands for the engine's, and the exact values are those in the next wider dtype.
+the engine's stands for the engine's, and the exact values are those in the next wider dtype. What it
+must be told of a model is in megatron_settings.toml.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,55 @@ import torch
 
 from formats.errors import CheckpointError, ReshardError, need_transformers, refused
 from formats.mesh import Mesh
+from formats.notation.expressions import read_expression
 from formats.notation.format import Format
 from formats.store import local_folder
 from reshard.mesh.stages import with_stages
 from reshard.model.model import Model
 from reshard.source.source import Source
 from verify.ending import temporary_folder
-from verify.engine.megatron_settings import megatron_settings
 from verify.forward.noise import LIMIT
+
+_DATA = Path(__file__).with_name("megatron_settings.toml")
+
+
+def megatron_settings(model: Model, format: Format) -> dict[str, Any]:
+    """The class of the model's settings in Megatron-Core, their values, the arguments of its model, and what a format
+    of Megatron's means for the modules.
+
+    Raises CheckpointError for a model that Megatron-Core cannot be told of.
+    """
+    data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
+    kind = format.types.name_of(model.config)
+    if kind not in data["model_types"]:
+        raise CheckpointError(f"how Megatron-Core runs a '{kind}' is not known: --engine megatron does not run it")
+
+    def value(text: str, **indices: int) -> Any:
+        return model.sizes.evaluate(read_expression(text), indices)
+
+    for holds, why in data["demands"].items():
+        if not value(holds):
+            raise CheckpointError(f"--engine megatron does not run this '{kind}': {why}")
+    layers = range(value(data["config"]["num_layers"]))
+    config = {key: value(text) for key, text in data["config"].items()}
+    config |= {key: [value(text, layer=layer) for layer in layers] for key, text in data["layers"].items()}
+    further = 1 + max(_layers(model), default=-1) - len(layers)
+    if further > 0:
+        config["mtp_num_layers"] = further
+    return {
+        "class": next(name for holds, name in data["classes"].items() if value(holds)),
+        "config": {key: found for key, found in config.items() if found is not None and found != [None] * len(layers)},
+        "model": {key: value(text) for key, text in data["model"].items()},
+        "form": data["forms"][format.name],
+    }
+
+
+def _layers(model: Model) -> Iterator[int]:
+    """The layers that a model has tensors of; those that predict further tokens come behind the others."""
+    axes = {kind: [*model.architecture.index_places(kind.name)] for kind in model.kinds}
+    for tensor in model.tensors:
+        at = dict(zip(axes[tensor.kind], tensor.at, strict=True))
+        yield at.get(model.architecture.layers.text, -1)
 
 
 @dataclass(frozen=True)

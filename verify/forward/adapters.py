@@ -15,22 +15,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
+from formats.files.safetensors import TensorInfo, read_header
 from formats.notation.adapters import SETTINGS, settings_of
-from formats.notation.format_file import version_of
-from reshard.mesh.plan import Box, Plan
+from formats.notation.format_file import HUGGING_FACE, version_of
+from reshard.mesh.plan import Plan, make_plan
 from reshard.source.opening import open_source
+from reshard.source.source import UNSPLIT
 from reshard.store.range_store import RangeStore
 from reshard.transforms.adapter import add_adapter
-from verify.bytes.reading import Files
-from verify.forward.foreign import write_parts
+from verify.forward.foreign import Foreign, write_rank
 from verify.run_settings import BYTES_ALONE
 
 _CHUNK = 64 << 20
@@ -114,8 +112,8 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
     ``base`` has the tensors of the whole base model, ``plan`` is its plan on the mesh of the adapter's shards. Raises
     ReshardError where the two parts do not fit.
     """
-    files = Files()
-    own = write_parts(plan, rank, folder / "base", lambda name, box: _part(base[name], box, files))
+    whole = Foreign(HUGGING_FACE, make_plan(plan.model, UNSPLIT), (base,))
+    own = write_rank(whole, rank, folder / "base", plan)
     if not read_header(adapter / ADAPTER).tensors:
         return own  # a pipeline stage that it does not change
     try:
@@ -125,17 +123,6 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
             f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",
             f"{BYTES_ALONE}; 'reshard split BASE OUT --adapter' is compared at any degree",
         ) from error
-
-
-def _part(info: TensorInfo, box: Box, files: Files) -> NDArray[Any]:
-    """A rank's part of a tensor, as unsigned integers; what lies beyond the tensor is padding, and zero."""
-    dtype = f"<u{DTYPE_BITS[info.dtype] // 8}"
-    whole = files.read(info.file, info.offset, info.nbytes).view(dtype).reshape(info.shape)
-    found = np.zeros(box.shape, dtype)
-    owned = [np.concatenate([np.arange(run.offset, run.end) for run in dim]) for dim in box.dims]
-    inside = [np.flatnonzero(each < size) for each, size in zip(owned, info.shape, strict=True)]
-    found[np.ix_(*inside)] = whole[np.ix_(*(each[at] for each, at in zip(owned, inside, strict=True)))]
-    return found
 
 
 def _copied(store: RangeStore, folder: Path) -> Path:

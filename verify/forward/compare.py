@@ -24,9 +24,10 @@ from reshard.model.model import padding_for
 from reshard.source.source import UNSPLIT, Source
 from reshard.text import plural
 from verify.forward.foreign import Foreign
-from verify.forward.job import ForwardOptions, Job, Reference
+from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
+from verify.rank.device import resolve
 from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
@@ -68,9 +69,14 @@ def run_forwards(
     return [_run(job, progress, kept) for job in [_job(original, shards, options) for original, shards in pairs]]
 
 
+def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
+    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    return needs_of(_job(original, shards, options), _device(options))
+
+
 def _run(job: Job, progress: Progress, references: MutableMapping[str, Reference]) -> ForwardReport:
     device, world = _device(job.options), job.plan.mesh.size
-    progress(f"starting {plural(world, 'rank')}, {device}")
+    progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers
@@ -97,13 +103,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _device(options: ForwardOptions) -> str:
-    wanted = options.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() and not options.streamed else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise refused("device", "cuda", "torch finds no CUDA device", instead=({"device": "cpu"},))
-    if wanted not in {"cpu", "cuda"}:
-        raise refused("device", wanted, "it is auto, cpu or cuda")
+    wanted = resolve("cpu" if options.streamed and options.device == "auto" else options.device)
     if wanted == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
         raise ReshardError(message, "unset it, or give --device cpu")
@@ -133,7 +133,7 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
         ids,
         options,
         own_rules(stored, original.model.architecture) == (),
-        None if shards.format.plain else Foreign(shards.format.name, stored, shards.ranks, shards.chunks),
+        None if shards.format.plain else Foreign(shards.format, stored, shards.ranks, shards.chunks),
         shards.checkpoint is not None,
     )
 
@@ -151,7 +151,7 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
         job = replace(
             whole, shards=local_folder(shards.path), plan=_plan_of_base(original.base, shards), is_full=False,
             base=original.base.ranks[0],
-            foreign=None if shards.format.plain else Foreign(shards.format.name, held, shards.ranks, shards.chunks),
+            foreign=None if shards.format.plain else Foreign(shards.format, held, shards.ranks, shards.chunks),
         )  # fmt: skip
     return replace(job, adapter=original.adapter, stored=_dtype(original.base, job.plan, replace(options, dtype=None)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError
 from formats.files.checkpoint import CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
-from formats.notation.format_file import format_of
+from formats.notation.format import Format
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Box, Plan, rank_config
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -37,35 +37,28 @@ _NONE = np.zeros(0, np.intp)
 
 @dataclass(frozen=True)
 class Foreign:
-    """Shards in another program's format: its name, the plan with all stored tensors, and each rank's tensors.
+    """Shards in another program's format: the plan with all stored tensors, and each rank's tensors.
 
     With ``chunks``, files stand in the place of ranks, and the plan is that of one rank.
     """
 
-    format: str
+    format: Format
     plan: Plan
     ranks: tuple[Mapping[str, TensorInfo], ...]
     chunks: Chunks | None = None
 
 
-def write_rank(foreign: Foreign, rank: int, folder: Path) -> Path:
-    """Write a folder like the one that ``reshard split`` writes for a rank, and return it.
+def write_rank(foreign: Foreign, rank: int, folder: Path, plan: Plan | None = None) -> Path:
+    """Write a folder like the one that ``reshard split`` writes for a rank of ``plan``, and return it.
+
+    Without a plan, that of the shards.
 
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
-    plan, arrangement = foreign.plan, arrangement_of(foreign.plan, format_of(foreign.format), foreign.chunks)
-    held, dropped = _Held(foreign, arrangement), arrangement.dropped
-    return write_parts(plan, rank, folder, lambda name, box: held.local(name, box, rank), dropped)
-
-
-def write_parts(
-    plan: Plan, rank: int, folder: Path, part: Callable[[str, Box], NDArray[Any]], dropped: Collection[str] = ()
-) -> Path:
-    """Write a folder with a rank's config.json and its tensors but ``dropped``, and return it; ``part`` is what a rank
-    has of a tensor.
-    """
+    arrangement = arrangement_of(foreign.plan, foreign.format, foreign.chunks)
+    held, plan = _Held(foreign, arrangement), foreign.plan if plan is None else plan
     boxes = plan.boxes(rank)
-    stored = (tensor for tensor in plan.model.tensors if tensor.name not in dropped)
+    stored = (tensor for tensor in plan.model.tensors if tensor.name not in arrangement.dropped)
     names = [(name, kind.dtype, boxes[kind]) for name, kind, _ in stored if kind in boxes]
     names.sort(key=lambda each: -DTYPE_BITS[each[1]])
     folder.mkdir(parents=True)
@@ -73,7 +66,7 @@ def write_parts(
     with (folder / MODEL).open("wb") as file:
         file.write(build_header([(name, dtype, box.shape) for name, dtype, box in names], {"format": "pt"}))
         for name, _, box in names:
-            file.write(part(name, box).data)
+            file.write(held.local(name, box, rank).data)
     return folder
 
 
@@ -82,6 +75,7 @@ class _Held:
 
     def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
         self._ranks, self._parts, self._files = foreign.ranks, Parts(arrangement), Files()
+        self._shapes = {tensor.name: tensor.kind.shape for tensor in arrangement.plan.model.tensors}
         self._placed: dict[str, list[tuple[int | None, Placed]]] = defaultdict(list)
         for atom, placed in arrangement.placed.items():
             self._placed[atom.tensor].append((atom.at, placed))
@@ -90,12 +84,13 @@ class _Held:
         """A rank's part of a tensor, as unsigned integers.
 
         What the rank itself does not have of it, because the program deals the tensor along another axis, other ranks
-        have; of files with chunks, any. Raises CheckpointError where elements are lacking.
+        have; of files with chunks, any. Padding that no rank has is zero. Raises CheckpointError where other
+        elements are lacking.
         """
         owned = [np.concatenate([_NONE, *(np.arange(run.offset, run.end) for run in dim)]) for dim in box.dims]
         found: NDArray[Any] | None = None
         there = np.zeros(box.shape, bool)
-        for holder in (rank, *(other for other in range(len(self._ranks)) if other != rank)):
+        for holder in sorted(range(len(self._ranks)), key=lambda other: other != rank):
             for at, placed in self._placed[name] if not there.all() else ():
                 dtype = self._parts.kind(placed.stored.atoms[placed.number]).dtype
                 part = self._parts.of(placed.stored, holder)
@@ -104,7 +99,8 @@ class _Held:
                     if found is None:
                         found = np.zeros(box.shape, values.dtype)
                     _put(found, there, owned, block, at, values)
-        if found is None or not there.all():
+        inside = (np.flatnonzero(of < size) for of, size in zip(owned, self._shapes[name], strict=True))
+        if found is None or not there[np.ix_(*inside)].all():
             raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
         return found
 

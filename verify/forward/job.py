@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,13 @@ import torch
 
 from formats.files.safetensors import TensorInfo
 from formats.notation.architecture import Architecture
-from reshard.mesh.plan import Plan
+from reshard.mesh.plan import Box, Plan
+from reshard.model.model import Kind
+from reshard.text import Result as Printed
+from reshard.text import human_bytes
 from verify.forward.foreign import Foreign
 from verify.forward.noise import Distance, Yardstick
+from verify.rank.device import backend, count, names
 from verify.run_settings import RunSettings
 
 
@@ -110,7 +116,8 @@ class Reference:
     """What the original did, as rank 0 sends it to all.
 
     ``effects`` has, of an adapter, the ratio of error to noise that the base model without it would have at each place;
-    ``outputs`` are the places at which a model's outputs are.
+    ``outputs`` are the places at which a model's outputs are. ``reason`` says why the run in higher precision was on
+    the CPU. ``repeated``, of an accelerator, is how far the same run was from itself, over the noise.
     """
 
     ids: torch.Tensor
@@ -125,6 +132,8 @@ class Reference:
     gradients: Mapping[str, Yardstick] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    reason: str | None = None
+    repeated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,64 @@ class Result:
     failure: Failure | None = None
     effects: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    reason: str | None = None
+    repeated: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Needs(Printed):
+    """What a comparison takes: ``original`` bytes on the first device, in one dtype after the other, and then ``ranks``
+    bytes on each; of weights, and their gradients if these are compared. ``files`` are written into a temporary folder.
+    """
+
+    mesh: str
+    device: str
+    backend: str
+    original: int
+    ranks: tuple[int, ...]
+    files: int
+    runs: int
+    tokens: int
+
+    @property
+    def headline(self) -> str:
+        """The bytes."""
+        each = " on each device" if len(self.ranks) > 1 else ""
+        return f"original {human_bytes(self.original)}, then ranks {human_bytes(max(self.ranks))}{each}"
+
+    def to_text(self, width: int | None = None) -> str:
+        """All of it, in one line."""
+        files = f", {human_bytes(self.files)} of temporary files" if self.files else ""
+        what = f"{self.mesh}, {self.device}, {self.backend}: {self.headline}{files}"
+        return f"forward: {what}; {self.runs} runs of {self.tokens} tokens"
+
+
+def needs_of(job: Job, kind: str) -> Needs:
+    """What a comparison takes on devices of a kind. Activations are not counted, nor what torch itself takes."""
+    plan, options = job.plan, job.options
+    copies, size = 1 + options.backward, plan.mesh.size
+
+    def numbers(boxes: Mapping[Kind, Box] | None) -> int:
+        """Of all weights; of the largest block if one is there at a time."""
+        found: dict[object, int] = {}
+        for name, of, at in plan.model.tensors:
+            if boxes is None or of in boxes:
+                block = (at[:1] or name) if options.streamed else None
+                found[block] = found.get(block, 0) + math.prod(of.shape if boxes is None else boxes[of].shape)
+        return max(found.values(), default=0)
+
+    of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
+    devices, launched = 1 if kind == "cpu" else min(size, count(kind)), os.environ.get("LOCAL_WORLD_SIZE")
+    return Needs(
+        mesh=str(plan.mesh),
+        device=names(kind, size),
+        backend=backend(kind, int(launched)) if launched else "threads",
+        original=numbers(None) * job.exact_dtype.itemsize * copies,
+        ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
+        files=sum(of_ranks) if job.foreign is not None or job.base is not None else 0,
+        runs=options.draws + 3,
+        tokens=options.batch * options.seq if job.ids is None else job.ids.numel(),
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

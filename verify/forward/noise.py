@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,18 +79,31 @@ class Yardstick:
     of_channel: Tensor
 
 
-def yardstick(exact: Tensor, draws: Sequence[Tensor], dtype: torch.dtype) -> Yardstick:
-    """The noise at one place: ``draws`` are runs in ``dtype``, in which the shards run too. ``[..., channel]`` each."""
+class Noise(NamedTuple):
+    """How far a run is from the exact one at one place: root mean squares of all elements, each token, each channel."""
+
+    of_all: float
+    of_token: Tensor
+    of_channel: Tensor
+
+
+def noise_of(draw: Tensor, exact: Tensor) -> Noise:
+    """The distance of a run from the exact one, ``[..., channel]`` each."""
+    apart = _difference(_matrix(draw), _matrix(exact))
+    return Noise(_rms(apart), apart.square().mean(1).sqrt(), apart.square().mean(0).sqrt())
+
+
+def yardstick(exact: Tensor, draws: Sequence[Noise], dtype: torch.dtype) -> Yardstick:
+    """The noise at one place: ``draws`` are of runs in ``dtype``, in which the shards run too."""
     wide = _matrix(exact)
     finite = wide.masked_fill(wide.isinf(), 0)
     scale = _rms(finite) or 1.0
     floor = FLOOR * torch.finfo(dtype).eps
-    noises = [_difference(_matrix(draw), wide) for draw in draws]
-    noise = max((_rms(x) for x in noises), default=0.0)
+    noise = max((draw.of_all for draw in draws), default=0.0)
     typical = max(noise, floor * scale)
 
     def allowed(over: int) -> Tensor:
-        largest = torch.stack([x.square().mean(over).sqrt() for x in noises]).amax(0)
+        largest = torch.stack([draw.of_token if over else draw.of_channel for draw in draws]).amax(0)
         count, length = wide.shape[1 - over], wide.shape[over]
         # What the largest of `count` root mean squares over `length` normal numbers exceeds 1 by.
         chance = 1 + math.sqrt(math.log(max(count, 1)) / max(length, 1))

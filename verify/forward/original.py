@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,8 @@ from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
 from verify.forward.job import Job, Reference, dtype_name
-from verify.forward.noise import measure, yardstick
+from verify.forward.noise import Noise, measure, noise_of, yardstick
+from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.group import machine_fault, say
 from verify.rank.inputs import inputs_of, random_ids
@@ -57,29 +58,26 @@ def _key(job: Job, device: torch.device) -> str:
 
 def _run_original(job: Job, device: torch.device) -> Reference:
     started = time.monotonic()
-    say(f"original in {dtype_name(job.exact_dtype)}")
-    with _original(job, job.exact_dtype, device) as loaded:
-        ids, inputs = _inputs(loaded.model, job)
-        given = {name: value.to(device) for name, value in inputs.items()}
-        places = places_of(loaded, job.plan)
-        exact, exact_grads = _run_whole(loaded, given, job, places, None, 0)
-        _check_numbers(exact, exact_grads, job, job.exact_dtype)
-        without = _without_adapter(loaded, given, job, places, exact)
-    del loaded, places  # or both models would be in memory at once
+    exact_run, reason = _run_exactly(job, device)
+    ids, inputs, exact, exact_grads, without = exact_run
+    given = {name: value.to(device) for name, value in inputs.items()}
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
-    with _original(job, job.dtype, device) as loaded, _refusing(job):
-        places, numbers = places_of(loaded, job.plan), range(job.options.draws + 1)
-        draws = [_run_whole(loaded, given, job, places, exact, draw) for draw in numbers]
-    del loaded, places
-    if job.adapter is not None:
-        say("original with the adapter in its weights")
-        draws.append(_run_summed(given, job, exact, device))
-    for trace, grads in draws:
+    of_states, of_gradients = ({name: list[Noise]() for name in of} for of in (exact.states, exact_grads))
+    own, again = Trace(), None
+    for number, (trace, grads) in enumerate(_draws(job, given, exact, device)):
         _check_numbers(trace, grads, job, job.dtype)
-    own = draws[0][0]
+        own = own if number else trace
+        again = trace if is_noisy(device) and number == 1 else again
+        for known, found, draws in ((exact.states, trace.states, of_states), (exact_grads, grads, of_gradients)):
+            for name, x in known.items():
+                draws[name].append(noise_of(found[name], x))
+        del trace, grads, found  # or those of two runs would be in memory at once
     logits = _vocabulary_output(exact.states, job)
-    states = {n: yardstick(x, [run.states[n] for run, _ in draws], job.dtype) for n, x in exact.states.items()}
+    states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
+    apart = {n: dataclasses.replace(states[n], exact=x) for n, x in own.states.items()}
     return Reference(
+        reason=reason,
+        repeated=max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None,
         ids=ids,
         inputs=inputs,
         states=states,
@@ -89,10 +87,65 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         choices=exact.choices,
         overruled=own.overruled,
         seconds=time.monotonic() - started,
-        gradients={n: yardstick(x, [grads[n] for _, grads in draws], job.dtype) for n, x in exact_grads.items()},
+        gradients={n: yardstick(x, of_gradients[n], job.dtype) for n, x in exact_grads.items()},
         effects={name: measure(state, states[name]).ratio for name, state in without.items()},
         outputs=tuple(exact.outputs),
     )
+
+
+def _draws(
+    job: Job, inputs: Mapping[str, torch.Tensor], exact: Trace, device: torch.device
+) -> Iterator[tuple[Trace, dict[str, torch.Tensor]]]:
+    """Runs of the original in its own dtype, with their gradients: of each, the rounding is another sample.
+
+    An accelerator does the first run twice. With an adapter, the last run has it in its weights.
+    """
+    with _original(job, job.dtype, device) as loaded, _refusing(job):
+        places = places_of(loaded, job.plan)
+        for draw in (0, *((0,) if is_noisy(device) else ()), *range(1, job.options.draws + 1)):
+            yield _run_whole(loaded, inputs, job, places, exact, draw)
+    del loaded, places  # or both models would be in memory at once
+    if job.adapter is not None:
+        say("original with the adapter in its weights")
+        yield _run_summed(inputs, job, exact, device)
+
+
+class _Exact(NamedTuple):
+    """The run that all others are measured against: its tokens and inputs, states, gradients, and the states of the
+    base model without an adapter.
+    """
+
+    ids: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    trace: Trace
+    gradients: Mapping[str, torch.Tensor]
+    without: Mapping[str, torch.Tensor]
+
+
+def _run_exactly(job: Job, device: torch.device) -> tuple[_Exact, str | None]:
+    """Run the original in higher precision: on the device, or else on the CPU, and why."""
+    name, reason = dtype_name(job.exact_dtype), None
+    if job.exact_dtype == torch.float64 and not has_float64(device):
+        reason = f"{name} on the CPU: {device.type} does not compute in it"
+    elif device != CPU:
+        try:
+            return _run_exactly_on(job, device), None
+        except (RuntimeError, TypeError) as error:  # kernels beside transformers take some dtypes alone
+            if machine_fault(error):
+                raise
+            reason = f"{name} on the CPU: the kernels that run this model on {device.type} do not take it"
+    return _run_exactly_on(job, CPU), reason
+
+
+def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
+    say(f"original in {dtype_name(job.exact_dtype)}")
+    with _original(job, job.exact_dtype, device) as loaded:
+        ids, inputs = _inputs(loaded.model, job)
+        given = {name: value.to(device) for name, value in inputs.items()}
+        places = places_of(loaded, job.plan)
+        trace, gradients = _run_whole(loaded, given, job, places, None, 0)
+        _check_numbers(trace, gradients, job, job.exact_dtype)
+        return _Exact(ids, inputs, trace, gradients, _without_adapter(loaded, given, job, places, trace))
 
 
 def _without_adapter(
@@ -196,7 +249,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
         more: dict[str, Any] = {"device_map": {"": device}}
         if job.options.streamed:
             more = on_disk(folder)
-        elif device.type == "cuda" and not _fits(job, dtype, device):
+        elif device.type != "cpu" and not _fits(job, dtype, device):
             more = {"device_map": "auto", "offload_folder": folder}
         loaded = load_original(job.original, job.original_config, job.plan, dtype, more)
         if job.adapter is not None:
@@ -207,7 +260,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
 def _free() -> None:
     """Free the memory of a model that nobody needs: accelerate's hooks refer to it in cycles."""
     gc.collect()
-    torch.cuda.empty_cache()
+    empty()
 
 
 @contextmanager
@@ -226,8 +279,9 @@ def _refusing(job: Job) -> Iterator[None]:
 
 
 def _fits(job: Job, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the model fits, with its gradients if they are asked for, and a fifth of it for what it computes."""
     numbers = sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
-    return numbers * dtype.itemsize * 1.2 < torch.cuda.mem_get_info(device)[0]
+    return numbers * dtype.itemsize * (2.2 if job.options.backward else 1.2) < free(device)
 
 
 def _vocabulary_output(states: Mapping[str, torch.Tensor], job: Job) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from reshard.text import plural
 from verify.forward.job import Failure, Job, Logits, Result, dtype_name
 from verify.forward.noise import FLOOR, LIMIT, Distance
+from verify.rank.device import accelerator, count, names
 
 POOR = 0.25
 """The power of a run is called poor if a fault may change this part of the values unseen."""
@@ -72,7 +73,8 @@ class Power:
 @dataclass(frozen=True)
 class ForwardReport:
     """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit or the shards' model had
-    a ``failure``; and what was run, on which devices. ``reason`` says why not on a GPU, or through the CPU.
+    a ``failure``; and what was run, on which devices. ``reason`` says what was not on a device, and why.
+    ``repeated`` is how far an accelerator's second run was from the same run before, over the noise.
 
     ``unused`` are tensors that the original's model does not use; ``cut`` are parameters whose shape on a rank is not
     the one that its config.json gives.
@@ -101,6 +103,7 @@ class ForwardReport:
     device: str
     backend: str
     reason: str | None
+    repeated: float | None
     batch: int
     seq: int
     seed: int
@@ -143,9 +146,10 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         ranks=job.plan.mesh.size,
         dtype=dtype_name(job.dtype),
         exact_dtype=dtype_name(job.exact_dtype),
-        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        device=names(device, job.plan.mesh.size),
         backend=result.backend,
-        reason=_reason(job, device, result.backend),
+        reason=_reason(job, device, result),
+        repeated=result.repeated,
         batch=result.batch,
         seq=result.seq,
         seed=job.options.seed,
@@ -154,14 +158,15 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
     )
 
 
-def _reason(job: Job, device: str, backend: str) -> str | None:
-    """Why GPUs are not used though they are there, or what their ranks send to each other goes through the CPU."""
-    if device == "cpu" and job.options.streamed and job.options.device == "auto" and torch.cuda.is_available():
-        return "--streamed works with --device cpu only so far"
-    if device == "cuda" and backend == "gloo":
+def _reason(job: Job, device: str, result: Result) -> str | None:
+    """Why something was not on a device: all, the run in higher precision, or what ranks send to each other."""
+    why = [result.reason] if result.reason else []
+    if device == "cpu" and job.options.streamed and job.options.device == "auto" and accelerator():
+        why.append("--streamed works with --device cpu only so far")
+    if device != "cpu" and result.backend == "gloo":
         ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
-        return f"through the CPU: {ranks} ranks see {plural(torch.cuda.device_count(), 'GPU')}"
-    return None
+        why.append(f"through the CPU: {ranks} ranks see {plural(count(device), 'GPU')}")
+    return "; ".join(why) or None
 
 
 def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:

@@ -135,6 +135,8 @@ def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Res
         seconds=time.monotonic() - started,
         effects=reference.effects,
         outputs=reference.outputs,
+        reason=reference.reason,
+        repeated=reference.repeated,
     )
 
 

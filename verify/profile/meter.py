@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from formats.torch_internals import TorchDispatchMode, tree_leaves
 from verify.profile.job import Span, Step
 from verify.rank.collectives import Carrier, Sent
+from verify.rank.device import event, synchronize
 
 
 class Clock(Protocol):
@@ -45,7 +47,7 @@ class WallClock:
 
 
 class Event(Protocol):
-    """What ``torch.cuda.Event(enable_timing=True)`` is."""
+    """A mark of time on a stream, as torch has it."""
 
     def record(self) -> None:
         """Let the current stream note the time when it comes to here."""
@@ -54,17 +56,12 @@ class Event(Protocol):
         """Milliseconds from this event to a later one; both must have happened."""
 
 
-def _cuda_event() -> Event:
-    made: Callable[..., Event] = torch.cuda.Event
-    return made(enable_timing=True)
-
-
 @dataclass(frozen=True)
 class StreamClock:
     """The clock of a GPU's current stream: ``event`` makes a mark, ``wait`` waits until the GPU has done all."""
 
-    event: Callable[[], Event] = _cuda_event
-    wait: Callable[[], None] = torch.cuda.synchronize
+    event: Callable[[], Event]
+    wait: Callable[[], None]
 
     def mark(self) -> Event:
         """An event, which the device records when it comes to it."""
@@ -78,6 +75,10 @@ class StreamClock:
         return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
 
 
+def _clock_of(kind: str) -> Clock:
+    return WallClock() if kind == "cpu" else StreamClock(event(kind), partial(synchronize, kind))
+
+
 class Meter(Carrier):
     """Cuts a step into spans; every collective that goes through it is a span of its own.
 
@@ -85,8 +86,8 @@ class Meter(Carrier):
     """
 
     def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._clock: Clock = clock or (StreamClock() if device.type == "cuda" else WallClock())
-        self._meets = device.type != "cuda" and dist.get_world_size() > 1
+        self._clock: Clock = clock or _clock_of(device.type)
+        self._meets = device.type == "cpu" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []
         self._part = ""

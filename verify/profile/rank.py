@@ -23,6 +23,7 @@ from verify.profile.job import OUTSIDE, Exchange, Found, Job, Measured, Patience
 from verify.profile.meter import Living, Meter
 from verify.profile.widths import time_widths
 from verify.rank.collectives import Groups, carried_by
+from verify.rank.device import names
 from verify.rank.gradients import sum_where_ranks_part
 from verify.rank.group import say, world
 from verify.rank.inputs import running
@@ -58,7 +59,7 @@ def run_job(job: Job) -> Found:
         widths = tuple(
             time_widths(job, device, meter, lambda run: repeat(run, meter, job.patience), _agreed) if job.widths else ()
         )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = names(device.type, 1)
     return Found(measured, exchanges, widths, str(dist.get_backend()), name)
 
 
@@ -97,10 +98,7 @@ def is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool
 
 def _agreed(answer: bool) -> bool:
     """What rank 0 says."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    said = torch.tensor([answer], dtype=torch.uint8, device=device)
-    dist.broadcast(said, src=0)
-    return bool(said.item())
+    return bool(world().all_gather(torch.tensor([answer], device=world().device))[0].item())
 
 
 class _Runner:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.text import human_bytes
-from verify.profile.compose import Memory, Time
+from verify.profile.cost import Memory, Time
 from verify.profile.job import Workload
 
 WORTH = 0.5

@@ -21,8 +21,21 @@ from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_o
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.compose import Memory, Part, Time, counts_of, memory_of, time_of
-from verify.profile.cost import Link, Work, communication, fit_link, fit_rates, nearest, works
+from verify.profile.cost import (
+    Link,
+    Memory,
+    Part,
+    Time,
+    Work,
+    communication,
+    counts_of,
+    fit_link,
+    fit_rates,
+    memory_of,
+    nearest,
+    time_of,
+    works,
+)
 from verify.profile.job import (
     WIDTH_HEAD,
     Found,
@@ -34,11 +47,11 @@ from verify.profile.job import (
     layer_kinds,
     with_layers,
 )
-from verify.profile.node import Node
-from verify.profile.processes import run_processes
+from verify.profile.processes import Node, run_processes
 from verify.profile.recommend import NotRun, Row, recommend
-from verify.profile.width_rows import width_rows
+from verify.profile.widths import width_rows
 from verify.profile.words import Profile
+from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
 
 _LESS = "give a smaller batch or seq, or another degree"
@@ -62,7 +75,7 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     from verify.profile.skeleton import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
-    if node.device == "cuda" and model.config["dtype"] == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+    if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):
         raise ReshardError("these GPUs do not compute in bfloat16, and would imitate it", "give the dtype float16")
     kinds = layer_kinds(model)
     degrees, impossible = _degrees(model, node, request)
@@ -86,14 +99,10 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
 
 def node_of(request: ProfileRequest) -> Node:
     """The node that the ranks run on. Raises ReshardError for a GPU that is not there."""
-    device = request.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise refused("device", "cuda", "torch finds no CUDA device", instead=({"device": "cpu"},))
+    device = resolve(request.device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if device == "cuda":
-        there = torch.cuda.device_count()
+    if device != "cpu":
+        there = count(device)
         if request.ranks is not None and request.ranks > there:
             why, advice = f"this node has {there} GPUs", "a rank has a GPU of its own"
             raise refused("ranks", request.ranks, why, advice=advice)
@@ -111,7 +120,7 @@ def _degrees(model: Model, node: Node, request: ProfileRequest) -> tuple[list[in
     for degree in request.tp:
         check_degrees(model, mesh_of(degree))
         if degree > node.ranks:
-            why = f"this node has {node.ranks} {'GPUs' if node.device == 'cuda' else 'ranks'}"
+            why = f"this node has {node.ranks} {'ranks' if node.device == 'cpu' else 'GPUs'}"
             ways = [{"predict_tp": degree}, *([{"ranks": degree}] if node.device == "cpu" else [])]
             raise refused("tp", degree, why, instead=tuple(ways))
     return sorted(set(request.tp)), ()

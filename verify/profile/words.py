@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
-from verify.profile.compose import Time
-from verify.profile.cost import Link
+from verify.profile.cost import Link, Time
 from verify.profile.job import Workload
 from verify.profile.recommend import Recommendation, Row
-from verify.profile.width_rows import WidthRow
+from verify.profile.widths import WidthRow
 
 if TYPE_CHECKING:
     from verify.profile.job import LayerKind
-    from verify.profile.node import Node
+    from verify.profile.processes import Node
 
 _STEP = {
     "decode": "one token of each sequence",
@@ -80,7 +79,7 @@ def _model(found: Profile) -> str:
 
 def _node(found: Profile) -> str:
     node = found.node
-    if node.device == "cuda":
+    if node.device != "cpu":
         return f"{found.device}, {found.backend}, a GPU each"
     return (
         f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from formats.errors import ReshardError
 from formats.torch_internals import collective_of
+from verify.rank.device import use
 
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
@@ -108,8 +109,7 @@ class Turns:
             try:
                 self.check()
                 torch.set_num_threads(intra_op)
-                if self._devices[rank].type != "cpu":
-                    torch.cuda.set_device(self._devices[rank])
+                use(self._devices[rank])
                 group = ThreadGroup(self, self._everyone, rank, self._devices[rank])
                 # A backward stays in its rank's thread: what two ranks do on one GPU would wait for each other.
                 with being(group, self._listener), torch.autograd.set_multithreading_enabled(False):

@@ -1,17 +1,201 @@
-"""The answer of ``reshard verify``: what was asked, what has been found so far, and the verdict that follows."""
+"""The answer of ``reshard verify``: what was asked, what has been found so far, and the verdict that follows; in words,
+for a terminal.
+"""
 
 from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from reshard.text import Result
-from verify.report.words import OwnPlan, exact_summary, forward_summary, in_words
+from formats.mesh import read_mesh
+from reshard.pages.markup import number, percent, ratio
+from reshard.text import Result, align, human_bytes, plural
+
+SHOWN = 10
+"""Lines of each kind that the summary shows; ``--json`` has all of them."""
+
+
+NOT_LISTED = "extra files were not looked for, as where the shards lie, files could not be listed"
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """The user's own plan that bytes were compared with, and where it differs from the built-in rules of the type.
+
+    ``differences`` is None if there are no such rules.
+    """
+
+    name: str
+    model_type: str
+    differences: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        if self.differences is None:
+            return f"plan {self.name}: there are no built-in rules of model type '{self.model_type}' to compare it with"
+        if not self.differences:
+            return f"plan {self.name}: says the same as the built-in rules of model type '{self.model_type}'"
+        title = f"plan {self.name}: differs from the built-in rules of model type '{self.model_type}'"
+        return "\n".join([title, *_some("", self.differences)])
+
+
+def in_words(
+    exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan | None = None, engine: Any = None,
+    of: str = "The forward",
+) -> str:  # fmt: skip
+    """The verdict in a few sentences, with the first tensor and the first layer that differ by name.
+
+    ``of`` is what ``error`` stopped after the bytes.
+    """
+    parts = []
+    if exact is not None and exact.verdict == "different":
+        parts.append(_difference_in_words(exact))
+    elif exact is not None:
+        by = f" by the plan {plan.name}" if plan is not None else ""
+        parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
+        text = not_compared(exact.not_compared)
+        parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
+        if plan is not None and plan.differences != () and forward is None:
+            parts.append("Whether that plan is right, the forward alone can tell.")
+    if forward is not None:
+        parts.append(forward.verdict)
+        parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
+    if engine is not None:
+        parts.append(engine.verdict)
+    if error is not None:
+        what = of if exact is not None else "It"
+        parts.append(f"{what} could not be checked: {error.message}")
+    return " ".join(parts) or "Nothing was checked."
+
+
+def power_in_words(forward: Any) -> str:
+    """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
+    power = forward.power
+    text = (
+        f"That noise is largest at '{power.place}', {percent(power.noise)} of the values: a fault that changes them "
+        f"by {percent(power.seen_from)} is seen there, and a smaller one elsewhere."
+    )
+    if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
+        text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
+    if power.is_poor:
+        text += " That is little power" + ("; --dtype float32 has more." if forward.dtype != "float32" else ".")
+    return text
+
+
+def _difference_in_words(exact: Any) -> str:
+    if exact.first is not None:
+        first, places = exact.first, len(exact.damages)
+        more = "" if places == 1 else f"; {places} parts of tensors differ"
+        place = f"at {list(first.index)} on rank {first.rank}{_stored(first)}"
+        return f"Bytes differ, first in tensor '{first.tensor}' {place}{more}."
+    kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
+    for word, found in kinds:
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"The shards are not the original's: {word}: {found[0]}{more}."
+    return f"A config is not as it should be: {exact.configs[0]}."
+
+
+def _amount(report: Any) -> str:
+    size, tensors = human_bytes(report.nbytes), plural(report.tensors, "tensor")
+    on = f" on {plural(report.ranks, 'rank')}" if report.ranks is not None else ""
+    form = f", in the format {report.format}" if report.format else ""
+    return f"{size} in {tensors}{on}, {report.mesh}{form}"
+
+
+def exact_summary(report: Any) -> str:
+    """What the byte comparison found, in words."""
+    if report.verdict == "same":
+        extra = (
+            "nothing missing, nothing extra" if report.is_listed else f"nothing missing, no tensor extra; {NOT_LISTED}"
+        )
+        if report.not_compared:
+            extra = f"no tensor missing, none extra; {not_compared(report.not_compared)}"
+        return f"bytes: all equal, {_amount(report)}; {extra}"
+    amount = f"{_amount(report)} compared" if report.tensors else "none was compared"
+    lines = [f"bytes: different ({amount})"]
+    lines += _some("", report.problems)
+    lines += _some("missing: ", report.missing)
+    lines += _some("extra: ", report.extra)
+    lines += _some("", report.configs)
+    lines += [] if report.is_listed else [f"  {NOT_LISTED}"]
+    if report.first is not None:
+        lines.append(f"  first: {report.first}")
+    damages = [
+        f"{d.tensor} on rank {d.rank}{_stored(d)}: {plural(d.elements, 'different element')} "
+        f"({plural(d.nbytes, 'byte')})"
+        for d in report.damages
+    ]
+    return "\n".join(lines + _some("", damages))
+
+
+def not_compared(names: Sequence[str]) -> str:
+    """That there is no manifest by which these files could be compared."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{more}"
+
+
+def _stored(found: Any) -> str:
+    """The name of another program's tensor that has a part of the original's."""
+    return f", in '{found.stored}'" if found.stored else ""
+
+
+def forward_summary(report: Any) -> str:
+    """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
+    mesh = read_mesh(report.mesh, "mesh")
+    why = f" ({report.reason})" if report.reason else ""
+    lines = [
+        f"forward: {report.dtype} on {plural(report.ranks, 'rank')} ({mesh}), {report.device}, {report.backend}{why}; "
+        f"{report.batch} x {report.seq} tokens, seed {report.seed}; measured against {report.exact_dtype}"
+    ]
+    if report.repeated is not None:
+        lines.append(f"The original's own run, done again, differs by {report.repeated:.2g} times the noise.")
+    lines += _places("layer", report.layers)
+    if report.cut:
+        more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
+        lines.append(
+            f"A rank's config.json gives '{report.cut[0]}'{more} another shape: other programs may not load it."
+        )
+    if report.gradients:
+        worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
+        lines += ["", *_places("gradient of", worst)]
+        if len(report.gradients) > SHOWN:
+            lines.append(f"and {len(report.gradients) - SHOWN} more weights with smaller ratios")
+    return "\n".join([*lines, *(["", *_logits(report.logits)] if report.logits is not None else [])])
+
+
+def _places(what: str, rows: Sequence[Any]) -> list[str]:
+    has_effects = any(row.effect is not None for row in rows)
+    cells = [(what, "error", "noise", "ratio", *(["without it"] if has_effects else []), "")]
+    for row in rows:
+        worst = row.worst if what == "layer" else row.worst.replace("token", "row").replace("channel", "column")
+        mark = "" if row.is_same else f"<- different, worst in {worst} on rank {row.rank}"
+        effect = [ratio(row.effect)] if has_effects else []
+        cells.append((row.name, number(row.error), number(row.noise), ratio(row.ratio), *effect, mark))
+    return align(cells, right=(1, 2, 3, 4) if has_effects else (1, 2, 3), width=None)
+
+
+def _logits(logits: Any) -> list[str]:
+    cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
+    for name, own in (("shards", ""), ("original's own", "own_")):
+        found = [getattr(logits, f"{own}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
+        cells.append((name, *(number(x) for x in found[:3]), number(found[3], ".2%")))
+    lines = align(cells, right=(1, 2, 3, 4), width=None)
+    for m in logits.mismatches[:SHOWN]:
+        lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
+    more = len(logits.mismatches) - SHOWN
+    return [*lines, *([f"  and {more} more positions"] if more > 0 else [])]
+
+
+def _some(title: str, items: Sequence[Any]) -> list[str]:
+    lines = [f"  {title}{item}" for item in items[:SHOWN]]
+    return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines
+
 
 VERDICTS = ("same", "different", "unchecked", "without effect")
 """In the order of the exit codes 0 to 3."""

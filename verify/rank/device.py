@@ -1,0 +1,116 @@
+"""The devices that ranks compute on: the CPU, or this machine's accelerator (CUDA, ROCm, XPU, NPU) by torch's own name.
+
+Whatever verify asks of an accelerator, it asks here: torch has one module of the same functions for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from formats.errors import refused
+
+CPU = torch.device("cpu")
+
+
+def accelerator() -> str | None:
+    """What torch calls the accelerator of this machine, ``cuda`` of ROCm too; None without one.
+
+    Apple's MPS counts as none: it is one device, without float64, of which torch does not say how much is free.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None or found.type == "mps" else found.type
+
+
+def resolve(wanted: str) -> str:
+    """The kind of device that ``--device`` asks for. Raises SettingError for one that is not there."""
+    there = accelerator()
+    if wanted == "auto":
+        return there or "cpu"
+    if wanted not in {"cpu", there}:
+        what = f"no device but '{there}'" if there else "no accelerator"
+        raise refused("device", wanted, f"torch finds {what}", instead=({"device": there or "cpu"},))
+    return wanted
+
+
+def count(kind: str) -> int:
+    """The number of devices of a kind that this process sees."""
+    found: int = torch.get_device_module(kind).device_count()
+    return found
+
+
+def device_of(kind: str, rank: int) -> torch.device:
+    """The device of a rank of this machine: ranks share accelerators if they outnumber them."""
+    return CPU if kind == "cpu" else torch.device(kind, rank % count(kind))
+
+
+def use(device: torch.device) -> None:
+    """Let this thread compute on a device unless something else is said."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
+def backend(kind: str, ranks: int) -> str:
+    """How ``ranks`` processes of this machine send: as is usual for a kind, or by gloo where several share a device."""
+    return dist.get_default_backend_for_device(kind) if kind != "cpu" and ranks <= count(kind) else "gloo"
+
+
+def names(kind: str, ranks: int) -> str:
+    """What the devices of so many ranks are called."""
+    if kind == "cpu":
+        return "cpu"
+    module = torch.get_device_module(kind)
+    return ", ".join(dict.fromkeys(module.get_device_name(i) for i in range(min(ranks, count(kind)))))
+
+
+def memory(kind: str, number: int) -> int:
+    """All bytes of a device; to ask for the free ones would take some."""
+    found: int = torch.get_device_module(kind).get_device_properties(number).total_memory
+    return found
+
+
+def free(device: torch.device) -> int:
+    """The bytes of an accelerator that this process may take now: free, or its own and unused."""
+    module = torch.get_device_module(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + unused)
+
+
+def empty() -> None:
+    """Give memory that this process does not use back to the accelerators."""
+    kind = accelerator()
+    if kind is not None:
+        torch.get_device_module(kind).empty_cache()
+
+
+def event(kind: str) -> Callable[[], Any]:
+    """Makes a mark of time on the current stream, with ``record`` and ``elapsed_time`` (in milliseconds)."""
+    module = torch.get_device_module(kind)
+    return lambda: module.Event(enable_timing=True)
+
+
+def synchronize(kind: str) -> None:
+    """Wait until the device has done all."""
+    torch.get_device_module(kind).synchronize()
+
+
+def is_noisy(device: torch.device) -> bool:
+    """Whether a run may differ from the same run before: accelerators add some sums in the order of arrival."""
+    return device.type != "cpu"
+
+
+def has_bfloat16(kind: str) -> bool:
+    """Whether devices compute in bfloat16; old GPUs of CUDA imitate it."""
+    return kind != "cuda" or torch.cuda.is_bf16_supported(False)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64: some refuse it, some compute in float32 and say nothing."""
+    try:
+        one = torch.ones(1, 1, dtype=torch.float64, device=device)
+        return bool(((one + 2.0**-40) @ one).item() > 1)
+    except (RuntimeError, TypeError):
+        return False

@@ -600,7 +600,7 @@ SHARDS = Names(
         *(f"torch.distributed._tensor.placement_types.{name}" for name in (*_PLACEMENTS, *_SPEC)),
         *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in (*_SPEC, "ShardOrderEntry")),
         *(f"torch.distributed._mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
-        *("torch.distributed.device_mesh.DeviceMesh", "torch.distributed.device_mesh._MeshEnv", _GROUP),
+        *("torch.distributed.device_mesh.DeviceMesh", _GROUP),
         *("torch.serialization._get_layout", "torch.distributed.remote_device._remote_device"),
         *(f"{_SHARD}.metadata.ShardMetadata", f"{_SHARD}.sharded_tensor.shard.Shard"),
         *(f"{_SHARD}.sharded_tensor.metadata.{name}" for name in ("ShardedTensorMetadata", "TensorProperties")),

@@ -16,7 +16,6 @@ from typing import Any
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
 from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
-from formats.files.dcp import is_distributed, read_distributed
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -26,6 +25,7 @@ from formats.files.sharded import (
     rank_folders,
     read_shard,
 )
+from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
@@ -246,7 +246,7 @@ def _take_program(report: Report, found: Recognised) -> None:
 
 def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
-    folder = next((at for format in formats if is_distributed(at := weights_folder(format, report.path))), report.path)
+    folder = next((at for format in formats if find_training(at := weights_folder(format, report.path))), report.path)
     own = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
     if own:
         report.format = " or ".join(format.name for format in own)
@@ -254,7 +254,7 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
-        found = read_distributed(folder)
+        found = read_training(folder)
     except ReshardError as error:
         report.problems.append(error.message)
         files = [file for file in like(folder, "*.distcp") if file.is_file()]

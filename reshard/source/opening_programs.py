@@ -22,9 +22,10 @@ from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
 from formats.files.chunks import Chunk, check_tiling, whole_shape
-from formats.files.dcp import Distributed, read_distributed
+from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import KEPT, MANIFEST
+from formats.files.training import config_folder, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
@@ -51,6 +52,7 @@ from reshard.source.program_files import (
     read_chunked,
     read_ranks,
     readings,
+    weights_folder,
     without_files,
 )
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
@@ -150,7 +152,7 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)
-    distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
+    distributed = cache(lambda: read_training(weights_folder(ways[0][0], folder.path)))
     if model is None and all(of.files.is_distributed for of, _ in ways) and len(ways) > 1:
         likely = _likeliest([of for of, _ in ways], folder, distributed())
         ways = [way for way in ways if way[0] in likely]
@@ -369,7 +371,10 @@ def _config_of(
     The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
     CheckpointError.
     """
-    path, given = folder.path, folder.config
+    path = folder.path
+    given: FilePath | None = folder.config
+    if given is None and format.files.is_distributed and not (path / CONFIG).is_file():
+        given = config_folder(path)
     if given is not None:
         side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
         config = with_modelopt(read_config(given / CONFIG), given)

@@ -353,6 +353,12 @@ def _of_safetensors(path: FilePath, request: _Request) -> TensorInfo:
     return info
 
 
+def read_object(blob: Blob) -> object:
+    """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+    with open_file(blob.file) as file:
+        return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
+
+
 def _check(path: FilePath, request: _Request, dtype: str, shape: tuple[int, ...]) -> None:
     if request.at is not None and (dtype, shape) != (request.dtype, request.at.shape):
         raise CheckpointError(

@@ -36,13 +36,15 @@ _NAMES = SHARDS.also(*BESIDE)
 class Part(NamedTuple):
     """What a rank has of a tensor of ``shape``: chunks, and their tensors in its file.
 
-    ``place`` is the rank's in the mesh, ``is_first`` whether no rank before it has the same. A plain tensor has none.
+    ``place`` is the rank's in the ``mesh``, ``is_first`` whether no rank before it has the same. A plain tensor has
+    none.
     """
 
     shape: tuple[int, ...]
     chunks: list[tuple[Chunk, Tensor]]
     place: tuple[int, ...] | None = None
     is_first: bool = True
+    mesh: str = ""
 
 
 @dataclass
@@ -83,9 +85,9 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
                 )
     if first.groups is not None:
         _add_states(gathered, ranks)
-    meshes = {len(of.place): of for of in first.parts.values() if of.place is not None}
-    form = f"FSDP, {len(ranks)} ranks" if meshes else "whole tensors"
-    return gathered.finish(f"{what}: {form}", [file for each in files for file in each if file is not None])
+    meshes = dict.fromkeys(part.mesh for part in first.parts.values() if part.place is not None)
+    form = f"{len(ranks)} ranks{''.join(f', mesh {mesh}' for mesh in meshes if mesh)}"
+    return gathered.finish(f"{what}: FSDP, {form}", [file for each in files for file in each if file is not None])
 
 
 # -------------------------------------------------------------------------------------------------------- the files
@@ -156,7 +158,9 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -
         chunks.append((at, Tensor(local.storage, begin, at.shape, local.strides, local.dtype)))
         begin += at.shape[split] * step if at.shape else 0
     copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
-    return Part(shape, chunks, place, not any(copies))
+    names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
+    shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
+    return Part(shape, chunks, place, not any(copies), shown_mesh)
 
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:

@@ -6,16 +6,19 @@ Names are those of torch's own state dicts: ``model.{name}``, ``optimizer.state.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from formats.errors import MismatchError
-from formats.files.chunks import Chunk, check_tiling
-from formats.files.dcp import Distributed, Whole, object_bytes
-from formats.files.safetensors import TensorInfo
+from formats.files.chunks import Chunk, check_tiling, read_chunks, whole_shape
+from formats.files.dcp import Blob, Distributed, Whole, object_bytes, read_object
+from formats.files.safetensors import TensorInfo, read_header
 from formats.store import FilePath
 
 Keys = tuple[str | int, ...]
 STATE: Keys = ("optimizer", "state")
+_PARAMETERS = re.compile(r"optimizer\.param_groups\.\d+\.params")
 
 
 class Gathered:
@@ -40,6 +43,12 @@ class Gathered:
     def add_whole(self, keys: Keys, info: TensorInfo) -> None:
         """Add a tensor that is stored whole."""
         self.add(keys, info.shape, [(Chunk((0,) * len(info.shape), info.shape), info)])
+
+    def add_copy(self, keys: Keys, of: Keys) -> None:
+        """Add a tensor that shares the bytes of another, if it is not there yet."""
+        name = self._name(of)
+        if name in self._shapes and self._name(keys) not in self._shapes:
+            self.add(keys, self._shapes[name], self._chunks[name])
 
     def add_object(self, keys: Keys, value: object) -> None:
         """Add what is no tensor; what is not plain data is left out."""
@@ -79,6 +88,19 @@ def _differs(name: str, shape: tuple[int, ...]) -> str:
     return f"'{name}' is of a tensor {list(shape)} here, and of another"
 
 
+def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:
+    """Safetensors whose headers say which chunks they have, as transformers' distributed checkpoints do."""
+    gathered, found = Gathered(folder), dict[str, list[tuple[Chunk, TensorInfo]]]()
+    for file in files:
+        header = read_header(file)
+        shapes = {name: info.shape for name, info in header.tensors.items()}
+        for name, at in read_chunks(file, header.metadata, shapes).items():
+            found.setdefault(name, []).append((at, header.tensors[name]))
+    for name, chunks in found.items():
+        gathered.add(("model", name), whole_shape(at for at, _ in chunks), chunks)
+    return gathered.finish("", files)
+
+
 def joined(parts: Sequence[Distributed], folder: FilePath, what: str | None) -> Distributed:
     """Several folders or forms of files as one checkpoint. Raises MismatchError if a name is in two of them."""
     names = [name for part in parts for name in (*part.tensors, *part.objects)]
@@ -89,3 +111,32 @@ def joined(parts: Sequence[Distributed], folder: FilePath, what: str | None) -> 
         return {key: value for part in parts for key, value in getattr(part, each).items()}
 
     return Distributed(folder, of("tensors"), of("objects"), of("keys"), of("files"), what)  # type: ignore[arg-type]
+
+
+def by_name(found: Distributed) -> Distributed:
+    """The same with the states of the optimizer by name, if they are numbered and the order of parameters is known.
+
+    That is the order of the model's keys, if one group has as many parameters, and all states have their shapes. A tied
+    head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
+    """
+    keys = {name: keys for name, keys in found.keys.items() if name in found.tensors}
+    numbered = {name: of for name, of in keys.items() if len(of) == 4 and of[:2] == STATE and str(of[2]).isdecimal()}
+    groups = [name for name in found.objects if _PARAMETERS.fullmatch(name)]
+    if not numbered or len(groups) != 1 or not isinstance(blob := found.objects[groups[0]], Blob):
+        return found
+    plain = {name: str(of[1]).removeprefix("module.") for name, of in keys.items() if of[0] == "model" and len(of) == 2}
+    numbers, shapes = read_object(blob), {of: found.tensors[name].shape for name, of in plain.items()}
+    for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
+        if not isinstance(numbers, list) or len(way) != len(numbers):
+            continue
+        of_number = dict(zip(map(str, numbers), way, strict=True))
+        new: dict[str, Keys] = {name: (*STATE, of_number.get(str(of[2]), ""), of[3]) for name, of in numbered.items()}
+        if all(found.tensors[name].shape in ((), shapes.get(str(of[2]))) for name, of in new.items()):
+            new = dict(found.keys) | {name: ("model", of) for name, of in plain.items()} | new
+            renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in found.tensors}
+            tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in found.tensors.items()}
+            objects = {**found.objects, groups[0]: object_bytes(way)}
+            return replace(
+                found, tensors=tensors, objects=objects, keys={renamed.get(name, name): of for name, of in new.items()}
+            )
+    return found

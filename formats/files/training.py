@@ -7,16 +7,17 @@ A folder is known by the names of its files: ``.metadata``; accelerate's and tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
-from formats.documents import json_object, read_document
+from formats.documents import is_inside, json_object, read_document
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import CONFIG, METADATA
 from formats.files.dcp import Distributed, read_distributed
-from formats.files.gathered import joined
-from formats.store import FilePath
+from formats.files.gathered import by_name, joined, of_safetensors
+from formats.files.zero import MODEL, OPTIMIZER, read_zero
+from formats.store import FilePath, like, read_file
 
 
 class Training(NamedTuple):
@@ -33,18 +34,40 @@ _RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
 def find_training(folder: FilePath) -> Training | None:
     """What a training program left in a folder; None if its names are not those of any that is read here."""
     if (folder / METADATA).is_file():
-        return Training(folder / METADATA, partial(read_distributed, folder))
+        return Training(folder / METADATA, partial(_read_torch, folder))
     if not folder.is_dir():
         return None
     names = sorted(path.name for path in folder.iterdir())
     of_ranks = [match for name in names for pattern in (_VERL, _RANK) if (match := pattern.fullmatch(name))]
     if of_ranks:
         return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks))
+    step = _step_of(folder, names)
+    states = (
+        [
+            path
+            for path in like(step, "*_states.pt")
+            if any(map(re.Pattern.fullmatch, (MODEL, OPTIMIZER), [path.name] * 2))
+        ]
+        if step
+        else []
+    )
+    if step is not None and states:
+        return Training(states[0], partial(read_zero, step))
     for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
         if model in names and ((folder / model).is_file() or (folder / model / METADATA).is_file()):
             file = folder / model
             return Training(file if file.is_file() else file / METADATA, partial(_read_accelerate, folder, names))
     return None
+
+
+def _step_of(folder: FilePath, names: Collection[str]) -> FilePath:
+    """The folder of a step of DeepSpeed's: that of the tag in ``latest`` or ``latest_universal``, or this one."""
+    for name in ("latest", "latest_universal"):
+        if name in names:
+            tag = read_file(folder / name, 1 << 10).decode("utf-8", "replace").strip()
+            if is_inside(tag) and (folder / tag).is_dir():
+                return folder / tag
+    return folder
 
 
 def read_training(folder: FilePath) -> Distributed:
@@ -53,8 +76,16 @@ def read_training(folder: FilePath) -> Distributed:
     return found.read() if found is not None else read_distributed(folder)
 
 
+def _read_torch(folder: FilePath) -> Distributed:
+    """A distributed checkpoint, or transformers': then the weights are safetensors, and the rest is the optimizer."""
+    found, beside = read_distributed(folder), like(folder, "shard-*.safetensors")
+    if beside:
+        return joined([of_safetensors(beside, folder), found], folder, "saved by transformers")
+    return by_name(found)
+
+
 def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
-    what = "saved by accelerate or Trainer, FSDP"
+    what = "saved by accelerate or Trainer"
     if "pytorch_model_fsdp_1" in names:
         raise CheckpointError(f"{folder} has several models", "give the folder of one (pytorch_model_fsdp_0)")
     optimizer = next((folder / name for name in ("optimizer_0", "optimizer.bin") if name in names), None)

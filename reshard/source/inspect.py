@@ -16,6 +16,7 @@ from typing import Any
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
 from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
+from formats.files.dcp import Distributed
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -176,6 +177,8 @@ def _take_source(report: Report, source: Source) -> None:
         report.format, report.loaded_by = source.format.name, source.format.loading.program
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)
+    if source.training is not None:
+        _take_trainer(report, source.training.found)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be opened
@@ -263,6 +266,14 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
     report.counts_all, report.any_mesh = True, True
+    _take_trainer(report, found)
+
+
+def _take_trainer(report: Report, found: Distributed) -> None:
+    """What a training program saved in a form of its own; nothing else loads it."""
+    if found.what is not None:
+        report.kind, report.format = "training checkpoint", found.what
+        report.loaded_by = report.load = report.has_manifest = None
 
 
 Ranks = Mapping[int, list[TensorInfo]]

@@ -152,10 +152,11 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)
-    distributed = cache(lambda: read_training(weights_folder(ways[0][0], folder.path)))
-    if model is None and all(of.files.is_distributed for of, _ in ways) and len(ways) > 1:
-        likely = _likeliest([of for of, _ in ways], folder, distributed())
-        ways = [way for way in ways if way[0] in likely]
+    distributed = cache(lambda: read_training(weights_folder(trained[0][0], folder.path)))
+    trained = [way for way in ways if way[0].files.is_distributed]
+    if model is None and trained and len(ways) > 1:  # where both are, safetensors are a part of what was saved
+        likely = _likeliest([of for of, _ in trained], folder, distributed())
+        ways = [way for way in trained if way[0] in likely]
     misfits: list[_MisfitError] = []
     unlike: list[tuple[int, _Reading, Plan]] = []
     for format, files in ways:

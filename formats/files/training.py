@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from formats.documents import is_inside, json_object, read_document
 from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import CONFIG, METADATA
+from formats.files.checkpoint import CONFIG, METADATA, find_side_files
 from formats.files.dcp import Distributed, read_distributed
 from formats.files.gathered import by_name, joined, of_safetensors
 from formats.files.zero import MODEL, OPTIMIZER, read_zero
-from formats.store import FilePath, like, read_file
+from formats.store import FilePath, like, name_in, read_file
 
 
 class Training(NamedTuple):
@@ -29,6 +29,13 @@ class Training(NamedTuple):
 
 _VERL = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 _RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
+
+
+OWN = re.compile(
+    r"latest(_universal|_checkpointed_iteration\.txt)?|(trainer_state|fsdp_config|lora_train_meta)\.json|zero_to_fp32\.py|"
+    r"random_states_\d+\.pkl"
+)
+"""Names of a training program's own files, which belong to no model."""
 
 
 def find_training(folder: FilePath) -> Training | None:
@@ -141,7 +148,13 @@ def _without_model(folder: FilePath) -> CheckpointError:
     return CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring the model's files back")
 
 
-def config_folder(folder: FilePath) -> FilePath | None:
-    """Where the config.json of a model lies that a training program saved in a folder: there, below it, or above."""
-    places = (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface")
-    return next((place for place in places if (place / CONFIG).is_file()), None)
+def model_files(folder: FilePath) -> dict[str, FilePath]:
+    """The config.json of a model that a training program saved in a folder, and the files with it, by their names.
+
+    They lie there, below in ``huggingface``, or above; above, folders are other things.
+    """
+    for place, of in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
+        if (place / CONFIG).is_file():
+            found = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
+            return {name: file for name, file in found if not OWN.fullmatch(name) and (of == "**" or "/" not in name)}
+    return {}

@@ -25,7 +25,7 @@ from formats.files.chunks import Chunk, check_tiling, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import KEPT, MANIFEST
-from formats.files.training import config_folder, read_training
+from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
@@ -287,6 +287,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {record.name: path / record.name for record in manifest.side_files}
     elif folder.config is not None and format.files.tracker is not None:
         side = {}  # a trainer's own files: it saves none of the model's
+    elif training is not None and training.found.what is not None:
+        side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
         side = dict(_side_files_of(format, path))
     if lacking or manifest is None:
@@ -372,13 +374,14 @@ def _config_of(
     The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
     CheckpointError.
     """
-    path = folder.path
-    given: FilePath | None = folder.config
-    if given is None and format.files.is_distributed and not (path / CONFIG).is_file():
-        given = config_folder(path)
+    path, given, side = folder.path, folder.config, dict[str, FilePath]()
     if given is not None:
         side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
-        config = with_modelopt(read_config(given / CONFIG), given)
+    elif format.files.is_distributed and not (path / CONFIG).is_file():
+        side = model_files(path)
+    if given is not None or side:
+        where = given or side[CONFIG].parent
+        config = with_modelopt(read_config(where / CONFIG), where)
         return config, {name: read_file(file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:

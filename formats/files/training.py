@@ -80,7 +80,11 @@ def _step_of(folder: FilePath, names: Collection[str]) -> FilePath:
 def read_training(folder: FilePath) -> Distributed:
     """The checkpoint in a folder. Raises CheckpointError and MismatchError."""
     found = find_training(folder)
-    return found.read() if found is not None else read_distributed(folder)
+    try:
+        return found.read() if found is not None else read_distributed(folder)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"what its files hold is not as the program saves it: {error!s:.200}"
+        raise CheckpointError(f"{folder}: {what}", "fetch or copy the files again") from error
 
 
 def _read_torch(folder: FilePath) -> Distributed:

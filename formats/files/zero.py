@@ -74,7 +74,7 @@ def read_zero(folder: FilePath) -> Distributed:
     _check_same(models, "global_steps")
     is_universal = (folder / "zero").is_dir()
     if is_universal:
-        files = _add_universal(gathered, folder, {name: shape for group in groups for name, shape in group.items()})
+        files = _add_universal(gathered, folder, groups)
         form = "Universal Checkpoint"
     else:
         form = _add_lists(gathered, main, optimizers, groups)
@@ -134,18 +134,16 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     if not optimizers:
         return "no ZeRO"
     states = [file.table("optimizer_state_dict") for file in optimizers]
-    stage = next(iter(getattr(states[0].get("zero_stage"), "arguments", ())), None)
-    count = states[0].get("partition_count")
-    world = max(count) if isinstance(count, list) and count else count
-    if world != len(optimizers):
-        raise MismatchError(
-            f"{optimizers[0].path}: there are {len(optimizers)} files of optimizers, it is one of {shown(world)}",
-            _TOGETHER,
-        )
-    if main.content.get("dp_world_size") not in (None, world):
-        raise MismatchError(
-            f"{main.path}: it is of {shown(main.content['dp_world_size'])} ranks, not of {world}", _TOGETHER
-        )
+    forms = [_form(state) for state in states]
+    (stage, world), wrong = forms[0], None
+    if (other := next((at for at, form in enumerate(forms) if form != forms[0]), None)) is not None:
+        wrong = f"{optimizers[other].path} and {optimizers[0].path} are of different stages or numbers of ranks"
+    elif world != len(optimizers):
+        wrong = f"{optimizers[0].path}: it is one of {shown(world)} ranks, and there are files of {len(optimizers)}"
+    elif main.content.get("dp_world_size") not in (None, world):
+        wrong = f"{main.path}: it is of {shown(main.content['dp_world_size'])} ranks, its optimizer of {world}"
+    if wrong is not None:
+        raise MismatchError(wrong, _TOGETHER)
     inner = [state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state") for state in states]
     saved = [each if isinstance(each, dict) else {} for each in inner]
     masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
@@ -153,7 +151,7 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     numbers = [*saved[0].get("state", {})]
     kinds = [kind for kind, value in (saved[0]["state"][numbers[0]] if numbers else {}).items() if _is_list(value)]
     for kind in kinds:
-        lists[kind] = [_lists(each["state"].get(number, {}).get(kind) for number in numbers) for each in saved]
+        lists[kind] = [_lists(each.get("state", {}).get(number, {}).get(kind) for number in numbers) for each in saved]
     for kind, of_ranks in lists.items():
         add = _of_stage_3 if stage == 3 else _of_stage_2
         try:
@@ -161,19 +159,38 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
                 gathered.add(("model", name) if kind == "model" else (*STATE, name, kind), shape, chunks)
         except CheckpointError as error:
             raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", _TOGETHER) from None
-    named = [[*group] for group in groups] if stage != 3 else [[name for group in groups for name in group]]
     _check_steps(optimizers, saved)
-    for number, names in zip(numbers, named, strict=False):
-        for key, value in saved[0]["state"][number].items():
+    _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
+    if stage != 3:
+        _check_slices(states, groups, lists["model"], optimizers)
+    return f"ZeRO-{stage}, {world} ranks"
+
+
+def _form(state: Mapping[str, Any]) -> tuple[object, object]:
+    """The stage of ZeRO, and the number of ranks."""
+    stage, count = state.get("zero_stage"), state.get("partition_count")
+    return next(iter(getattr(stage, "arguments", (stage,))), None), max(count) if isinstance(count, list) else count
+
+
+def _add_settings(
+    gathered: Gathered,
+    states: Sequence[dict[str, Any]],
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Shape]],
+) -> None:
+    """Add what an optimizer has besides lists: the steps, of a group or of a sub-group, and its settings."""
+    settings = saved.get("param_groups")
+    named = [[*group] for group in groups]
+    if not isinstance(settings, list) or len(settings) != len(groups):  # of sub-groups
+        named = [[name for group in named for name in group]]
+    for of_group, names in zip(states, named, strict=False):
+        for key, value in of_group.items():
             for name in names:
                 if isinstance(value, TensorInfo) and not value.shape:
                     gathered.add_whole((*STATE, name, key), value)
                 elif isinstance(value, int | float):
                     gathered.add_object((*STATE, name, key), value)
-    gathered.add_groups(saved[0].get("param_groups"), named)
-    if stage != 3:
-        _check_slices(states, groups, lists["model"], optimizers)
-    return f"ZeRO-{stage}, {world} ranks"
+    gathered.add_groups(settings, named)
 
 
 def _is_list(value: object) -> bool:
@@ -247,9 +264,13 @@ def _check_slices(
 # ----------------------------------------------------------------------------------------------------- all the others
 
 
-def _add_universal(gathered: Gathered, folder: FilePath, shapes: Mapping[str, Shape]) -> list[FilePath]:
+def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]]) -> list[FilePath]:
     """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes."""
-    files = []
+    files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
+    if (rest := folder / "zero" / "optimizer_state.pt").is_file():
+        saved = _read(rest)
+        files.append(rest)
+        _add_settings(gathered, [*saved.table("optimizer_state_dict").get("state", {}).values()], saved.content, groups)
     for path in like(folder, "zero/*/*.pt"):
         with torch_file(path) as archive:
             state = archive.read(_NAMES, "a tensor and its shape is read")

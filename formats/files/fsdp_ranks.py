@@ -253,13 +253,13 @@ def _states(
 
 def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
     """A kind of state as it is stored; what each rank has a plain list of is one list."""
-    held = [rank.states[key][kind] for rank in ranks if rank.is_first and kind in rank.states.get(key, ())]
-    part, infos = held[0]
+    held = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
+    _, part, infos = held[0]
     if part.place is not None:
-        return [(None, part.shape, [each for of, infos in held if of.is_first for each in infos])]
+        return [(None, part.shape, [each for _, of, infos in held if of.is_first for each in infos])]
     if len(part.shape) != 1:
         return [(None, part.shape, infos)]
-    parts = [info for _, infos in held for _, info in infos]
+    parts = [info for rank, _, infos in held if rank.is_first for _, info in infos]
     begins = [*itertools.accumulate((info.shape[0] for info in parts), initial=0)]
     chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, parts, strict=False)]
     return [(None, (begins[-1],), chunks)]

@@ -58,16 +58,14 @@ def read_zero(folder: FilePath) -> Distributed:
     if not models:
         raise CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring *_model_states.pt back")
     main, gathered = models[0], Gathered(folder)
-    other = next((path.name for path in like(folder, "*.pt") if OTHERS.fullmatch(path.name)), None)
-    ranks = int(main.content.get("mp_world_size") or 1)
+    names = [path.name for path in like(folder, "*.pt")]
+    other = next((name for name in names if OTHERS.fullmatch(name)), None)
+    parallel = [int(match[2]) + 1 for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name))]
+    ranks = max(int(main.content.get("mp_world_size") or 1), *parallel)
     if other is not None or ranks > 1:
-        what = (
-            f"{other}: stages of a pipeline, or experts of DeepSpeed's own"
-            if other
-            else f"{ranks} tensor parallel ranks"
-        )
+        what = f"stages of a pipeline or experts of its own ({other})" if other else f"{ranks} model parallel ranks"
         raise CheckpointError(
-            f"{folder} has {what}; no file says how its tensors are cut",
+            f"{folder} has {what}, and no file says how its tensors are cut",
             "save it with one model parallel rank, or as a Hugging Face checkpoint",
         )
     groups = [_shapes(group, main.path) for group in main.content.get("param_shapes") or ()]

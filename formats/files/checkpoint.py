@@ -61,9 +61,12 @@ _KINDS: Sequence[tuple[str, Foreign]] = (
         r"(.*/)?(zero_to_fp32\.py|zero_pp_rank_\d+_.*\.pt|(.*_)?mp_rank_\d+_(model|optim)_states\.pt)",
         Foreign(
             "a training checkpoint of DeepSpeed ({})",
-            "join it with DeepSpeed's own script ('python zero_to_fp32.py FOLDER OUT'), put config.json and the "
-            "tokenizer beside what it writes, and give that folder",
+            "give the folder of one step (global_step…), or the one with 'latest', which names that",
         ),
+    ),
+    (
+        r".*/(model|optim)_world_size_\d+_rank_\d+\.pt",
+        Foreign("a folder with a training checkpoint of FSDP in it ({})", "give the folder of these files (actor)"),
     ),
     (
         r"(iter_\d+|release)/(mp_rank_\d+(_\d+)*/model_optim_rng\.pt|\.metadata)",

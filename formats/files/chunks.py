@@ -10,11 +10,13 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from formats.documents import Record, Unfit, items, mapping, size, strict_json
 from formats.errors import CheckpointError, MismatchError
+from formats.files.safetensors import TensorInfo
+from formats.notation.axes import product_boxes
 from formats.store import FilePath
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
@@ -90,3 +92,44 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
 
 
 _MOST_CUT = 8
+
+
+def flat_chunks(info: TensorInfo, shape: tuple[int, ...], begin: int) -> Iterator[tuple[Chunk, TensorInfo]]:
+    """A list of elements as chunks of a tensor of ``shape``, of which it has those from number ``begin`` on, in order.
+
+    A range of a tensor of n dimensions is at most 2n - 1 chunks.
+    """
+    count = math.prod(info.shape)
+    offset, size = info.offset, info.nbytes // max(count, 1)
+    for box in product_boxes(begin, count, shape) if count else ():
+        at = Chunk(tuple(run.offset for run in box), tuple(run.length for run in box))
+        nbytes = math.prod(at.shape) * size
+        yield at, info._replace(shape=at.shape, offset=offset, nbytes=nbytes)
+        offset += nbytes
+
+
+def list_range(info: TensorInfo, begin: int, count: int) -> TensorInfo:
+    """``count`` elements of a list, from number ``begin`` on."""
+    size = info.nbytes // max(math.prod(info.shape), 1)
+    return info._replace(shape=(count,), offset=info.offset + begin * size, nbytes=count * size)
+
+
+def from_list(
+    shapes: Mapping[str, tuple[int, ...]], parts: Iterable[TensorInfo]
+) -> Iterator[tuple[str, list[tuple[Chunk, TensorInfo]]]]:
+    """The chunks of tensors that lie end to end in a list, of which each rank has a part; ``parts`` are in order.
+
+    What is behind the last tensor is padding. Raises CheckpointError if the list is too short.
+    """
+    left = list(reversed([*parts]))
+    for name, shape in shapes.items():
+        at, count, chunks = 0, math.prod(shape), list[tuple[Chunk, TensorInfo]]()
+        while at < count:
+            if not left:
+                raise CheckpointError(f"the list ends {count - at:,} elements before the end of '{name}'")
+            info = left.pop()
+            here, there = min(count - at, info.shape[0]), max(info.shape[0] - count + at, 0)
+            chunks += flat_chunks(list_range(info, 0, here), shape, at)
+            left += [list_range(info, here, there)] if there else []
+            at += here
+        yield name, chunks

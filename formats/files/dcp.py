@@ -96,19 +96,16 @@ class Distributed:
     """A distributed checkpoint as it lies on disk.
 
     ``keys`` has, for each name, the keys by which the saved dictionaries led to it. ``files`` has the sizes in bytes of
-    all files that are referred to.
+    all files that are referred to. ``objects`` are what is no tensor: where it lies, or what torch.save writes of it.
+    ``what`` says, in a few words, which program left it in another form than torch's.
     """
 
     path: FilePath
     tensors: Mapping[str, Whole]
-    objects: Mapping[str, Blob]
+    objects: Mapping[str, Blob | bytes]
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[FilePath, int]
-
-
-def is_distributed(folder: FilePath) -> bool:
-    """Whether a folder holds a distributed checkpoint."""
-    return (folder / METADATA).is_file()
+    what: str | None = None
 
 
 def read_distributed(folder: FilePath) -> Distributed:
@@ -354,6 +351,12 @@ def _of_safetensors(path: FilePath, request: _Request) -> TensorInfo:
         raise CheckpointError(f"{path}: tensor '{request.name}' is not in this file", _DAMAGED)
     _check(path, request, info.dtype, info.shape)
     return info
+
+
+def read_object(blob: Blob) -> object:
+    """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+    with open_file(blob.file) as file:
+        return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
 
 
 def _check(path: FilePath, request: _Request, dtype: str, shape: tuple[int, ...]) -> None:

@@ -46,8 +46,9 @@ class Inert:
     state: Any = None
 
     def get(self, name: str) -> Any:
-        """An attribute, as far as the state says; None if it does not."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
+        """An attribute, as far as the state says; None if it does not. A state may be ``(None, slots)``."""
+        state = self.state[1] if type(self.state) is tuple and self.state[:1] == (None,) else self.state
+        return state.get(name) if isinstance(state, dict) else None
 
 
 @dataclass(frozen=True)
@@ -536,12 +537,21 @@ def _rebuild_parameter(data: object, *_: object) -> object:
     return data
 
 
-def _rebuild_from_type(function: object, kind: object, arguments: Any, _state: object) -> object:
-    """A plain tensor or parameter that carries Python attributes; they are dropped."""
-    path = getattr(function, "path", "")
-    if not path.startswith("torch._utils._rebuild_") or getattr(kind, "path", "") not in _CLASSES:
+def _rebuild_from_type(function: object, kind: object, arguments: Any, state: object) -> object:
+    """A plain tensor or parameter that carries Python attributes; they are dropped. A sharded one is an ``Inert``."""
+    path, of = getattr(function, "path", ""), getattr(kind, "path", "")
+    if path == _WRAPPER and of in (*DTENSORS, SHARDED_TENSOR):
+        return Inert(of, arguments, state)
+    if not path.startswith("torch._utils._rebuild_") or of not in _CLASSES:
         raise RefusedError(f"a tensor of type {kind_of(kind)}")
     return _CALLS[path](*arguments)
+
+
+def _getattr(owner: object, name: object) -> Global:
+    """The one class that torch's own pickles look up in another."""
+    if (getattr(owner, "path", ""), name) != (SHARDED_TENSOR, "ProcessGroupState"):
+        raise RefusedError("an attribute")
+    return Global(_GROUP)
 
 
 def empty_dict(*arguments: object) -> dict[object, object]:
@@ -572,5 +582,32 @@ _CALLS: dict[str, Callable[..., object]] = {
 }
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
+DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_GROUP = f"{SHARDED_TENSOR}.ProcessGroupState"
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_SHARD = "torch.distributed._shard"
+_PLACEMENTS = ("Shard", "Replicate", "_StridedShard", "Partial")
+_SPEC = ("DTensorSpec", "TensorMeta")
+
 TENSORS = Names(_CALLS, others=frozenset([*DTYPES, *STORAGES, *_CLASSES]), load=_load)
 """What a state dict names: a part of what ``torch.load(..., weights_only=True)`` allows."""
+
+SHARDS = Names(
+    _CALLS | {"__builtin__.getattr": _getattr},
+    frozenset([
+        *(f"torch.distributed.tensor.placement_types.{name}" for name in _PLACEMENTS),
+        *(f"torch.distributed._tensor.placement_types.{name}" for name in (*_PLACEMENTS, *_SPEC)),
+        *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in (*_SPEC, "ShardOrderEntry")),
+        *(f"torch.distributed._mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
+        *("torch.distributed.device_mesh.DeviceMesh", _GROUP),
+        *("torch.serialization._get_layout", "torch.distributed.remote_device._remote_device"),
+        *(f"{_SHARD}.metadata.ShardMetadata", f"{_SHARD}.sharded_tensor.shard.Shard"),
+        *(f"{_SHARD}.sharded_tensor.metadata.{name}" for name in ("ShardedTensorMetadata", "TensorProperties")),
+        f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    ]),
+    frozenset([*TENSORS.others, *DTENSORS, SHARDED_TENSOR, _WRAPPER]),
+    _load,
+)  # fmt: skip
+"""What the state dict of a rank names whose tensors are sharded: placements and meshes, as data."""

@@ -9,7 +9,8 @@ Source: ``torch/serialization.py`` of PyTorch 2.4 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, NamedTuple
@@ -34,15 +35,9 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     Raises ``CheckpointError`` for a pickle that names anything but plain tensors, for files older than PyTorch 1.6, and
     for tensors whose bytes are not contiguous, not little-endian or not in the file.
     """
-    try:
-        with open_file(path) as file:
-            if file.read(2) != b"PK":
-                _refuse_foreign(path, file)
-            archive = open_archive(path, file, 0, file.seek(0, 2))
-            state = archive.read(TENSORS, "plain tensors are read (weights_only)")
-            return _locate(path, _state_dict(path, state), archive.locate)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with torch_file(path) as archive:
+        state = archive.read(TENSORS, "plain tensors are read (weights_only)")
+        return _locate(path, _state_dict(path, state), archive.locate)
 
 
 class Saved(NamedTuple):
@@ -62,18 +57,12 @@ def read_saved(path: FilePath, wanted: Callable[[str], bool]) -> Saved:
 
     What programs save beside tensors (settings, states of random generators) is not made. Raises ``CheckpointError``.
     """
-    try:
-        with open_file(path) as file:
-            if file.read(2) != b"PK":
-                _refuse_foreign(path, file)
-            archive = open_archive(path, file, 0, file.seek(0, 2))
-            state = archive.read(TENSORS.also(*BESIDE), "tensors and plain settings are read")
-            if not isinstance(state, dict):
-                raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
-            entries = {str(name): value for name, value in state.items()}
-            found = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if wanted(n)}
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with torch_file(path) as archive:
+        state = archive.read(TENSORS.also(*BESIDE), "tensors and plain settings are read")
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
+        entries = {str(name): value for name, value in state.items()}
+        found = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if wanted(n)}
     others = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in found}
     return Saved({n: of[0] for n, of in found.items()}, {n: of[1] for n, of in found.items()}, others)
 
@@ -149,6 +138,18 @@ class TorchArchive:
         if missing > 0:
             raise CheckpointError(f"{self.where}: {missing} bytes of record {entry.name!r:.100} are missing", _DAMAGED)
         return self.begin + offset, entry.size
+
+
+@contextmanager
+def torch_file(path: FilePath) -> Iterator[TorchArchive]:
+    """A whole file of torch.save, open. Raises CheckpointError if it is none, or not readable."""
+    try:
+        with open_file(path) as file:
+            if file.read(2) != b"PK":
+                _refuse_foreign(path, file)
+            yield open_archive(path, file, 0, file.seek(0, 2))
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) -> TorchArchive:

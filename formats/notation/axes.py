@@ -452,6 +452,24 @@ def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a
     return inner
 
 
+def product_boxes(begin: int, length: int, sizes: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+    """A range of a row-major product of ``sizes`` as boxes, in order: a run of each factor."""
+    if not sizes:
+        yield ()
+        return
+    inner, end = math.prod(sizes[1:]), begin + length
+    while begin < end:
+        first, rest = divmod(begin, inner)
+        if rest or end - begin < inner:
+            count = min(inner - rest, end - begin)
+            yield from ((Run(first, 1), *box) for box in product_boxes(rest, count, sizes[1:]))
+        else:
+            whole = (end - begin) // inner
+            count = whole * inner
+            yield (Run(first, whole), *(Run(0, size) for size in sizes[1:]))
+        begin += count
+
+
 def _factor_runs(factor: Factor, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> list[Run]:
     if isinstance(factor, Dim):
         return list(owned(factor, sizes, shares))

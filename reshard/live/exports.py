@@ -8,7 +8,7 @@ from typing import Any
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
-from reshard.live.held import Cut, in_order
+from formats.notation.placements import Cut, in_order
 from reshard.live.meshes import Target, arranged, held_on, target_of
 from reshard.live.routing import BUCKET, Routes, between
 from reshard.live.sides import Side

@@ -10,7 +10,8 @@ from formats.errors import PlanError
 from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
-from reshard.live.held import Held, cut
+from formats.notation.placements import cut
+from reshard.live.held import Held
 from reshard.live.sides import Live, Runs
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model

@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
+from formats.notation.placements import Cut, Runs, runs_of
 from formats.torch_internals import TORCH_DTYPES, unsaved_buffers
-from reshard.live.held import Cut, Held, Runs, runs_of
+from reshard.live.held import Held
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What headers call a dtype of torch."""

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from formats.files.chunks import Chunk
-from formats.notation.axes import Run, merge_runs, product_runs
+from formats.notation.axes import Run, merge_runs, product_boxes, product_runs
 from reshard.mesh.plan import Layout
-from reshard.placement.pieces import Blocks, Piece, Runs, Spread, over_blocks, product_boxes
+from reshard.placement.pieces import Blocks, Piece, Runs, Spread, over_blocks
 from reshard.placement.portions import Portion
 
 

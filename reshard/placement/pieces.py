@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from formats.notation.axes import Run, product_runs
+from formats.notation.axes import Run, product_boxes, product_runs
 
 Runs = tuple[Run, ...]
 
@@ -55,24 +55,6 @@ class Spread:
     def value(self) -> tuple[object, ...]:
         """Equal for spreads that are alike, as of the experts of a layer."""
         return self.full, self.order, frozenset(self.pieces.items())
-
-
-def product_boxes(begin: int, length: int, sizes: Sequence[int]) -> Iterator[Runs]:
-    """A range of a row-major product of ``sizes`` as boxes, in order: a run of each factor."""
-    if not sizes:
-        yield ()
-        return
-    inner, end = math.prod(sizes[1:]), begin + length
-    while begin < end:
-        first, rest = divmod(begin, inner)
-        if rest or end - begin < inner:
-            count = min(inner - rest, end - begin)
-            yield from ((Run(first, 1), *box) for box in product_boxes(rest, count, sizes[1:]))
-        else:
-            whole = (end - begin) // inner
-            count = whole * inner
-            yield (Run(first, whole), *(Run(0, size) for size in sizes[1:]))
-        begin += count
 
 
 def common_blocks(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Blocks:

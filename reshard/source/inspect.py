@@ -16,7 +16,7 @@ from typing import Any
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
 from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
-from formats.files.dcp import is_distributed, read_distributed
+from formats.files.dcp import Distributed
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -26,6 +26,7 @@ from formats.files.sharded import (
     rank_folders,
     read_shard,
 )
+from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
@@ -176,6 +177,8 @@ def _take_source(report: Report, source: Source) -> None:
         report.format, report.loaded_by = source.format.name, source.format.loading.program
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)
+    if source.training is not None:
+        _take_trainer(report, source.training.found)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be opened
@@ -246,7 +249,7 @@ def _take_program(report: Report, found: Recognised) -> None:
 
 def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
-    folder = next((at for format in formats if is_distributed(at := weights_folder(format, report.path))), report.path)
+    folder = next((at for format in formats if find_training(at := weights_folder(format, report.path))), report.path)
     own = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
     if own:
         report.format = " or ".join(format.name for format in own)
@@ -254,7 +257,7 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
-        found = read_distributed(folder)
+        found = read_training(folder)
     except ReshardError as error:
         report.problems.append(error.message)
         files = [file for file in like(folder, "*.distcp") if file.is_file()]
@@ -263,6 +266,14 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
     report.counts_all, report.any_mesh = True, True
+    _take_trainer(report, found)
+
+
+def _take_trainer(report: Report, found: Distributed) -> None:
+    """What a training program saved in a form of its own; nothing else loads it."""
+    if found.what is not None:
+        report.kind, report.format = "training checkpoint", found.what
+        report.loaded_by = report.load = report.has_manifest = None
 
 
 Ranks = Mapping[int, list[TensorInfo]]

@@ -22,9 +22,10 @@ from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
 from formats.files.chunks import Chunk, check_tiling, whole_shape
-from formats.files.dcp import Distributed, read_distributed
+from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import KEPT, MANIFEST
+from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
@@ -51,6 +52,7 @@ from reshard.source.program_files import (
     read_chunked,
     read_ranks,
     readings,
+    weights_folder,
     without_files,
 )
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
@@ -150,10 +152,11 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)
-    distributed = cache(lambda: read_distributed(ways[0][1][0].path.parent))
-    if model is None and all(of.files.is_distributed for of, _ in ways) and len(ways) > 1:
-        likely = _likeliest([of for of, _ in ways], folder, distributed())
-        ways = [way for way in ways if way[0] in likely]
+    distributed = cache(lambda: read_training(weights_folder(trained[0][0], folder.path)))
+    trained = [way for way in ways if way[0].files.is_distributed]
+    if model is None and trained and len(ways) > 1:  # where both are, safetensors are a part of what was saved
+        likely = _likeliest([of for of, _ in trained], folder, distributed())
+        ways = [way for way in trained if way[0] in likely]
     misfits: list[_MisfitError] = []
     unlike: list[tuple[int, _Reading, Plan]] = []
     for format, files in ways:
@@ -284,6 +287,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {record.name: path / record.name for record in manifest.side_files}
     elif folder.config is not None and format.files.tracker is not None:
         side = {}  # a trainer's own files: it saves none of the model's
+    elif training is not None and training.found.what is not None:
+        side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
         side = dict(_side_files_of(format, path))
     if lacking or manifest is None:
@@ -369,10 +374,14 @@ def _config_of(
     The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
     CheckpointError.
     """
-    path, given = folder.path, folder.config
+    path, given, side = folder.path, folder.config, dict[str, FilePath]()
     if given is not None:
         side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
-        config = with_modelopt(read_config(given / CONFIG), given)
+    elif format.files.is_distributed and not (path / CONFIG).is_file():
+        side = model_files(path)
+    if given is not None or side:
+        where = given or side[CONFIG].parent
+        config = with_modelopt(read_config(where / CONFIG), where)
         return config, {name: read_file(file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:

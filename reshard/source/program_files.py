@@ -18,11 +18,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import METADATA, read_weights
+from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import Distributed, is_distributed, tensor_bytes
+from formats.files.dcp import Distributed, tensor_bytes
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
+from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.format import Format, Pattern, numbered_names
 from formats.notation.format_file import all_formats
@@ -103,8 +104,8 @@ def _of_ranks(format: Format, folder: FilePath, names: Sequence[str]) -> list[Pr
         for name, w in plain
     ]
     ordered = sorted(found, key=lambda file: file[:2])
-    if not ordered and format.files.is_distributed and is_distributed(folder):
-        return [ProgramFile(folder / METADATA, 0, 0, None)]  # its files have other names, or none is there
+    if not ordered and format.files.is_distributed and (training := find_training(folder)) is not None:
+        return [ProgramFile(training.file, 0, 0, None)]  # its files have other names, or none is there
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
 
 
@@ -378,6 +379,9 @@ class Training:
         total = 0
         for name in self.parts.others:
             blob, whole = self.found.objects.get(name), self.found.tensors.get(name)
+            if isinstance(blob, bytes):
+                yield name, None, blob
+                continue
             places: list[tuple[Chunk | None, FilePath, int, int]] = [(None, *blob)] if blob else []
             places += [(at, info.file, info.offset, info.nbytes) for at, info in (whole.chunks if whole else ())]
             total += sum(length for *_, length in places)

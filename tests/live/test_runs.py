@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
-from reshard.live.held import Cut, Placements, Runs, cut, runs_of
+from formats.notation.placements import Cut, Placements, Runs, cut, runs_of
 from tests.marks import thorough
 
 

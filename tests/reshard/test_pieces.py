@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from formats.errors import PlanError
 from formats.files.chunks import Chunk
-from formats.notation.axes import Run, parse
+from formats.notation.axes import Run, parse, product_boxes
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Piece, common_blocks, product_boxes
+from reshard.placement.pieces import Blocks, Piece, common_blocks
 from reshard.placement.portions import Portion
 from reshard.placement.stored import Placed, Stored, blocks_of
 from tests.marks import examples

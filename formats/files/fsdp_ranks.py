@@ -1,0 +1,304 @@
+"""A pickle a rank, as verl, SkyRL and accelerate save what FSDP holds: DTensors or ShardedTensors, and an optimizer.
+
+Which part of a tensor a rank has is read from the placements and the mesh in its pickle, as data, and never guessed
+from values. An optimizer's file has numbers in place of names: they are those of ``model.parameters()``, whose order is
+that of the model's file without tied repeats, if it was given them all in one group. With FSDP1's flat parameters a
+number is a wrapped unit: first what no layer has, then each layer.
+
+Source: files that verl 0.9.1 and accelerate 1.15 wrote with torch 2.13; ``torch/distributed/tensor`` of torch 2.4 to
+2.13; ``skyrl/backends/skyrl_train/distributed/fsdp_strategy.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from formats.errors import CheckpointError, MismatchError, PlanError
+from formats.files.chunks import Chunk, from_list
+from formats.files.dcp import Distributed
+from formats.files.gathered import STATE, Gathered
+from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, shown
+from formats.files.safetensors import TensorInfo
+from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
+from formats.notation.placements import Cut, runs_of
+from formats.store import FilePath, read_ranges
+
+_OTHERS = "bring the files of all ranks of one save together"
+_NAMES = SHARDS.also(*BESIDE)
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor of ``shape``: chunks, and their tensors in its file.
+
+    ``place`` is the rank's in the ``mesh``, ``is_first`` whether no rank before it has the same. A plain tensor has
+    none.
+    """
+
+    shape: tuple[int, ...]
+    chunks: list[tuple[Chunk, Tensor]]
+    place: tuple[int, ...] | None = None
+    is_first: bool = True
+    mesh: str = ""
+
+
+@dataclass
+class _Rank:
+    """What a rank's files have. ``states`` has, for each number or name of a parameter, the tensors of each kind."""
+
+    path: FilePath
+    parts: dict[str, Part]
+    infos: dict[str, list[tuple[Chunk, TensorInfo]]]
+    states: dict[Any, dict[str, tuple[Part, list[tuple[Chunk, TensorInfo]]]]] = field(default_factory=dict)
+    groups: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it repeats no rank before it."""
+        return all(part.is_first for part in self.parts.values() if part.place is not None)
+
+
+def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]], what: str) -> Distributed:
+    """The files of all ranks, in order: each has the model, and may have an optimizer beside it.
+
+    Raises CheckpointError and MismatchError if files are missing, or are not of one save.
+    """
+    ranks = [_read(number, len(files), *each) for number, each in enumerate(files)]
+    gathered, first = Gathered(folder), ranks[0]
+    for rank in ranks:
+        other = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
+        if other is not None:
+            raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{other:.200}'", _OTHERS)
+        for name, part in rank.parts.items():
+            if rank is first or (part.is_first and part.place is not None):
+                gathered.add(("model", name), part.shape, rank.infos[name])
+            elif part.place is None and part.shape != first.parts[name].shape:
+                raise MismatchError(
+                    f"{rank.path}: '{name}' is a plain tensor {list(part.shape)}, and {list(first.parts[name].shape)} "
+                    f"in {first.path.name}: nothing says which part it is",
+                    "save with FSDP's sharded state dict (DTensor)",
+                )
+    if first.groups is not None:
+        _add_states(gathered, ranks)
+    meshes = dict.fromkeys(part.mesh for part in first.parts.values() if part.place is not None)
+    form = f"{len(ranks)} ranks{''.join(f', mesh {mesh}' for mesh in meshes if mesh)}"
+    return gathered.finish(f"{what}: FSDP, {form}", [file for each in files for file in each if file is not None])
+
+
+# -------------------------------------------------------------------------------------------------------- the files
+
+
+def _read(number: int, world: int, path: FilePath, beside: FilePath | None) -> _Rank:
+    with torch_file(path) as archive:
+        state = archive.read(_NAMES, "tensors and their placements are read")
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary of tensors")
+        parts = {name: part for name, value in state.items() if (part := _part(value, number, world, path, name))}
+        rank = _Rank(path, parts, {name: _located(archive, path, name, part) for name, part in parts.items()})
+    if beside is None:
+        return rank
+    with torch_file(beside) as archive:
+        saved = archive.read(_NAMES, "tensors and their placements are read")
+        found = saved.get("state") if isinstance(saved, dict) else None
+        if not isinstance(found, dict) or not isinstance(saved, dict):
+            raise CheckpointError(f"{beside}: holds a {kind_of(saved)}, not the state of an optimizer")
+        rank.groups = saved.get("param_groups")
+        for key, of in found.items():
+            kinds = of.items() if isinstance(of, dict) else ()
+            parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, beside, key))}
+            rank.states[key] = {kind: (part, _located(archive, beside, kind, part)) for kind, part in parts.items()}
+    return rank
+
+
+def _located(archive: TorchArchive, path: FilePath, name: str, part: Part) -> list[tuple[Chunk, TensorInfo]]:
+    return [(at, place_of(path, path, name, tensor, *archive.locate(tensor.storage))) for at, tensor in part.chunks]
+
+
+def _part(value: object, number: int, world: int, path: FilePath, name: object) -> Part | None:
+    """What a value of a state dict is a part of; None if it is no tensor."""
+    if isinstance(value, Tensor):
+        return Part(value.shape, [(Chunk((0,) * len(value.shape), value.shape), value)])
+    if not isinstance(value, Inert) or value.path not in (*DTENSORS, SHARDED_TENSOR):
+        return None
+    shape: Any = value.arguments[2] if len(value.arguments) > 2 else None
+    try:
+        if not are_sizes(shape):
+            raise ValueError("it has no shape")
+        part = _of_dtensor if value.path in DTENSORS else _of_shards
+        return part(value, shape, number, world)
+    except (PlanError, ValueError, TypeError) as error:
+        raise MismatchError(f"{path}: tensor {shown(name)}: {error!s:.300}", _OTHERS) from None
+
+
+def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
+    local, spec = value.get("_local_tensor"), value.get("_spec")
+    mesh = spec.get("mesh") if isinstance(spec, Inert) else None
+    if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
+        raise ValueError("it has no local tensor, or no mesh")
+    sizes, place, own = _mesh_shape(mesh), tuple(mesh.get("_coordinate_on_dim") or ()), mesh.get("_rank")
+    placements = [_placement(each, len(shape)) for each in spec.get("placements")]
+    if not (len(sizes) == len(place) == len(placements)) or any(map(int.__ge__, place, sizes)):
+        raise ValueError(f"the rank is at {list(place)} of a mesh {list(sizes)} with {len(placements)} placements")
+    if math.prod(sizes) > world:
+        raise ValueError(f"it is on a mesh of {math.prod(sizes)} ranks, and there are files of {world}")
+    if own not in (None, number):
+        raise ValueError(f"the file is of rank {own}, its name says rank {number}")
+    runs = runs_of(shape, sizes, place, placements, local.shape)
+    split = max((dim for dim, of in enumerate(runs) if len(of) > 1), default=0)
+    if math.prod(local.shape[:split]) > 1:
+        raise ValueError("its placements give the rank parts that do not lie end to end")
+    step, begin, chunks = (local.strides or (1,))[split], local.offset, list[tuple[Chunk, Tensor]]()
+    for box in itertools.product(*runs):
+        at = Chunk(tuple(run.offset for run in box), tuple(run.length for run in box))
+        chunks.append((at, Tensor(local.storage, begin, at.shape, local.strides, local.dtype)))
+        begin += at.shape[split] * step if at.shape else 0
+    copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
+    names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
+    shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
+    return Part(shape, chunks, place, not any(copies), shown_mesh)
+
+
+def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
+    """The sizes of a mesh: those of the array of its ranks or, since torch 2.10, of its layout."""
+    ranks, layout = mesh.get("mesh"), mesh.get("_layout")
+    if isinstance(ranks, Tensor):
+        return ranks.shape
+    axes = layout.get("axes") if isinstance(layout, Inert) else None
+    shape = layout.get("shape") if isinstance(layout, Inert) else None
+    found = [axis.get("shape") for axis in axes] if axes is not None else shape
+    sizes = tuple(math.prod(each) if isinstance(each, tuple) else each for each in found or ())
+    if not sizes or not are_sizes(sizes):
+        raise ValueError("its mesh has no shape")
+    return sizes
+
+
+def _placement(placement: Inert, dims: int) -> Cut | None:
+    """A placement as data. Raises ValueError for one that is no part of a tensor."""
+    kind, dim = placement.path.rpartition(".")[2], placement.get("dim")
+    if kind == "Replicate":
+        return None
+    if kind not in ("Shard", "_StridedShard") or type(dim) is not int or not -dims <= dim < dims:
+        raise ValueError(f"the placement {kind} does not say which elements the rank holds")
+    return Cut(dim % dims, placement.get("split_factor") if kind == "_StridedShard" else 1)
+
+
+def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
+    """A ShardedTensor, which states the offsets of its parts."""
+    shards, _, group, *_ = value.state
+    own, of = (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
+    if (own, of) != (number, world):
+        raise ValueError(f"the file is of rank {shown(own)} of {shown(of)}, its name says rank {number} of {world}")
+    chunks = []
+    for shard in shards:
+        tensor, at = shard.get("tensor"), shard.get("metadata")
+        chunk = Chunk(*(tuple(at.get(key)) for key in ("shard_offsets", "shard_sizes")))
+        if not all(map(are_sizes, chunk)) or tensor.shape != chunk.shape or len(chunk.offset) != len(shape):
+            raise ValueError(f"the part {list(tensor.shape)} is said to be {list(chunk.shape)}")
+        chunks.append((chunk, tensor))
+    return Part(shape, chunks, (number,))
+
+
+# ---------------------------------------------------------------------------------------------------- the optimizer
+
+
+def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
+    """Add the states of the optimizer, by name if the order of the parameters is known, else by number."""
+    _check_steps(ranks)
+    groups = [
+        group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
+    ]
+    numbers = [group["params"] for group in groups]
+    kinds = {(key, kind): None for rank in ranks for key, of in rank.states.items() for kind in of}
+    shapes = {name: part.shape for name, part in ranks[0].parts.items()}
+    ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in kinds if isinstance(key, str)}]
+    if not ways[0]:
+        ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
+    names: dict[Any, list[str]] = {}
+    found = [(key, kind, _numbered(ranks, key, kind)) for key, kind in kinds]
+    for way in ways:  # the first that fits; if none does, numbers stay
+        named = [(key, kind, _states(ranks, key, kind, way.get(key, []), shapes)) for key, kind in kinds]
+        if all(of for _, _, of in named):
+            names, found = way, named
+            break
+    for key, kind, of in found:
+        for name, shape, chunks in of:
+            gathered.add((*STATE, name or key, kind), shape, chunks)
+    gathered.add_groups(groups, [[name for number in of for name in names.get(number, [number])] for of in numbers])
+
+
+_States = list[tuple[str | None, tuple[int, ...], list[tuple[Chunk, TensorInfo]]]]
+"""The name of a parameter, the shape of its state, and the chunks of it."""
+
+
+def _states(
+    ranks: Sequence[_Rank], key: object, kind: str, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> _States:
+    """A kind of state of one parameter, or of all those of a unit; nothing if it does not fit them."""
+    shape, chunks = _numbered(ranks, key, kind)[0][1:]
+    of = {name: shapes.get(name, ()) for name in names}
+    if not shape:
+        return [(name, shape, chunks) for name in names]
+    if [*of.values()] == [shape]:
+        return [(name, shape, chunks) for name in names]
+    total, parts = sum(map(math.prod, of.values())), [info for _, info in chunks]
+    if not names or len(shape) > 1 or not 0 <= shape[0] - total < len(ranks):
+        return []
+    return [(name, of[name], chunks) for name, chunks in from_list(of, parts)]
+
+
+def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
+    """A kind of state as it is stored; what each rank has a plain list of is one list."""
+    held = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
+    _, part, infos = held[0]
+    if part.place is not None:
+        return [(None, part.shape, [each for _, of, infos in held if of.is_first for each in infos])]
+    if len(part.shape) != 1:
+        return [(None, part.shape, infos)]
+    parts = [info for rank, _, infos in held if rank.is_first for _, info in infos]
+    begins = [*itertools.accumulate((info.shape[0] for info in parts), initial=0)]
+    chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, parts, strict=False)]
+    return [(None, (begins[-1],), chunks)]
+
+
+def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
+    """What the numbers of an optimizer may stand for: each parameter, or each unit; a tied one comes once.
+
+    Tied tensors share a storage, or (FSDP1's original parameters) it is the head of the vocabulary. Buffers are whole
+    where parameters are not.
+    """
+    found: dict[object, str] = {}
+    is_sharded = any(part.place is not None for part in rank.parts.values())
+    for name, part in rank.parts.items():
+        if part.place is not None or not is_sharded:
+            tensor = next((tensor for _, tensor in part.chunks if tensor.nbytes), None)
+            found.setdefault((tensor.storage.key, tensor.offset) if tensor else name, name)
+    for names in ([*found.values()], [name for name in found.values() if not name.endswith("lm_head.weight")]):
+        yield [[name] for name in names]
+        yield _units(names)
+
+
+def _units(names: Sequence[str]) -> list[list[str]]:
+    """The parameters of each unit that FSDP1 wraps: those outside of layers, then those of each layer."""
+    found: dict[str, list[str]] = defaultdict(list, {"": []})
+    for name in names:
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        found[layer[0] if layer else ""].append(name)
+    return [*found.values()]
+
+
+def _check_steps(ranks: Sequence[_Rank]) -> None:
+    """Raise MismatchError if the ranks' optimizers have done different numbers of steps."""
+    steps: dict[object, tuple[bytes, FilePath]] = {}
+    for rank in ranks:
+        key, kinds = next(iter(rank.states.items()), (None, {}))
+        part, infos = kinds.get("step", (None, []))
+        for _, info in infos if part is not None and not part.shape else ():
+            (content,) = read_ranges([(info.file, info.offset, info.offset + info.nbytes)])
+            first = steps.setdefault(key, (content, info.file))
+            if first[0] != content:
+                raise MismatchError(f"{info.file} and {first[1]} are of different steps", _OTHERS)

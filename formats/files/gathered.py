@@ -1,0 +1,142 @@
+"""Gathers what the files of a training program hold, as one distributed checkpoint of torch's.
+
+Names are those of torch's own state dicts: ``model.{name}``, ``optimizer.state.{name}.exp_avg``,
+``optimizer.param_groups.{number}.lr``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from formats.errors import MismatchError
+from formats.files.chunks import Chunk, check_tiling, read_chunks, whole_shape
+from formats.files.dcp import Blob, Distributed, Whole, object_bytes, read_object
+from formats.files.safetensors import TensorInfo, read_header
+from formats.store import FilePath
+
+Keys = tuple[str | int, ...]
+STATE: Keys = ("optimizer", "state")
+_PARAMETERS = re.compile(r"optimizer\.param_groups\.\d+\.params")
+
+
+class Gathered:
+    """The tensors and objects of a folder, by the keys that lead to them."""
+
+    def __init__(self, folder: FilePath) -> None:
+        self._folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._chunks: dict[str, list[tuple[Chunk, TensorInfo]]] = {}
+        self._objects: dict[str, bytes] = {}
+        self._keys: dict[str, Keys] = {}
+
+    def add(self, keys: Keys, shape: tuple[int, ...], chunks: Iterable[tuple[Chunk, TensorInfo]]) -> None:
+        """Add chunks of a tensor of ``shape``; empty ones are nothing. Raises MismatchError if files disagree."""
+        name = self._name(keys)
+        new = [(at, info._replace(name=name)) for at, info in chunks if 0 not in at.shape or 0 in shape]
+        if self._shapes.setdefault(name, shape) != shape:
+            other = self._chunks[name][0][1].file if self._chunks[name] else self._folder
+            raise MismatchError(f"{new[0][1].file if new else self._folder}: {_differs(name, shape)} in {other}")
+        self._chunks.setdefault(name, []).extend(new)
+
+    def add_whole(self, keys: Keys, info: TensorInfo) -> None:
+        """Add a tensor that is stored whole."""
+        self.add(keys, info.shape, [(Chunk((0,) * len(info.shape), info.shape), info)])
+
+    def add_copy(self, keys: Keys, of: Keys) -> None:
+        """Add a tensor that shares the bytes of another, if it is not there yet."""
+        name = self._name(of)
+        if name in self._shapes and self._name(keys) not in self._shapes:
+            self.add(keys, self._shapes[name], self._chunks[name])
+
+    def add_object(self, keys: Keys, value: object) -> None:
+        """Add what is no tensor; what is not plain data is left out."""
+        try:
+            self._objects[self._name(keys)] = object_bytes(value)
+        except TypeError:
+            return
+
+    def add_groups(self, groups: object, names: Sequence[Sequence[str]]) -> None:
+        """Add the settings of an optimizer, with the ``names`` of the parameters of each group."""
+        for number, (group, own) in enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False)):
+            for key, value in group.items() if isinstance(group, dict) else ():
+                self.add_object(("optimizer", "param_groups", number, key), [*own] if key == "params" else value)
+
+    def finish(self, what: str, files: Collection[FilePath]) -> Distributed:
+        """What was gathered. Raises MismatchError if a tensor has two dtypes, or its chunks do not make it."""
+        tensors: dict[str, Whole] = {}
+        for name, chunks in self._chunks.items():
+            shape, dtypes = self._shapes[name], dict.fromkeys(info.dtype for _, info in chunks)
+            if len(dtypes) > 1:
+                raise MismatchError(f"{self._folder}: '{name}' is {' and '.join(dtypes)} in different files")
+            if not chunks:
+                raise MismatchError(f"{self._folder}: no file has any of '{name}', a tensor {list(shape)}")
+            kept = chunks[:1] if 0 in shape else chunks
+            check_tiling(name, dict(enumerate(at for at, _ in kept)), shape, self._folder)
+            tensors[name] = Whole(name, kept[0][1].dtype, shape, tuple(kept))
+        sizes = {file: file.stat().st_size for file in files}
+        return Distributed(self._folder, tensors, self._objects, self._keys, sizes, what)
+
+    def _name(self, keys: Keys) -> str:
+        name = ".".join(map(str, keys))
+        self._keys[name] = keys
+        return name
+
+
+def _differs(name: str, shape: tuple[int, ...]) -> str:
+    return f"'{name}' is of a tensor {list(shape)} here, and of another"
+
+
+def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:
+    """Safetensors whose headers say which chunks they have, as transformers' distributed checkpoints do."""
+    gathered, found = Gathered(folder), dict[str, list[tuple[Chunk, TensorInfo]]]()
+    for file in files:
+        header = read_header(file)
+        shapes = {name: info.shape for name, info in header.tensors.items()}
+        for name, at in read_chunks(file, header.metadata, shapes).items():
+            found.setdefault(name, []).append((at, header.tensors[name]))
+    for name, chunks in found.items():
+        gathered.add(("model", name), whole_shape(at for at, _ in chunks), chunks)
+    return gathered.finish("", files)
+
+
+def joined(parts: Sequence[Distributed], folder: FilePath, what: str | None) -> Distributed:
+    """Several folders or forms of files as one checkpoint. Raises MismatchError if a name is in two of them."""
+    names = [name for part in parts for name in (*part.tensors, *part.objects)]
+    if len({*names}) < len(names):
+        raise MismatchError(f"{folder}: '{max(names, key=names.count)}' is there twice, in different files")
+
+    def of(each: str) -> Mapping[str, object]:
+        return {key: value for part in parts for key, value in getattr(part, each).items()}
+
+    return Distributed(folder, of("tensors"), of("objects"), of("keys"), of("files"), what)  # type: ignore[arg-type]
+
+
+def by_name(found: Distributed) -> Distributed:
+    """The same with the states of the optimizer by name, if they are numbered and the order of parameters is known.
+
+    That is the order of the model's keys, if one group has as many parameters, and all states have their shapes. A tied
+    head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
+    """
+    keys = {name: keys for name, keys in found.keys.items() if name in found.tensors}
+    numbered = {name: of for name, of in keys.items() if len(of) == 4 and of[:2] == STATE and str(of[2]).isdecimal()}
+    groups = [name for name in found.objects if _PARAMETERS.fullmatch(name)]
+    if not numbered or len(groups) != 1 or not isinstance(blob := found.objects[groups[0]], Blob):
+        return found
+    plain = {name: str(of[1]).removeprefix("module.") for name, of in keys.items() if of[0] == "model" and len(of) == 2}
+    numbers, shapes = read_object(blob), {of: found.tensors[name].shape for name, of in plain.items()}
+    for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
+        if not isinstance(numbers, list) or len(way) != len(numbers):
+            continue
+        of_number = dict(zip(map(str, numbers), way, strict=True))
+        new: dict[str, Keys] = {name: (*STATE, of_number.get(str(of[2]), ""), of[3]) for name, of in numbered.items()}
+        if all(found.tensors[name].shape in ((), shapes.get(str(of[2]))) for name, of in new.items()):
+            new = dict(found.keys) | {name: ("model", of) for name, of in plain.items()} | new
+            renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in found.tensors}
+            tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in found.tensors.items()}
+            objects = {**found.objects, groups[0]: object_bytes(way)}
+            return replace(
+                found, tensors=tensors, objects=objects, keys={renamed.get(name, name): of for name, of in new.items()}
+            )
+    return found

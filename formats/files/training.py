@@ -1,0 +1,164 @@
+"""The folders that training programs leave, each read as a distributed checkpoint of torch's (see ``dcp``).
+
+A folder is known by the names of its files: ``.metadata``; accelerate's and transformers' Trainer's
+``pytorch_model_fsdp_0`` beside ``optimizer_0``; verl's files of ranks; DeepSpeed's ``latest``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
+
+from formats.documents import is_inside, json_object, read_document
+from formats.errors import CheckpointError, MismatchError
+from formats.files.checkpoint import CONFIG, METADATA, find_side_files
+from formats.files.dcp import Distributed, read_distributed
+from formats.files.gathered import by_name, joined, of_safetensors
+from formats.files.zero import MODEL, OPTIMIZER, read_zero
+from formats.store import FilePath, like, name_in, read_file
+
+
+class Training(NamedTuple):
+    """A folder of a training program: one of its files, and what reads them all."""
+
+    file: FilePath
+    read: Callable[[], Distributed]
+
+
+_VERL = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
+_RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
+
+
+OWN = re.compile(
+    r"latest(_universal|_checkpointed_iteration\.txt)?|(trainer_state|fsdp_config|lora_train_meta)\.json|zero_to_fp32\.py|"
+    r"random_states_\d+\.pkl"
+)
+"""Names of a training program's own files, which belong to no model."""
+
+
+def find_training(folder: FilePath) -> Training | None:
+    """What a training program left in a folder; None if its names are not those of any that is read here."""
+    if (folder / METADATA).is_file():
+        return Training(folder / METADATA, partial(_read_torch, folder))
+    if not folder.is_dir():
+        return None
+    names = sorted(path.name for path in folder.iterdir())
+    of_ranks = [match for name in names for pattern in (_VERL, _RANK) if (match := pattern.fullmatch(name))]
+    if of_ranks:
+        return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks))
+    step = _step_of(folder, names)
+    states = (
+        [
+            path
+            for path in like(step, "*_states.pt")
+            if any(map(re.Pattern.fullmatch, (MODEL, OPTIMIZER), [path.name] * 2))
+        ]
+        if step
+        else []
+    )
+    if step is not None and states:
+        return Training(states[0], partial(read_zero, step))
+    for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
+        if model in names and ((folder / model).is_file() or (folder / model / METADATA).is_file()):
+            file = folder / model
+            return Training(file if file.is_file() else file / METADATA, partial(_read_accelerate, folder, names))
+    return None
+
+
+def _step_of(folder: FilePath, names: Collection[str]) -> FilePath:
+    """The folder of a step of DeepSpeed's: that of the tag in ``latest`` or ``latest_universal``, or this one."""
+    for name in ("latest", "latest_universal"):
+        if name in names:
+            tag = read_file(folder / name, 1 << 10).decode("utf-8", "replace").strip()
+            if is_inside(tag) and (folder / tag).is_dir():
+                return folder / tag
+    return folder
+
+
+def read_training(folder: FilePath) -> Distributed:
+    """The checkpoint in a folder. Raises CheckpointError and MismatchError."""
+    found = find_training(folder)
+    try:
+        return found.read() if found is not None else read_distributed(folder)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"what its files hold is not as the program saves it: {error!s:.200}"
+        raise CheckpointError(f"{folder}: {what}", "fetch or copy the files again") from error
+
+
+def _read_torch(folder: FilePath) -> Distributed:
+    """A distributed checkpoint, or transformers': then the weights are safetensors, and the rest is the optimizer."""
+    found, beside = read_distributed(folder), like(folder, "shard-*.safetensors")
+    if beside:
+        return joined([of_safetensors(beside, folder), found], folder, "saved by transformers")
+    return by_name(found)
+
+
+def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
+    what = "saved by accelerate or Trainer"
+    if "pytorch_model_fsdp_1" in names:
+        raise CheckpointError(f"{folder} has several models", "give the folder of one (pytorch_model_fsdp_0)")
+    optimizer = next((folder / name for name in ("optimizer_0", "optimizer.bin") if name in names), None)
+    if "pytorch_model_fsdp_0" in names:
+        parts = [read_distributed(folder / name) for name in ("pytorch_model_fsdp_0", "optimizer_0") if name in names]
+        return joined(parts, folder, what)
+    if "pytorch_model_fsdp.bin" not in names:
+        raise CheckpointError(
+            f"{folder} has the states of an optimizer, and no model", "bring pytorch_model_fsdp_0 back"
+        )
+    from formats.files.fsdp_ranks import read_fsdp  # rarely needed
+
+    beside = optimizer if optimizer is not None and optimizer.is_file() else None
+    return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", beside)], what)
+
+
+def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
+    """Files of ranks, by the names of which the number of all ranks is known, or that of the last."""
+    from formats.files.fsdp_ranks import read_fsdp  # rarely needed
+
+    files: dict[tuple[bool, int], FilePath] = {}
+    worlds: dict[int, str] = {}
+    for match in matches:
+        files[match[1] in ("model", "pytorch_model_fsdp"), int(match[match.re.groups])] = folder / match[0]
+        if match.re is _VERL:
+            worlds[int(match[2])] = match[0]
+    if (folder / "fsdp_config.json").is_file():
+        _, settings = read_document(folder / "fsdp_config.json", 1 << 20, json_object)
+        if isinstance(settings.get("world_size"), int):
+            worlds[settings["world_size"]] = "fsdp_config.json"
+    if len(worlds) > 1:
+        raise MismatchError(
+            f"{folder} has files of different numbers of ranks: {' and '.join(map(str, worlds.values()))}",
+            "keep the files of one save",
+        )
+    world = next(iter(worlds), 1 + max(number for _, number in files))
+    if not any(is_model for is_model, _ in files):
+        raise _without_model(folder)
+    has_optimizer = any(not is_model for is_model, _ in files)
+    for is_model in (True, *([False] if has_optimizer else [])):
+        missing = [rank for rank in range(world) if (is_model, rank) not in files]
+        if missing:
+            what = "model" if is_model else "optimizer"
+            raise CheckpointError(
+                f"{folder}: the {what}'s file of rank {missing[0]} of {world} is missing",
+                "bring all ranks' files together",
+            )
+    pairs = [(files[True, rank], files.get((False, rank))) for rank in range(world)]
+    return read_fsdp(folder, pairs, "saved by verl or SkyRL" if worlds else "saved by accelerate")
+
+
+def _without_model(folder: FilePath) -> CheckpointError:
+    return CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring the model's files back")
+
+
+def model_files(folder: FilePath) -> dict[str, FilePath]:
+    """The config.json of a model that a training program saved in a folder, and the files with it, by their names.
+
+    They lie there, below in ``huggingface``, or above; above, folders are other things.
+    """
+    for place, of in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
+        if (place / CONFIG).is_file():
+            found = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
+            return {name: file for name, file in found if not OWN.fullmatch(name) and (of == "**" or "/" not in name)}
+    return {}

@@ -1,0 +1,313 @@
+"""What training programs leave: each fixture that the programs wrote is merged and converted, element for element."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import load_file
+
+from reshard.api import merge, split
+from reshard.source.inspect import inspect
+from reshard.source.opening import open_source
+from tests import store
+from tests.marks import one_of_each
+from tests.oracles.torchfile import load_dcp
+from tests.programs.oracles import ORACLES
+from tests.programs.test_dcp import raw
+from tests.support import command
+from verify.bytes.exact import verify_exact
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+CASES = (
+    "accelerate-fsdp2-full-qwen2-w2", "accelerate-fsdp2-llama-w2", "bare-fsdp1-shardedtensor-qwen2-w3",
+    "megatron_fsdp-llama-w3", "trainer-fsdp2-qwen2-w2", "transformers-distributed-llama-w2", "verl-fsdp1-llama-w1",
+    "verl-fsdp1-llama-w2", "verl-fsdp1-origparams-qwen2-w3", "verl-fsdp2-frozen-llama-w2", "verl-fsdp2-llama-w2",
+    "verl-fsdp2-qwen2-w3", "verl-fsdp2-qwen3_moe-hsdp2x2", "zero1-frozen-llama-w2", "zero1-llama-w2",
+    "zero2-groups-frozen-llama-w3", "zero2-qwen2-w3", "zero2-qwen2-w3-universal", "zero3-llama-w3",
+    "zero3-llama-w3-universal", "zero3-qwen2-w2",
+)  # fmt: skip
+INNER = {"accelerate": "checkpoint-1", "trainer": "checkpoint-1", "transformers": "checkpoint-1",
+         "megatron_fsdp": "iter_0000001", "verl": "global_step_1/actor"}  # fmt: skip
+WITHOUT_OPTIMIZER = {"bare-fsdp1-shardedtensor-qwen2-w3", "verl-fsdp1-llama-w1", "verl-fsdp2-qwen3_moe-hsdp2x2"}
+BY_PARAMETER = {"transformers-distributed-llama-w2"}  # each has settings of its own
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def fixtures() -> Path:
+    """All cases and their references."""
+
+    def make(path: Path) -> None:
+        with tarfile.open(ORACLES / "trainers" / "fixtures.tar.xz") as archive:
+            archive.extractall(path, filter="data")
+
+    return store.made("trainers", make)
+
+
+def given(case: str) -> Path:
+    """The folder of a case that a user gives."""
+    return fixtures() / case / INNER.get(case.partition("-")[0], "")
+
+
+def copied(case: str, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    shutil.copytree(fixtures() / case, tmp_path / case)
+    return tmp_path / case / INNER.get(case.partition("-")[0], "")
+
+
+def config_of(case: str) -> Path | None:
+    """The config of a case that has none of its own: that of another of its model."""
+    folder = given(case)
+    if (folder / "config.json").exists() or (folder / "huggingface").exists():
+        return None
+    model = json.loads((fixtures() / case / "case.json").read_text())["model"]
+    other = {"llama": "verl-fsdp2-llama-w2", "qwen2": "verl-fsdp2-qwen2-w3"}[model]
+    return given(other) / "huggingface"
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """Rounded to nearest even, as bits."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def numbers(case: str) -> dict[str, np.ndarray]:
+    """What a case has, ``weight|NAME`` and so on: floats, or the bits of BF16."""
+    about = json.loads((fixtures() / case / "case.json").read_text())
+    found = load_file(fixtures() / f"reference-{about['model']}-{about['seed']}.safetensors")
+    frozen = "frozen" in case or EMBEDDING in about.get("frozen", [])
+    if frozen:
+        found = {key: value for key, value in found.items() if key.startswith("weight") or EMBEDDING not in key}
+    if about["model"] == "qwen2":
+        found["weight|lm_head.weight"] = found[f"weight|{EMBEDDING}"]
+    whole = about.get("dtype") == "bfloat16"
+    rounded = {key for key in found if whole or (frozen and about.get("bf16") and EMBEDDING in key)}
+    return {key: bf16(value) if key in rounded else value for key, value in found.items()}
+
+
+def by_expert(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The names of the Hub: an expert's gate and up are the halves of its rows of gate_up_proj."""
+    found: dict[str, np.ndarray] = {}
+    for key, value in weights.items():
+        stem = key.rpartition(".")[0]
+        if key.endswith(".experts.gate_up_proj"):
+            for number, both in enumerate(value):
+                for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
+                    found[f"{stem}.{number}.{part}_proj.weight"] = half
+        elif key.endswith(".experts.down_proj"):
+            found |= {f"{stem}.{number}.down_proj.weight": down for number, down in enumerate(value)}
+        else:
+            found[key] = value
+    return found
+
+
+def weights(case: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The Hugging Face checkpoint of a case."""
+    found = {key[7:]: value for key, value in numbers(case).items() if key.startswith("weight|")}
+    dtypes = {np.dtype(np.uint16): "BF16", np.dtype(np.float32): "F32"}
+    return {name: (dtypes[of.dtype], of.shape, of.tobytes()) for name, of in by_expert(found).items()}
+
+
+# -- what the programs wrote -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_merged(case: str, tmp_path: Path) -> None:
+    merge(given(case), tmp_path / "merged", config=config_of(case))
+    assert raw(tmp_path / "merged") == weights(case)
+    assert {path.name for path in (tmp_path / "merged").iterdir()} <= {
+        "config.json", "generation_config.json", "model.safetensors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_optimizer_goes_with_it_by_name(case: str, tmp_path: Path) -> None:
+    split(
+        given(case),
+        tmp_path / "out",
+        tp=2,
+        format=open_source(given(case), config=config_of(case)).format.name,
+        config=config_of(case),
+    )
+    found = load_dcp(tmp_path / "out")
+    expected = {
+        (f"model.{name}" if kind == "weight" else f"optimizer.state.{name}.{kind}"): value
+        for key, value in numbers(case).items()
+        for kind, _, name in [key.partition("|")]
+    }
+    if case in WITHOUT_OPTIMIZER:
+        expected = {name: value for name, value in expected.items() if name.startswith("model.")}
+    assert {name for name in found.tensors if not name.endswith(".step")} == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found.tensors[name], value.astype(np.float64), err_msg=name)
+    assert ("optimizer.param_groups.0.lr" in found.objects) == (case not in WITHOUT_OPTIMIZER | BY_PARAMETER)
+
+
+def test_torch_loads_the_state_of_a_run(tmp_path: Path) -> None:
+    split(given("zero3-llama-w3"), tmp_path / "out", tp=2, format="dcp", config=config_of("zero3-llama-w3"))
+    found = load_file(fixtures() / "reference-llama-1.safetensors")
+    names = [key[7:] for key in found if key.startswith("weight|")]
+    zeros: Callable[[str], Any] = lambda key: torch.zeros(found[key].shape)  # noqa: E731
+    state: dict[str, Any] = {
+        "model": {name: zeros(f"weight|{name}") for name in names},
+        "optimizer": {
+            "state": {
+                name: {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": zeros(f"exp_avg|{name}"),
+                    "exp_avg_sq": zeros(f"exp_avg_sq|{name}"),
+                }
+                for name in names
+            },
+            "param_groups": [{"lr": 1.0, "betas": (0.0, 0.0), "params": []}],
+        },
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    for name in names:
+        assert torch.equal(state["model"][name], torch.from_numpy(found[f"weight|{name}"]))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state["optimizer"]["state"][name][kind], torch.from_numpy(found[f"{kind}|{name}"]))
+        assert state["optimizer"]["state"][name]["step"] == 1
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["betas"] == (0.9, 0.999) and sorted(group["params"]) == sorted(names)
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES))
+def test_from_a_training_run_to_an_engine(case: str, tmp_path: Path) -> None:
+    merge(given(case), tmp_path / "merged", config=config_of(case))
+    split(given(case), tmp_path / "served", tp=2, format="vllm", config=config_of(case))
+    split(tmp_path / "merged", tmp_path / "direct", tp=2, format="vllm")
+    assert raw(tmp_path / "served") == raw(tmp_path / "direct")
+    assert verify_exact(open_source(tmp_path / "merged"), tmp_path / "served").verdict == "same"
+
+
+def test_a_trainers_folder_is_verified_as_it_is(tmp_path: Path) -> None:
+    case = "verl-fsdp2-qwen3_moe-hsdp2x2"
+    merge(given(case), tmp_path / "merged")
+    assert verify_exact(open_source(tmp_path / "merged"), given(case)).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("accelerate-fsdp2-llama-w2", "saved by accelerate or Trainer"),
+        ("verl-fsdp2-qwen3_moe-hsdp2x2", "saved by verl or SkyRL: FSDP, 4 ranks, mesh ddp 2 x fsdp 2"),
+        ("zero2-qwen2-w3", "saved by DeepSpeed: ZeRO-2, 3 ranks, step 1"),
+        ("zero3-llama-w3-universal", "saved by DeepSpeed: Universal Checkpoint, step 1"),
+        ("transformers-distributed-llama-w2", "saved by transformers"),
+    ],
+)
+def test_inspect_says_whose_it_is(case: str, what: str) -> None:
+    report = inspect(given(case))
+    assert (report.kind, report.format, report.load, report.problems) == ("training checkpoint", what, None, [])
+    assert (report.hint is None) == (config_of(case) is None)
+
+
+# -- where the config lies -------------------------------------------------------------------------------------------
+
+
+def test_a_config_above_is_taken_without_what_else_lies_there(tmp_path: Path) -> None:
+    folder = copied("trainer-fsdp2-qwen2-w2", tmp_path)
+    shutil.copy(given("verl-fsdp2-qwen2-w3") / "huggingface" / "config.json", folder.parent)
+    (folder.parent / "runs").mkdir()
+    (folder.parent / "runs" / "log.txt").write_text("a log")
+    (folder.parent / "tokenizer.json").write_text("{}")
+    (folder.parent / "case.json").unlink()
+    merge(folder, tmp_path / "merged")
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+
+
+def test_without_a_config_it_is_asked_for(tmp_path: Path) -> None:
+    done = command("merge", copied("zero3-llama-w3", tmp_path), tmp_path / "merged")
+    assert done.returncode in (1, 2) and "config.json" in done.stderr and "--config DIR" in done.stderr
+    assert not (tmp_path / "merged").exists()
+
+
+# -- what does not belong together -----------------------------------------------------------------------------------
+
+VERL, FLAT, ZERO = "verl-fsdp2-llama-w2", "verl-fsdp1-llama-w2", "zero2-qwen2-w3"
+OPTIM = "global_step1/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def rename(old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def copy(old: str, new: str, source: str | None = None) -> Callable[[Path], object]:
+    return lambda folder: shutil.copy((given(source) if source else folder) / old, folder / new)
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for name in names:
+            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+    return change
+
+
+def replaced(name: str, old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Change bytes of a file, as many as there were."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        assert old in content and len(old) == len(new)
+        (folder / name).write_bytes(content.replace(old, new))
+
+    return change
+
+
+def of_another_world(folder: Path) -> None:
+    """Two of the files of three ranks, named as if they were all."""
+    for number in range(3):
+        (folder / f"optim_world_size_3_rank_{number}.pt").unlink()
+        (folder / f"model_world_size_3_rank_{number}.pt").rename(folder / MODEL.format(number))
+    remove(MODEL.format(2), "fsdp_config.json")(folder)
+
+
+MODEL, STATES = "model_world_size_2_rank_{}.pt", "global_step1/mp_rank_00_model_states.pt"
+ALONE = "an optimizer, and no model"
+SHARD = "the pickle asks for 'torch.distributed.tensor.placement_types.shard'"
+OF_ZERO_3 = "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+WRONG = {
+    "a rank's file is missing": (VERL, remove(MODEL.format(0)), "the model's file of rank 0 of 2 is missing"),
+    "an optimizer's file is missing": (VERL, remove("optim_world_size_2_rank_1.pt"), "optimizer's file of rank 1 of 2"),
+    "a rank's file is there twice": (VERL, copy(MODEL.format(0), MODEL.format(1)), "the file is of rank 0, its name"),
+    "a file of another world": (VERL, copy(MODEL.format(0), "model_world_size_3_rank_0.pt"), "different numbers of"),
+    "other settings": (VERL, replaced("fsdp_config.json", b'size": 2', b'size": 4'), "different numbers of ranks"),
+    "another world inside": ("verl-fsdp2-qwen2-w3", of_another_world, "a mesh of 3 ranks, and there are files of 2"),
+    "ranks of another world, sharded": ("bare-fsdp1-shardedtensor-qwen2-w3", copy(
+        "model_world_size_3_rank_0.pt", "model_world_size_3_rank_1.pt"), "the file is of rank 0 of 3, its name says"),
+    "a name that is not known": (VERL, replaced(MODEL.format(1), b"Shard", b"shard"), SHARD),
+    "an optimizer without its model": (VERL, remove(MODEL.format(0), MODEL.format(1)), ALONE),
+    "accelerate's optimizer alone": ("accelerate-fsdp2-llama-w2", remove("pytorch_model_fsdp_0"), ALONE),
+    "its whole file alone": ("accelerate-fsdp2-full-qwen2-w2", remove("pytorch_model_fsdp.bin"), ALONE),
+    "DeepSpeed's optimizer alone": (ZERO, remove(STATES), ALONE),
+    "a partition is missing": (ZERO, remove(OPTIM.format(1)), "the file of rank 1 is missing"),
+    "the last partition is missing": (ZERO, remove(OPTIM.format(2)), "it is one of 3 ranks, and there are files of 2"),
+    "a partition is there twice": (ZERO, copy(OPTIM.format(0), OPTIM.format(2)), "does not lie where param_shapes"),
+    "a partition of another stage": (ZERO, copy(OF_ZERO_3, OPTIM.format(1), "zero3-llama-w3"), "of different stages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_it_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
+    case, change, said = WRONG[what]
+    folder = copied(case, tmp_path)
+    change(folder)
+    done = command("merge", folder, tmp_path / "merged", *(("--config", config_of(case)) if config_of(case) else ()))
+    assert done.returncode in (1, 2) and said in done.stderr, done.stderr
+    assert done.stderr.count("Error:") == 1 and len(done.stderr.strip().splitlines()) <= 2
+    assert {path.name for path in tmp_path.iterdir()} == {case}

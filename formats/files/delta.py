@@ -183,13 +183,6 @@ def _documents(value: object, where: str) -> dict[str, bytes]:
     return {file_name(name, where): content for name, content in mapping(_unpacked)(value, where).items()}
 
 
-def unchanged(
-    path: FilePath, names: Iterable[str], files: tuple[Laid, ...], documents: Mapping[str, bytes], sides: Iterable[str]
-) -> Delta:
-    """What leaves a checkpoint as it is."""
-    return Delta(path, (), dict.fromkeys(names, Change(SAME, None, None)), files, documents, dict.fromkeys(sides))
-
-
 def read_delta(path: FilePath, base: Delta) -> Delta:
     """Read a delta, ours or slime's; ``base`` leaves the checkpoint as it is. Raises CheckpointError."""
     if not (path / DELTA).is_file():

@@ -203,7 +203,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
 def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
-    BASE is a full checkpoint in safetensors. Each of its tensors must have the checksum that the delta states, before
+    BASE is a checkpoint in any form. Each of its tensors must have the checksum that the delta states, before
     anything is written. So deltas chain: the result is the base of the next one. DELTA may also be a folder of slime's
     (weight_v000001), which has checksums of the result alone.
 

@@ -30,7 +30,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError, NotationError
+from formats.errors import CheckpointError, MismatchError, NotationError
+from formats.files.chunks import check_tiling
+from formats.files.safetensors import TensorInfo
 from formats.notation.architecture import Match
 from formats.notation.architecture_files import built_in_file, language_model
 from formats.notation.axes import Shape
@@ -39,6 +41,8 @@ from formats.store import FilePath
 from reshard.mesh.stages import HEADED, predicts_further
 from reshard.model.model import BoundTensor, Kind, Model
 from reshard.model.sizes import check_members
+from reshard.placement.arrangement import Arrangement
+from reshard.placement.stored import Chunks
 
 REQUIRED = Path(__file__).parent / "required.json"
 
@@ -152,6 +156,45 @@ _RECOMPUTED = (
     ".inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
 )  # fmt: skip
 """Frequencies, positions and masks in old checkpoints, sometimes in a few layers only. No loader reads them."""
+
+
+def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
+    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
+    if arrangement.chunks is not None:
+        _check_chunks(arrangement, arrangement.chunks, ranks, path)
+        return
+    for rank, tensors in enumerate(ranks):
+        unknown = dict(tensors)
+        for stored, shape in arrangement.held(rank):
+            name = stored.name_on(rank)
+            info = unknown.pop(name, None)
+            if info is None:
+                raise MismatchError(f"{path}: tensor '{name}' is missing in the files of rank {rank}")
+            if info.shape != shape or info.dtype != stored.dtype:
+                raise MismatchError(
+                    f"{info.file}: tensor '{name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
+                    f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
+                )
+        if unknown:
+            raise MismatchError(f"{path}: tensor '{min(unknown)}' of rank {rank} is none of this model's")
+
+
+def _check_chunks(
+    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
+) -> None:
+    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
+    unknown = set(chunks)
+    for stored in arrangement.stored:
+        unknown.discard(stored.name)
+        if stored.constant is not None and not chunks.get(stored.name):
+            continue  # whoever wrote it did without
+        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
+        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
+        other = next((info for info in infos if info.dtype != stored.dtype), None)
+        if other is not None:
+            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
+    if unknown:
+        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")
 
 
 def check_complete(model: Model, where: FilePath) -> None:

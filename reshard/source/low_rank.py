@@ -114,12 +114,8 @@ class Term(NamedTuple):
     step: int = 1
 
 
-@dataclass(frozen=True)
-class Changes:
-    """What an adapter changes, by the names of weights: it adds terms to some, and has some itself."""
-
-    terms: Mapping[str, Sequence[Term]]
-    replaced: Mapping[str, TensorInfo]
+Changes = tuple[Mapping[str, Sequence[Term]], Mapping[str, TensorInfo]]
+"""What an adapter adds to weights, and the weights that it has itself, by their names."""
 
 
 def changes_of(base: Model, settings: Any, tensors: Mapping[str, TensorInfo]) -> Changes:
@@ -226,7 +222,7 @@ class _Merging:
                 raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
             for name, term in self._terms(place, pair["A"][0], pair["B"][0], pair["A"][1], names):
                 terms.setdefault(name, []).append(term)
-        return Changes(terms, replaced)
+        return terms, replaced
 
     def _names(self) -> _Names:
         """The tensors of the base model by their lines and indices."""
@@ -274,7 +270,7 @@ class _Merging:
         ):
             raise self._does_not_fit(a, b, parts[0][0])
         product = product._replace(scale=self.scales.of(self.lora.key_of(place, each), rank))
-        along, at = self._along(tensor), 0
+        along, at = int(tensor.shapes[0][0].arrow is not None), 0  # the output
         for part, weights in zip(tensor.parts, parts, strict=True):
             begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
             for expert in range(experts):
@@ -287,10 +283,6 @@ class _Merging:
             at += length
         if at != product.shape[along]:
             raise self._does_not_fit(a, b, parts[0][0])
-
-    def _along(self, tensor: ModuleTensor) -> int:
-        """The dimension of a matrix along which the parts of a tensor are joined: its output."""
-        return int(tensor.shapes[0][0].arrow is not None)
 
     def _extent(self, part: Part, weight: BoundTensor, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
         """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first, their number, and the

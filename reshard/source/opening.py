@@ -35,11 +35,11 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, name_in
 from reshard.mesh.degrees import with_blocks
-from reshard.mesh.plan import Plan, make_plan
+from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes
-from reshard.source.completeness import check_complete
+from reshard.source.completeness import check_complete, check_stored
 from reshard.source.low_rank import check_tensors
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
 from reshard.store.staging_names import unfinished_command
@@ -189,7 +189,7 @@ def _open_sharded(folder: Folder) -> Source:
         (SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path)) for r in sharded.ranks for f in r.files),
         {name_in(file, path): file for file in sharded.side_files}, stated=identity,
     )  # fmt: skip
-    _check_shapes(sharded, plan, path)
+    check_stored(source.arrangement, source.ranks, path)
     check_complete(model, path)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
@@ -211,23 +211,3 @@ def _names(sharded: ShardedCheckpoint, manifest: Manifest | None) -> tuple[str, 
     files = manifest.source.files
     order = [name for file in files for name in file.tensors if name in names]
     return tuple(dict.fromkeys([*order, *names]))
-
-
-def _check_shapes(sharded: ShardedCheckpoint, plan: Plan, path: FilePath) -> None:
-    """Raise MismatchError unless each rank has exactly the planned tensors, dtypes and local shapes."""
-    for rank in sharded.ranks:
-        planned = {kind: (kind.dtype, box.shape) for kind, box in plan.boxes(rank.rank).items()}
-        for name, kind, _ in plan.model.tensors:
-            info, should = rank.tensors.get(name), planned.get(kind)
-            if info is None and should is None:
-                continue
-            if info is None or should is None:
-                what = "is missing in" if info is None else "does not belong in"
-                raise MismatchError(f"{path}: tensor '{name}' {what} {rank.folder.name}")
-            if info.shape != should[1]:
-                raise MismatchError(
-                    f"{info.file}: tensor '{name}' has shape {list(info.shape)}, rank {rank.rank} of {plan.mesh} "
-                    f"has {list(should[1])} by the rule '{plan.laid[kind].layout.rule}'"
-                )
-            if info.dtype != should[0]:
-                raise MismatchError(f"{info.file}: tensor '{name}' is {info.dtype}, but {should[0]} in another rank")

@@ -19,9 +19,9 @@ from functools import cache, partial
 from typing import Any
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
-from formats.files.chunks import Chunk, check_tiling, whole_shape
+from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import KEPT, MANIFEST
@@ -39,7 +39,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import Origins
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
 from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
-from reshard.source.completeness import check_complete
+from reshard.source.completeness import check_complete, check_stored
 from reshard.source.program_files import (
     Affix,
     ProgramFile,
@@ -498,45 +498,6 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
                 padded[axis] = size
             break
     return padded
-
-
-def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath) -> None:
-    """Raise MismatchError unless each rank has exactly the tensors, dtypes and shapes of an arrangement."""
-    if arrangement.chunks is not None:
-        _check_chunks(arrangement, arrangement.chunks, ranks, path)
-        return
-    for rank, tensors in enumerate(ranks):
-        unknown = dict(tensors)
-        for stored, shape in arrangement.held(rank):
-            name = stored.name_on(rank)
-            info = unknown.pop(name, None)
-            if info is None:
-                raise MismatchError(f"{path}: tensor '{name}' is missing in the files of rank {rank}")
-            if info.shape != shape or info.dtype != stored.dtype:
-                raise MismatchError(
-                    f"{info.file}: tensor '{name}' is {info.dtype} {list(info.shape)}, rank {rank} of "
-                    f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
-                )
-        if unknown:
-            raise MismatchError(f"{path}: tensor '{min(unknown)}' of rank {rank} is none of this model's")
-
-
-def _check_chunks(
-    arrangement: Arrangement, chunks: Chunks, ranks: Sequence[Mapping[str, TensorInfo]], path: FilePath
-) -> None:
-    """Raise MismatchError unless the chunks are exactly those of the tensors of an arrangement."""
-    unknown = set(chunks)
-    for stored in arrangement.stored:
-        unknown.discard(stored.name)
-        if stored.constant is not None and not chunks.get(stored.name):
-            continue  # whoever wrote it did without
-        check_tiling(stored.name, chunks[stored.name], stored.whole_shape, path)
-        infos = (tensors[stored.name] for tensors in ranks if stored.name in tensors)
-        other = next((info for info in infos if info.dtype != stored.dtype), None)
-        if other is not None:
-            raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
-    if unknown:
-        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")
 
 
 def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:

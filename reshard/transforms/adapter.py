@@ -171,12 +171,12 @@ def add_adapter(source: Source, adapter: FilePath) -> RangeStore:
     own = stamps_of([adapter / ADAPTER, adapter / ADAPTER_CONFIG], adapter, stamps_in(adapter))
     infos, settings = read_header(adapter / ADAPTER).tensors, read_config(adapter / ADAPTER_CONFIG)
     tensors, whole = tensors_of(source), whole_of(source)
-    changes = changes_of(source.model, settings, infos)
+    added, replaced = changes_of(source.model, settings, infos)
     file, contents = file_of(adapter / ADAPTER, adapter, own[adapter / ADAPTER]), dict[str, Content]()
     for name, tensor in tensors.items():
-        if name in changes.replaced:
-            tensor = tensor._replace(content=Part(file, changes.replaced[name].offset))
-        terms = tuple(changes.terms.get(name, ()))
+        if name in replaced:
+            tensor = tensor._replace(content=Part(file, replaced[name].offset))
+        terms = tuple(added.get(name, ()))
         what = name, tensor.dtype, tensor.shape, terms
         contents[name] = Added((tensor.content, Part(file, 0)), what) if terms else tensor.content
     check_unchanged(own)

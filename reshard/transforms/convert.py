@@ -399,12 +399,8 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     return store_of(source, shown, [computed(file, contents)], {**source.side_files, **documents})
 
 
-class _Copy(NamedTuple):
-    """A tensor that is copied. Of an A, ``module`` is the name of the module, ``key`` that in the source's settings."""
-
-    tensor: Tensor
-    module: str | None
-    key: str
+_Numbers = tuple[str, int, float]
+"""The name of a module, its rank and its alpha."""
 
 
 @dataclass(frozen=True)
@@ -427,29 +423,30 @@ class _Conversion:
         experts = Experts(self.base, self.model)
         lines = belongings(self.base, self.config, self.lora)
         pairs: dict[tuple[str, Wrapped], dict[str, BoundTensor]] = defaultdict(dict)
-        copies: dict[str, _Copy] = {}
+        found, own, scales = dict[str, Tensor](), list[_Numbers](), Scales(self.lora)
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
             if each is None or not experts.is_expert(each):
                 name, module = self._renamed(tensor, each, suffix)
-                key = "" if each is None else self.lora.key_of(tensor.name.removesuffix(suffix), each)
-                copies[name] = _Copy(self.tensors[tensor.name], module, key)
+                found[name] = self.tensors[tensor.name]
+                if each is not None and module is not None:
+                    key = self.lora.key_of(tensor.name.removesuffix(suffix), each)
+                    own.append((module, tensor.shape[0], scales.alpha(key)))
             elif suffix in A_ENDS or suffix in B_ENDS:
                 pairs[tensor.name.removesuffix(suffix), each]["A" if suffix in A_ENDS else "B"] = tensor
             else:
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' of an expert has no place in '{self.format.name}'")
         made = targets(experts, list(self._pairs(experts, pairs)), self.format) if pairs else []
-        found = {name: each.tensor for name, each in copies.items()}
         for target in made:
-            own = {content: None for b in target.blocks for content in (b.pair.a.content, b.pair.b.content)}
+            inputs = {content: None for b in target.blocks for content in (b.pair.a.content, b.pair.b.content)}
             blocks = [
                 [b.expert, _short(b.rows), b.pair.a.content.plain, b.pair.b.content.plain, b.of, _short(b.own), b.rank]
                 for b in target.blocks
             ]
             for is_a, shape in zip((True, False), shapes(target), strict=True):
                 what = is_a, target.form, blocks
-                found[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*own,), what, target, is_a))
-        return found, _settings(self, [*copies.values()], made)
+                found[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*inputs,), what, target, is_a))
+        return found, _settings(self, own, made)
 
     def _pairs(
         self, experts: Experts, found: Mapping[tuple[str, Wrapped], Mapping[str, BoundTensor]]
@@ -550,14 +547,14 @@ def _filled(template: str, indices: Mapping[str, int]) -> str:
 # ----------------------------------------------------------------------------------------------------------- settings
 
 
-def _settings(of: _Conversion, copies: Sequence[_Copy], made: Sequence[Target]) -> dict[str, Any]:
+def _settings(of: _Conversion, own: Sequence[_Numbers], made: Sequence[Target]) -> dict[str, Any]:
     """The entries of ``adapter_config.json`` that differ."""
     settings, format = of.config[SETTINGS], of.format
-    modules = [each.module for each in copies if each.module is not None]
+    modules = [module for module, _, _ in own]
     stacks = [target for target in made if target.of.each.is_stack]
     modules += [of.module_of(target) for target in made if not target.of.each.is_stack]
     parameters = dict.fromkeys(_tail(target.of.each.name) for target in stacks)
-    ranks, alphas = _numbers(of, copies, made)
+    ranks, alphas = _numbers(of, own, made)
     if format.one_scale and (ranks or alphas):
         raise PlanError(
             f"'{format.name}' has one rank and one alpha for all modules; '{next(iter(ranks or alphas))}' has its own",
@@ -584,10 +581,12 @@ def _targets(before: object, modules: Sequence[str]) -> list[str]:
     return sorted({last if (last := name.rpartition(".")[2]) in words else name for name in modules})
 
 
-def _numbers(of: _Conversion, copies: Sequence[_Copy], made: Sequence[Target]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _numbers(
+    of: _Conversion, copied: Sequence[_Numbers], made: Sequence[Target]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ranks and alphas that differ from ``r`` and ``lora_alpha``, by pattern of a name."""
     scales, settings = Scales(of.lora), of.config[SETTINGS]
-    own = [(each.module, each.tensor.shape[0], scales.alpha(each.key)) for each in copies if each.module is not None]
+    own = [*copied]
     for target in made:
         rank, scale = target.sizes["rank"], target.scale
         alpha = scales.alpha_for(scale, rank) if scale is not None else settings["lora_alpha"]

@@ -14,7 +14,7 @@ import numpy as np
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
-from formats.files.delta import SAME, WHOLE, Laid, contents_of, read_delta, unchanged
+from formats.files.delta import SAME, WHOLE, Change, Delta, Laid, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from formats.files.sharded import SourceFileRecord
 from formats.notation.adapters import SETTINGS
@@ -105,7 +105,8 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         raise CheckpointError(what, "give the model that it belongs to")
     tensors, whole = tensors_of(source), whole_of(source)
     files = tuple(Laid(file.name, file.header, file.size) for file in whole.files)
-    delta = read_delta(path, unchanged(source.path, tensors, files, whole.index, whole.sides))
+    same = dict.fromkeys(tensors, Change(SAME, None, None))
+    delta = read_delta(path, Delta(source.path, (), same, files, whole.index, dict.fromkeys(whole.sides)))
     stamps = stamps_of([path / name for name in delta.contents], path, known)
     stored, found = contents_of(delta), [SourceFileRecord(laid.name, laid.size, laid.header) for laid in delta.files]
 

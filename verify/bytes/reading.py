@@ -24,7 +24,7 @@ from formats.files.safetensors import TensorInfo
 from formats.quantization.dequantizing import Grid
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
-from reshard.store.remote import Read, Remote
+from reshard.store.remote import Read
 from verify.bytes.views import Array
 
 OPEN = 64
@@ -164,8 +164,10 @@ class _Blocks:
         """A block; the last is shorter. Raises CheckpointError, MismatchError."""
         with self._lock:
             if self._opened is None:
+                from reshard.transforms.tensors import Opened  # rarely needed
+
                 assert self._file.remote is not None
-                self._opened = opened(self._file.remote)
+                self._opened = Opened(_scales, _bits)(self._file.remote)  # with the arithmetic of the proof
         begin = number * BLOCK
         if begin >= self._file.size:
             raise CheckpointError(f"{self._file.path} has no byte {begin}")
@@ -187,13 +189,6 @@ class _Blocks:
 
 
 Numbers = NDArray[np.float64]
-
-
-def opened(remote: Remote) -> Read:
-    """Open a remote file, or a computed one with the arithmetic of the proof."""
-    from reshard.transforms.tensors import ComputedFile, Opened  # rarely needed
-
-    return remote.open(Opened(_scales, _bits)) if isinstance(remote, ComputedFile) else remote.open()
 
 
 def _value(code: int) -> float:

@@ -216,6 +216,14 @@ def test_inspect_says_whose_it_is(case: str, what: str) -> None:
     assert (report.hint is None) == (config_of(case) is None)
 
 
+def test_inspect_says_what_is_missing(tmp_path: Path) -> None:
+    folder = copied("verl-fsdp2-qwen2-w3", tmp_path)
+    (folder / "model_world_size_3_rank_1.pt").unlink()
+    report = inspect(folder)
+    assert (report.kind, report.format, report.complete) == ("training checkpoint", "saved from FSDP", False)
+    assert report.problems == [f"{folder}: the model's file of rank 1 of 3 is missing"] and report.files == 8
+
+
 def test_accelerates_files_of_ranks(tmp_path: Path) -> None:
     """Without a distributed checkpoint accelerate saves what verl does, under other names."""
     folder = copied("verl-fsdp2-qwen2-w3", tmp_path)

@@ -46,9 +46,9 @@ class Inert:
     state: Any = None
 
     def get(self, name: str) -> Any:
-        """An attribute, as far as the state says; None if it does not. A state may be ``(None, slots)``."""
-        state = self.state[1] if type(self.state) is tuple and self.state[:1] == (None,) else self.state
-        return state.get(name) if isinstance(state, dict) else None
+        """An attribute, as far as the state says; None if it does not. A state may be two: attributes and slots."""
+        states = self.state if type(self.state) is tuple and len(self.state) == 2 else (self.state,)
+        return next((of[name] for of in reversed(states) if isinstance(of, dict) and name in of), None)
 
 
 @dataclass(frozen=True)

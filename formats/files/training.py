@@ -21,12 +21,14 @@ from formats.store import FilePath, like, name_in, read_file
 
 
 class Training(NamedTuple):
-    """A folder of a training program: one of its files, and what reads them all."""
+    """A folder of a training program: one of its files, what reads them all, and who saved it, if not torch itself."""
 
     file: FilePath
     read: Callable[[], Distributed]
+    what: str | None = None
 
 
+_ACCELERATE = "saved by accelerate or Trainer"
 _VERL = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 _RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
 
@@ -47,7 +49,7 @@ def find_training(folder: FilePath) -> Training | None:
     names = sorted(path.name for path in folder.iterdir())
     of_ranks = [match for name in names for pattern in (_VERL, _RANK) if (match := pattern.fullmatch(name))]
     if of_ranks:
-        return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks))
+        return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks), "saved from FSDP")
     step = _step_of(folder, names)
     states = (
         [
@@ -59,11 +61,13 @@ def find_training(folder: FilePath) -> Training | None:
         else []
     )
     if step is not None and states:
-        return Training(states[0], partial(read_zero, step))
+        return Training(states[0], partial(read_zero, step), "saved by DeepSpeed")
     for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
         if model in names and ((folder / model).is_file() or (folder / model / METADATA).is_file()):
             file = folder / model
-            return Training(file if file.is_file() else file / METADATA, partial(_read_accelerate, folder, names))
+            return Training(
+                file if file.is_file() else file / METADATA, partial(_read_accelerate, folder, names), _ACCELERATE
+            )
     return None
 
 
@@ -96,7 +100,7 @@ def _read_torch(folder: FilePath) -> Distributed:
 
 
 def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
-    what = "saved by accelerate or Trainer"
+    what = _ACCELERATE
     if "pytorch_model_fsdp_1" in names:
         raise CheckpointError(f"{folder} has several models", "give the folder of one (pytorch_model_fsdp_0)")
     optimizer = next((folder / name for name in ("optimizer_0", "optimizer.bin") if name in names), None)

@@ -16,7 +16,6 @@ from typing import Any
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
 from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
-from formats.files.dcp import Distributed
 from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
 from formats.files.sharded import (
     MANIFEST,
@@ -178,7 +177,7 @@ def _take_source(report: Report, source: Source) -> None:
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)
     if source.training is not None:
-        _take_trainer(report, source.training.found)
+        _take_trainer(report, source.training.found.what)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be opened
@@ -260,19 +259,22 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
         found = read_training(folder)
     except ReshardError as error:
         report.problems.append(error.message)
-        files = [file for file in like(folder, "*.distcp") if file.is_file()]
+        training = find_training(folder)
+        place = training.file.parent if training else folder
+        files = [file for ends in ("distcp", "pt", "bin") for file in like(place, f"*.{ends}") if file.is_file()]
+        _take_trainer(report, training.what if training else None)
         report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
         return
     report.files, report.nbytes = len(found.files), sum(found.files.values())
     _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
     report.counts_all, report.any_mesh = True, True
-    _take_trainer(report, found)
+    _take_trainer(report, found.what)
 
 
-def _take_trainer(report: Report, found: Distributed) -> None:
+def _take_trainer(report: Report, what: str | None) -> None:
     """What a training program saved in a form of its own; nothing else loads it."""
-    if found.what is not None:
-        report.kind, report.format = "training checkpoint", found.what
+    if what is not None:
+        report.kind, report.format = "training checkpoint", what
         report.loaded_by = report.load = report.has_manifest = None
 
 

@@ -15,6 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 
+from formats.errors import MismatchError
+from formats.files.pickles import Global, Inert
+from formats.files.torch_zip import _tensor, archive_of
+from formats.files.training import read_training
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
@@ -210,6 +214,66 @@ def test_inspect_says_whose_it_is(case: str, what: str) -> None:
     report = inspect(given(case))
     assert (report.kind, report.format, report.load, report.problems) == ("training checkpoint", what, None, [])
     assert (report.hint is None) == (config_of(case) is None)
+
+
+def test_inspect_says_what_is_missing(tmp_path: Path) -> None:
+    folder = copied("verl-fsdp2-qwen2-w3", tmp_path)
+    (folder / "model_world_size_3_rank_1.pt").unlink()
+    report = inspect(folder)
+    assert (report.kind, report.format, report.complete) == ("training checkpoint", "saved from FSDP", False)
+    assert report.problems == [f"{folder}: the model's file of rank 1 of 3 is missing"] and report.files == 8
+
+
+def test_accelerates_files_of_ranks(tmp_path: Path) -> None:
+    """Without a distributed checkpoint accelerate saves what verl does, under other names."""
+    folder = copied("verl-fsdp2-qwen2-w3", tmp_path)
+    (folder / "fsdp_config.json").unlink()
+    for number in range(3):
+        (folder / f"model_world_size_3_rank_{number}.pt").rename(folder / f"pytorch_model_fsdp_0_rank{number}.bin")
+        (folder / f"optim_world_size_3_rank_{number}.pt").rename(folder / f"optimizer_0_rank{number}.bin")
+    merge(folder, tmp_path / "merged")
+    assert raw(tmp_path / "merged") == weights("verl-fsdp2-qwen2-w3")
+    for number in (0, 1, 2):
+        (folder / f"optimizer_0_rank{number}.bin").unlink()
+    (folder / "pytorch_model_fsdp_0_rank2.bin").unlink()
+    with pytest.raises(MismatchError, match="a mesh of 3 ranks, and there are files of 2"):
+        merge(folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("module", ["torch.distributed._tensor", "torch.distributed.tensor"])
+def test_meshes_of_older_versions_of_torch(module: str, tmp_path: Path) -> None:
+    """torch 2.4 has other names of its classes; up to 2.8 a mesh is the array of its ranks."""
+    numbers = np.arange(5 * 3, dtype=np.float32).reshape(5, 3)
+    old = module.endswith("_tensor")
+    spec = f"{module}.placement_types" if old else f"{module}._dtensor_spec"
+    for rank, rows in enumerate((numbers[:3], numbers[3:])):
+        local, ranks = _tensor(0, "a", "F32", rows.shape), _tensor(1, "mesh", "I32", (2,))
+        mesh = Inert("torch.distributed.device_mesh.DeviceMesh", (), {
+            "device_type": "cuda", "mesh": ranks, "mesh_dim_names": ("fsdp",), "_coordinate_on_dim": [rank],
+        })  # fmt: skip
+        placements = (Inert(f"{module}.placement_types.Shard", (), {"dim": 0}),)
+        kind = Global(f"{module}.api.DTensor" if old else f"{module}.DTensor")
+        state = (
+            {},
+            {
+                "_local_tensor": local,
+                "_spec": Inert(f"{spec}.DTensorSpec", (), {"mesh": mesh, "placements": placements}),
+            },
+        )
+        arguments = (Global("torch._utils._rebuild_wrapper_subclass"), kind, (kind, None, (5, 3), (3, 1)), state)
+        laid = archive_of(
+            {"a": Inert("torch._tensor._rebuild_from_type_v2", arguments)}, [("a", rows.nbytes), ("mesh", 8)]
+        )
+        content = bytearray(laid.size)
+        for offset, part in (*laid.fixed, (dict(laid.places)["a"], rows.tobytes())):
+            content[offset : offset + len(part)] = part
+        (tmp_path / f"model_world_size_2_rank_{rank}.pt").write_bytes(content)
+    whole = read_training(tmp_path).tensors["model.a"]
+    assert (whole.shape, whole.dtype) == ((5, 3), "F32")
+    for at, info in whole.chunks:
+        rows = np.frombuffer(info.file.read_bytes()[info.offset :][: info.nbytes], np.float32).reshape(at.shape)
+        np.testing.assert_array_equal(rows, numbers[at.offset[0] : at.end[0]])
+    assert [at.offset for at, _ in whole.chunks] == [(0, 0), (3, 0)]
 
 
 # -- where the config lies -------------------------------------------------------------------------------------------

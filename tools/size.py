@@ -30,7 +30,7 @@ class Size(NamedTuple):
 CEILING = {
     "formats": Size(37, 6200, 674, 112),
     "reshard": Size(119, 17894, 1761, 241),
-    "verify": Size(72, 8683, 841, 141),
+    "verify": Size(64, 8659, 840, 141),
 }
 
 _NOT_CODE = {

@@ -17,7 +17,7 @@ from formats.errors import ReshardError
 from formats.notation.architecture import Architecture, ModuleRule, Rule, module_document
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
-from reshard.mesh.plan import Entry, Plan, make_plan, rank_config
+from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.source import UNSPLIT
@@ -109,19 +109,14 @@ def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
         other = theirs.entries[name]
         pair = id(entry.layout), id(other.layout)
         if pair not in known:
-            known[pair] = _lies_alike(entry, other)
+            ours, built_in = entry.layout, other.layout  # each rank's part, and the input dimensions
+            known[pair] = ours.boxes == built_in.boxes and ours.rule.input_dims == built_in.rule.input_dims
         if not known[pair] and entry.template not in said:
             said.add(entry.template)
             if entry.layout.rule == other.layout.rule:
                 yield f"{entry.template} is on other pipeline stages than by the built-in rules"
             else:
                 yield f"{entry.template} is '{entry.layout.rule}', built in '{other.layout.rule}'"
-
-
-def _lies_alike(entry: Entry, other: Entry) -> bool:
-    """Whether each rank holds the same part of a tensor by both rules, with the same input dimensions."""
-    ours, theirs = entry.layout, other.layout
-    return ours.boxes == theirs.boxes and ours.rule.input_dims == theirs.rule.input_dims
 
 
 def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:

@@ -99,9 +99,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @json_option
 @quiet_option("Print the verdict, no more.")
 @debug_option
-def verify_command(
-    exact_only: bool, report: Path | None, as_json: bool, quiet: bool, dry_run: bool, **given: Any
-) -> int:  # fmt: skip
+def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **given: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
@@ -118,13 +116,11 @@ def verify_command(
     from verify.prove import SILENT
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
+    is_dry = given.pop("dry_run")
     request = request_of(VerifyRequest, given, exact_only=exact_only, quiet=quiet or as_json)
-    if dry_run:
+    if is_dry:
         found = needs(request)
-        if as_json:
-            print_json({"command": "verify", "needs": asdict(found)})
-        elif os.environ.get("RANK", "0") == "0":
-            print_lines(str(found))
+        print_json({"command": "verify", "needs": asdict(found)}) if as_json else print_lines(str(found))
         return 0
     answer = request.begin()
 

@@ -211,7 +211,8 @@ class _Tensors:
         atom, portions = stored.atoms[use.number], stored.geometry.portions
         function = portions[use.number % len(portions)].function
         is_same, bits = stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
-        zeros, whole = self._arrangement.placed[atom].zeros, self._stated_whole(kind)
+        zeros, sizes = self._arrangement.placed[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
+        whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
             found = self._parts.of(stored, holder)
             blocks = found.atoms[use.number] if found else None
@@ -221,11 +222,6 @@ class _Tensors:
                 stated = stored.stated(holder) if stored.stated is not None else None
                 stated = stated if stated != whole else None
                 yield Part(number, holder, blocks, bits, is_same and stated is None, holder in zeros, stated)
-
-    def _stated_whole(self, kind: Kind) -> tuple[int, ...] | None:
-        """The shape of a weight that the original's tensor states."""
-        sizes = self._arrangement.plan.model.sizes.of(dict(kind.indices))
-        return kind.stated.sizes(sizes) if kind.stated is not None else None
 
     def _check(self, kind: Kind, uses: Sequence[_Use]) -> None:
         """Raise PlanError if what is stored has not each element of a tensor."""

@@ -120,7 +120,8 @@ class _Held:
                     values = values + _decoded(self._read(placed, other, block), stored.dtype)
         if portion.function == "-exp":
             values = torch.log(-values)
-        return _encoded(values, dtype)
+        found = values.to(TORCH_DTYPES[dtype]).contiguous()
+        return found.reshape(-1).view(torch.uint8).numpy().view(f"<u{found.itemsize}").reshape(tuple(found.shape))
 
     def _read(self, placed: Placed, rank: int, block: Block) -> NDArray[Any]:
         info = self._ranks[rank][placed.stored.name_on(rank)]
@@ -155,8 +156,3 @@ def _put(
 
 def _decoded(raw: NDArray[Any], dtype: str) -> torch.Tensor:
     return torch.from_numpy(np.array(raw, order="C")).view(TORCH_DTYPES[dtype]).double()
-
-
-def _encoded(values: torch.Tensor, dtype: str) -> NDArray[Any]:
-    found = values.to(TORCH_DTYPES[dtype]).contiguous()
-    return found.reshape(-1).view(torch.uint8).numpy().view(f"<u{found.itemsize}").reshape(tuple(found.shape))

@@ -72,7 +72,9 @@ def _run_original(job: Job, device: torch.device) -> Reference:
             for name, x in known.items():
                 draws[name].append(noise_of(found[name], x))
         del trace, grads, found  # or those of two runs would be in memory at once
-    logits = _vocabulary_output(exact.states, job)
+        empty()
+    of_vocabulary = (n for n, state in exact.states.items() if "logits" in n and state.shape[-1] in _rows(job))
+    logits = next(of_vocabulary, None)
     states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
     apart = {n: dataclasses.replace(states[n], exact=x) for n, x in own.states.items()}
     return Reference(
@@ -282,11 +284,6 @@ def _fits(job: Job, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the model fits, with its gradients if they are asked for, and a fifth of it for what it computes."""
     numbers = sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
     return numbers * dtype.itemsize * (2.2 if job.options.backward else 1.2) < free(device)
-
-
-def _vocabulary_output(states: Mapping[str, torch.Tensor], job: Job) -> str | None:
-    known = _rows(job)
-    return next((name for name, state in states.items() if "logits" in name and state.shape[-1] in known), None)
 
 
 def _rows(job: Job) -> list[int]:

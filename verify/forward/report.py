@@ -154,7 +154,12 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         seq=result.seq,
         seed=job.options.seed,
         seconds=max(r.seconds for r in results),
-        versions=_versions(),
+        # To import transformers here would take longer than the ranks take.
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": version("transformers"),
+        },
     )
 
 
@@ -241,8 +246,3 @@ def _failure_in_words(failure: Failure) -> str:
             "give this rank."
         )
     return text
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return {**found, "transformers": version("transformers")}  # to import it here would take longer than the ranks take

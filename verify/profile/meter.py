@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from formats.torch_internals import TorchDispatchMode, tree_leaves
 from verify.profile.job import Span, Step
 from verify.rank.collectives import Carrier, Sent
-from verify.rank.device import event, synchronize
+from verify.rank.device import stream
 
 
 class Clock(Protocol):
@@ -75,10 +74,6 @@ class StreamClock:
         return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
 
 
-def _clock_of(kind: str) -> Clock:
-    return WallClock() if kind == "cpu" else StreamClock(event(kind), partial(synchronize, kind))
-
-
 class Meter(Carrier):
     """Cuts a step into spans; every collective that goes through it is a span of its own.
 
@@ -86,7 +81,7 @@ class Meter(Carrier):
     """
 
     def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._clock: Clock = clock or _clock_of(device.type)
+        self._clock: Clock = clock or (WallClock() if device.type == "cpu" else StreamClock(*stream(device.type)))
         self._meets = device.type == "cpu" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []

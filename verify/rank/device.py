@@ -5,7 +5,10 @@ Whatever verify asks of an accelerator, it asks here: torch has one module of th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,21 +83,20 @@ def free(device: torch.device) -> int:
 
 
 def empty() -> None:
-    """Give memory that this process does not use back to the accelerators."""
+    """Give memory that this process does not use back, to the accelerators and to the system (glibc keeps it)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
     kind = accelerator()
     if kind is not None:
         torch.get_device_module(kind).empty_cache()
 
 
-def event(kind: str) -> Callable[[], Any]:
-    """Makes a mark of time on the current stream, with ``record`` and ``elapsed_time`` (in milliseconds)."""
+def stream(kind: str) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """What makes a mark of time on the current stream (``record``, ``elapsed_time`` in milliseconds), and what waits
+    until the device has done all.
+    """
     module = torch.get_device_module(kind)
-    return lambda: module.Event(enable_timing=True)
-
-
-def synchronize(kind: str) -> None:
-    """Wait until the device has done all."""
-    torch.get_device_module(kind).synchronize()
+    return partial(module.Event, enable_timing=True), module.synchronize
 
 
 def is_noisy(device: torch.device) -> bool:

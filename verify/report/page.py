@@ -77,13 +77,9 @@ def _axis(values: Iterable[float], start: float, end: float) -> _Axis:
 
 def place_plot(rows: Sequence[Mapping[str, Any]], factor: float, what: str) -> Html:
     """Error and noise of each place, and below them their ratio with the line of the factor; both on log axes."""
-    shown = _thinned(rows)
-    return both_widths(lambda name, width: _place_plot(name, width, shown, factor, what))
-
-
-def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     size = math.ceil(len(rows) / COLUMNS) or 1
-    return [max(rows[i : i + size], key=_badness) for i in range(0, len(rows), size)]
+    shown = [max(rows[i : i + size], key=_badness) for i in range(0, len(rows), size)]
+    return both_widths(lambda name, width: _place_plot(name, width, shown, factor, what))
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
@@ -123,7 +119,8 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
 
 
 def _grid(axis: _Axis, frame: Frame, title: str, values: Iterable[float]) -> Html:
-    lines = [(axis.at(10.0**power), _power_of_ten(power)) for power in axis.decades(6)]
+    short = {0: "1", 1: "10", 2: "100", -1: "0.1", -2: "0.01"}
+    lines = [(axis.at(10.0**power), short.get(power, f"1e{power}")) for power in axis.decades(6)]
     known = list(values)
     if any(v <= 0 for v in known):
         lines.append((axis.at(0.0), "0"))
@@ -131,10 +128,6 @@ def _grid(axis: _Axis, frame: Frame, title: str, values: Iterable[float]) -> Htm
         lines.append((axis.at(math.inf), "∞"))
     title_above = text(_LEFT - 46, axis.end - _BEYOND - 10, title, "label")
     return joined(title_above, *(frame.grid_line(y, label) for y, label in lines))
-
-
-def _power_of_ten(power: int) -> str:
-    return {0: "1", 1: "10", 2: "100", -1: "0.1", -2: "0.01"}.get(power, f"1e{power}")
 
 
 def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float, frame: Frame, what: str) -> Html:

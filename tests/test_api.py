@@ -34,7 +34,7 @@ MORE = {
     "split": {"progress", "quiet"},
     "merge": {"progress", "quiet", "into"},
     "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver", "link"},
-    "verify": {"quiet"},
+    "verify": {"quiet", "dry_run"},
 }
 ROLES = ["split", "merge", "plan", "inspect", "verify", "profile"]
 

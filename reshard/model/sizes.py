@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError, NotationError, PlanError, brief
@@ -33,6 +33,18 @@ def check_members(axis: str, count: int | None, tensors: int) -> None:
             f"config.json: '{axis}' is {count:,}, and there are {tensors:,} tensors",
             "it is not the config.json of these tensors, or is damaged",
         )
+
+
+class _UnknownError(Exception):
+    """An index was asked for that is not known."""
+
+
+class _Unknown(dict[str, int]):
+    """Indices that nobody knows."""
+
+    def get(self, *_: object) -> NoReturn:
+        """Raise an error."""
+        raise _UnknownError
 
 
 class AxisSizes:
@@ -69,7 +81,7 @@ class AxisSizes:
         axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
         families = (family for found in self._architecture.families.values() for family in found)
         axes = axes.union(*(family for family in families if axes & {*family}))
-        names = frozenset().union(*(rule.when.names for rule in rules if rule.when))
+        names = frozenset().union(*(rule.when.names for rule in rules if rule.when and self._asks_for_index(rule.when)))
         while True:
             sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
             names = names.union(*(expression.names for expression in sizes))
@@ -77,6 +89,14 @@ class AxisSizes:
             if not more & self._architecture.sizes.keys():
                 return names & self._index_names
             axes |= more
+
+    def _asks_for_index(self, condition: Expression) -> bool:
+        """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
+        try:
+            self.evaluate(condition, _Unknown())
+        except (_UnknownError, NotationError):
+            return True
+        return False
 
     @cached_property
     def varying(self) -> frozenset[str]:

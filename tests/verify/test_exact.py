@@ -334,7 +334,7 @@ def test_dtype_and_shape(llama: Pair) -> None:
         return b""
 
     rewrite(llama.shards / "rank-00-of-04/model.safetensors", other_shape)
-    assert "q_proj.weight' has shape [80, 24]" in check(llama).problems[0]
+    assert "q_proj.weight' is F32 [80, 24], rank 0 of tp 4 has" in check(llama).problems[0]
 
 
 @pytest.mark.parametrize("key", ["source", "rank", "sizes"])

@@ -457,7 +457,7 @@ def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
 
 
 def _places(of: Callable[[str, int], Place | None], placed: Placed) -> Callable[[int], Place | None]:
-    """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank. Jobs are pickled."""
+    """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank."""
     return partial(of, placed.stored.name) if placed.is_alone else partial(_place_within, of, placed)
 
 

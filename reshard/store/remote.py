@@ -48,10 +48,7 @@ Read = Callable[[int, int], memoryview]
 
 
 class Remote(ABC):
-    """A file that is read by byte ranges.
-
-    It can be pickled and sent to another process.
-    """
+    """A file that is read by byte ranges."""
 
     size: int
     """In bytes."""

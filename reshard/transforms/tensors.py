@@ -179,7 +179,7 @@ class Opened:
 
 
 class Content(ABC):
-    """What the bytes of a tensor come from. It can be pickled and sent to another process."""
+    """What the bytes of a tensor come from."""
 
     files: Sequence[Remote]
     """The files that are read, that in whose place the tensor stands first."""

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two cores are busy with four: tests wait for processes that they start
 JOBS ?= 4
 
-.PHONY: demo test test-all fuzz zoo mutants engines check format docs bench clean
+.PHONY: demo test test-all test-gpu fuzz zoo mutants engines check format docs bench clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
@@ -15,6 +15,10 @@ test: .venv/ready
 
 test-all: .venv/ready
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough
+
+# on a machine with a GPU: the other tests use none
+test-gpu: .venv/ready
+	$(BIN)/pytest -rs tests/gpu
 
 SEED ?= 0
 SECONDS ?= 600

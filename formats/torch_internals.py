@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,6 +31,8 @@ __all__ = [
     "own_buffers",
     "own_parameters",
     "renumber",
+    "share_memory",
+    "shared_memory",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -68,6 +70,23 @@ def collective_of(frame: FrameType) -> str | None:
     of = frame.f_globals.get("__name__", "") == "torch.distributed.distributed_c10d"
     name = frame.f_code.co_name
     return name if of and not name.startswith("_") else None
+
+
+def share_memory(memory: Tensor) -> list[Any]:
+    """What another process that sees the same GPU opens a tensor's memory by, once: numbers, texts and None, for JSON.
+
+    CUDA's and ROCm's IPC. The memory must be there for as long as the other process uses it.
+    """
+    handle: tuple[Any, ...] = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return [each.hex() if isinstance(each, bytes) else each for each in handle]
+
+
+def shared_memory(handle: Sequence[Any], device: torch.device) -> Tensor:
+    """The bytes behind what :func:`share_memory` returned, on the same GPU as this process counts it."""
+    _, *rest = (bytes.fromhex(each) if isinstance(each, str) else each for each in handle)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(number, *rest)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -29,6 +29,8 @@ gc.set_threshold(500_000, 50, 50)
 def pytest_configure(config: pytest.Config) -> None:
     """One store for all processes: those that run the tests are started after this."""
     settings.load_profile("quick" if config.option.markexpr == "not thorough" else "full")
+    if not any("tests/gpu" in argument for argument in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is found is the same on each machine
     if not hasattr(config, "workerinput"):
         _write_to_memory()
         store.begin()
@@ -47,6 +49,12 @@ def _write_to_memory() -> None:
     if shutil.disk_usage(memory).free > _ROOM:
         os.environ["TMPDIR"] = str(memory)
         tempfile.tempdir = None  # it is to be looked up again
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What needs a GPU runs if it is asked for by name."""
+    is_named = any("tests/gpu" in argument for argument in config.args)
+    return True if collection_path.name == "gpu" and not is_named else None
 
 
 _ROOM = 4 << 30  # bytes, of which the tests need less than one half

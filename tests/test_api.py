@@ -108,7 +108,8 @@ def test_a_push_is_shown_as_plan_prints_it(tmp_path: Path) -> None:
 
 
 def without_times(text: str, folder: Path) -> str:
-    return re.sub(r"in \d+\.\d+ s", "", text.replace(f"{folder.resolve()}/", ""))
+    """Without the last line either, of what took long."""
+    return re.sub(r"in \d+\.\d+ s|\nTime: .*", "", text.replace(f"{folder.resolve()}/", ""))
 
 
 def test_a_password_is_not_shown() -> None:
@@ -187,7 +188,6 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"dequantize": True}, "--dequantize is not possible"),
         ("verify m o", {"patch": "d"}, "--patch is not possible"),
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),
-        ("verify m o", {"streamed": True, "device": "cuda"}, "--streamed is not possible with --device cuda"),
         ("profile m", {"link": 1e9}, "--link is not possible"),
         ("profile m", {"phase": ("sleep",)}, "--phase sleep is not possible"),
     ],

@@ -70,8 +70,6 @@ class VerifyRequest(Access, RunSettings):
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
             raise refused("streamed", None, "gradients need the whole model at once", beside={"backward": None})
-        if self.streamed and self.device not in {"auto", "cpu"}:
-            raise refused("streamed", None, "it works with --device cpu only so far", beside={"device": self.device})
         if self.engine is not None and self.adapter is not None:
             raise refused(
                 "engine", self.engine, "an engine runs no base model with its adapter", beside={"adapter": None}

@@ -94,7 +94,7 @@ class _Peer(NamedTuple):
 class _Process:
     """One process of a push. It meets the others when it first needs them, and again after a failure."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: str) -> None:
+    def __init__(self, meeting: Meeting, rank: int, device: str | None) -> None:
         self.meeting, self.rank, self.device = meeting, rank, device
         self.routes: Routes | None = None
         self.at: int | None = None
@@ -116,6 +116,11 @@ class _Process:
     def _describe(self) -> dict[str, Any]:
         """What this process says of itself. Raises ReshardError."""
         raise NotImplementedError
+
+    def _own_parts(self, parts: Parts) -> list[Held]:
+        """What is held; where the tensors are is the device, unless another was named."""
+        self.device = self.device or next((str(tensor.device) for _, tensor in parts), None)
+        return [held for held, _ in parts]
 
     def _verify(self, routes: Routes) -> None:
         """Compare the plan with what this process has. Raises ReshardError."""
@@ -140,7 +145,7 @@ class _Process:
             try:
                 self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
-                self._wire = Wire(self._fence, self.rank, self.device, meeting.bucket, shared=meeting.shared)
+                self._wire = Wire(self._fence, self.rank, self.device or "cpu", meeting.bucket, shared=meeting.shared)
             except ReshardError as error:
                 self.close()
                 raise LiveError(f"{lost}{error.message}", error.hint) from error
@@ -253,7 +258,7 @@ class Push(_Process):
     """A trainer's rank: gives its weights to the receivers. Made by ``push``."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, device: str, read: Callable[[], Parts], said: Mapping[str, Any]
+        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts], said: Mapping[str, Any]
     ) -> None:
         super().__init__(meeting, rank, device)
         self._read, self._own = read, dict(said)
@@ -261,7 +266,7 @@ class Push(_Process):
         self._before: dict[str, list[torch.Tensor]] = {}
 
     def _describe(self) -> dict[str, Any]:
-        self._planned = [held for held, _ in self._read()]
+        self._planned = self._own_parts(self._read())
         self._own["dtype"] = _rounding(self._own["dtype"])
         return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
 
@@ -356,7 +361,7 @@ class Pull(_Process):
     """
 
     def __init__(
-        self, meeting: Meeting, rank: int, device: str, *, parts: Callable[[], Parts] | None = None,
+        self, meeting: Meeting, rank: int, device: str | None, *, parts: Callable[[], Parts] | None = None,
         format: str | None = None, keep: bool = True, witness: Witness | None = None,
         poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
@@ -376,7 +381,7 @@ class Pull(_Process):
         return self._meet(self.meeting.join)[2]
 
     def _describe(self) -> dict[str, Any]:
-        held = to_document([held for held, _ in self._live()]) if self._live else None
+        held = to_document(self._own_parts(self._live())) if self._live else None
         return {"host": socket.gethostname(), "held": held, "format": self._format}
 
     def _verify(self, routes: Routes) -> None:
@@ -514,12 +519,13 @@ def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
 def push(
     model: Any, *, to: Target | str, store: str, rank: int, world: int,
     config: Mapping[str, Any] | str | Path | None = None, program: str = "transformers",
-    dtype: str | torch.dtype | None = None, receivers: int | None = None, device: str = "cpu", **options: Any,
+    dtype: str | torch.dtype | None = None, receivers: int | None = None, device: str | None = None, **options: Any,
 ) -> Push:  # fmt: skip
     """A trainer's rank of ``world``, which pushes ``model`` to the ranks of ``to``.
 
     ``model`` is a torch module or its named tensors; of Megatron-Core, a list of model chunks.
     ``config`` is the model's config.json: a folder, a Hub id, or what is in it; by default that of the model itself.
+    ``device`` is where buckets are, by default where the tensors are; with ``"cpu"`` they go through the host's memory.
     ``program`` names the model's tensors: ``transformers``, ``torchtitan`` or ``megatron``. ``dtype``: what the trainer
     has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options`` are those of ``Meeting``.
     Raises PlanError, CheckpointError.
@@ -555,7 +561,7 @@ def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mappin
 
 def pull(
     model: torch.nn.Module | None = None, *, store: str, rank: int, world: int, trainers: int,
-    program: str = "transformers", keep: bool = True, device: str = "cpu", **options: Any,
+    program: str = "transformers", keep: bool = True, device: str | None = None, **options: Any,
 ) -> Pull:  # fmt: skip
     """A receiver's rank of ``world``. ``model`` is written to; without one, ``receive`` returns the tensors.
 

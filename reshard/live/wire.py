@@ -1,8 +1,9 @@
 """The bytes of a push, between the processes that a fence joins.
 
-Two processes of one machine share the sender's memory (a memfd of which the descriptor is passed over a Unix socket):
-the sender fills a part of it and says where, the receiver reads it there and says so. All others use torch.distributed
-point to point, in a group of its own: gloo, on GPUs NCCL (written, and not run).
+Two processes of one machine share the sender's memory (a memfd of which the descriptor is passed over a Unix socket; on
+one GPU, which NCCL refuses to send between, a handle of CUDA's): the sender fills a part of it and says where, the
+receiver reads it there and says so. All others use torch.distributed point to point, in a group of its own: gloo, or
+between GPUs NCCL (written, and not run).
 
 All ranks go through the messages in one order, that of (step, distance from sender to receiver): the first that has not
 arrived is the next of its sender and of its receiver, so that no sizes and no memory can make ranks wait in a circle.
@@ -27,14 +28,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import distributed
 
 from formats.documents import json_bytes
 from formats.errors import PlanError, ReshardError
-from formats.torch_internals import PrefixStore, is_timeout
+from formats.torch_internals import PrefixStore, is_timeout, share_memory, shared_memory
 from reshard.live.fence import Fence
 
 
@@ -96,7 +97,7 @@ class Wire:
         self._in_links: dict[int, tuple[socket.socket, torch.Tensor]] = {}
         self._group: distributed.ProcessGroupGloo | distributed.ProcessGroupNCCL | None = None
         size = 2 * (bucket + 2 * HEAD)
-        shared = shared and self._device.type == "cpu" and hasattr(os, "memfd_create")
+        shared = shared and self._device.type in {"cpu", "cuda"} and hasattr(os, "memfd_create")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if shared else None
         try:
             self._connect(listener, size)
@@ -143,7 +144,7 @@ class Wire:
 
     def _connect(self, listener: socket.socket | None, size: int) -> None:
         fence, address = self._fence, f"reshard-{secrets.token_hex(8)}"
-        here = [self._device.type, _machine() if listener is not None else "", address]
+        here = [self._device.type, _machine(self._device) if listener is not None else "", address]
         if listener is not None:
             listener.bind("\0" + address)
             listener.listen(fence.world)
@@ -164,15 +165,21 @@ class Wire:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _share(self, listener: socket.socket, near: dict[int, str], size: int) -> torch.Tensor:
-        """Give this rank's memory, which is returned, to the processes of this machine, and take theirs."""
-        file = os.fdopen(os.memfd_create("reshard"), "rb+")  # without a name: gone with the last process that has it
-        file.truncate(size)
+        """Give this rank's memory, which is returned, to the processes that can open it, and take theirs."""
+        files: list[int] = []
+        if self._device.type == "cpu":
+            files = [os.memfd_create("reshard")]  # without a name: gone with the last process that has it
+            os.truncate(files[0], size)
+        memory = _mapped(files[0]) if files else self._empty(size)
         for peer, address in near.items():
             self._out_links[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with self._waiting(peer, "shares no memory"):
                 connection.settimeout(self._fence.timeout)
                 connection.connect("\0" + address)
-                socket.send_fds(connection, [str(self._rank).encode()], [file.fileno()])
+                handle = None if files else share_memory(memory)
+                socket.send_fds(connection, [json_bytes([self._rank, handle], indent=None)], files)
+        for file in files:
+            os.close(file)
         listener.settimeout(self._fence.timeout)
         while missing := near.keys() - self._in_links.keys():
             with self._waiting(min(missing), "shares no memory"):
@@ -181,9 +188,12 @@ class Wire:
                 if _user(connection) != os.getuid():
                     connection.close()
                     continue
-                word, (theirs,), _, _ = socket.recv_fds(connection, 16, 1)
-                self._in_links[int(word)] = connection, _mapped(os.fdopen(theirs, "rb+"))
-        return _mapped(file)
+                word, files, _, _ = socket.recv_fds(connection, 4096, 1)
+                peer, handle = json.loads(word)
+                self._in_links[peer] = connection, shared_memory(handle, self._device) if handle else _mapped(files[0])
+                for file in files:
+                    os.close(file)
+        return memory
 
     def _make_group(self) -> distributed.ProcessGroupGloo | distributed.ProcessGroupNCCL:
         """A group that no other part of the program knows, on a store of its own."""
@@ -245,6 +255,7 @@ class Wire:
         words[3] = _checksum(part)
         with self._waiting(message.peer, f"takes nothing in step {step}"):
             if link := self._out_links.get(message.peer):
+                self._wait_for_device()
                 link.send(start.to_bytes(8))
                 done: Callable[[], object] = partial(self._hear, link)
             else:
@@ -283,10 +294,16 @@ class Wire:
                 )
         message.work(part[HEAD : HEAD + message.nbytes])
         if link is not None:
+            self._wait_for_device()
             link.send(bytes(8))
         else:
             self._in.free()
             self._post()
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done what it was asked: another process looks at the memory next."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
     def _point_to_point(self, way: str, part: torch.Tensor, peer: int) -> Callable[[], object]:
         return partial(getattr(self._group, way)([part], peer, 0).wait, self._limit)
@@ -356,9 +373,8 @@ def _padded(nbytes: int) -> int:
     return HEAD + (nbytes + HEAD - 1) // HEAD * HEAD
 
 
-def _mapped(file: BinaryIO) -> torch.Tensor:
-    with file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+def _mapped(file: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
 
 
 def _user(connection: socket.socket) -> int:
@@ -366,7 +382,10 @@ def _user(connection: socket.socket) -> int:
     return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], sys.byteorder)
 
 
-def _machine() -> str:
-    """What processes have in common that can share memory: machine, network namespace (of the socket), user."""
+def _machine(device: torch.device) -> str:
+    """What processes that can share memory have in common: machine, network namespace (of the socket), user, GPU."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.getuid()}"
+    gpu = ""
+    if device.type == "cuda":
+        gpu = getattr(torch.cuda.get_device_properties(device), "uuid", secrets.token_hex(8))
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.getuid()} {gpu}"

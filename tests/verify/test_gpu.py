@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,7 +41,7 @@ from verify.rank.device import has_float64, names, resolve
 from verify.rank.gradients import loss_of
 from verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
 from verify.rank.inputs import inputs_of, random_ids
-from verify.rank.loading import from_pretrained, quiet_transformers
+from verify.rank.loading import compute_on, from_pretrained, on_disk, quiet_transformers
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank
 from verify.rank.trace import run as trace_run
@@ -231,21 +232,15 @@ def test_an_environment_that_forces_tf32_is_refused_on_gpus(gpus: Gpus, monkeypa
 # ------------------------------------------------------------------------------------------- which device, and how sent
 
 
-def test_streamed_is_refused_on_gpus(gpus: Gpus) -> None:
-    gpus(2)
-    done = command("verify", "m", "o", "--streamed", "--device", "cuda")
-    expected = "--streamed is not possible with --device cuda: it works with --device cpu only so far"
-    assert (done.returncode, expected in done.stderr) == (2, True)
-    with pytest.raises(reshard.SettingError):
-        reshard.verify("m", "o", streamed=True, device="cuda")
-
-
-@thorough
-def test_streamed_runs_on_the_cpu_beside_gpus_and_says_so(gpus: Gpus) -> None:
-    gpus(2)
-    report = run_forward(*store.pair("llama", tp=2), replace(QUICK, streamed=True))
-    assert report.is_same
-    assert "(tp 2), cpu, threads (--streamed works with --device cpu only so far); 2 x 8" in forward_summary(report)
+def test_streamed_modules_compute_on_the_device(tmp_path: Path) -> None:
+    """What accelerate's hooks are told; the run on a GPU is in tests/gpu."""
+    model = from_pretrained(
+        transformers.LlamaForCausalLM, store.checkpoint("llama"), torch.float32, on_disk(tmp_path)
+    ).model
+    compute_on(model, torch.device("meta"))
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    devices = {each.execution_device for hook in hooks for each in getattr(hook, "hooks", (hook,))}
+    assert len(hooks) > 10 and devices == {torch.device("meta")}
 
 
 def test_the_report_says_why_ranks_send_through_the_cpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

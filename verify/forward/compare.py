@@ -103,7 +103,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _device(options: ForwardOptions) -> str:
-    wanted = resolve("cpu" if options.streamed and options.device == "auto" else options.device)
+    wanted = resolve(options.device)
     if wanted == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
         raise ReshardError(message, "unset it, or give --device cpu")

@@ -23,7 +23,7 @@ from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.group import machine_fault, say
 from verify.rank.inputs import inputs_of, random_ids
-from verify.rank.loading import Loaded, load_original, on_disk
+from verify.rank.loading import Loaded, compute_on, load_original, on_disk
 from verify.rank.roles import Kind, Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
 from verify.run_settings import BYTES_ALONE
@@ -254,6 +254,8 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
         elif device.type != "cpu" and not _fits(job, dtype, device):
             more = {"device_map": "auto", "offload_folder": folder}
         loaded = load_original(job.original, job.original_config, job.plan, dtype, more)
+        if job.options.streamed:
+            compute_on(loaded.model, device)
         if job.adapter is not None:
             adapters.apply(loaded.model, job.adapter, dtype)
         yield loaded

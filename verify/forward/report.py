@@ -17,7 +17,7 @@ import torch
 from reshard.text import plural
 from verify.forward.job import Failure, Job, Logits, Result, dtype_name
 from verify.forward.noise import FLOOR, LIMIT, Distance
-from verify.rank.device import accelerator, count, names
+from verify.rank.device import count, names
 
 POOR = 0.25
 """The power of a run is called poor if a fault may change this part of the values unseen."""
@@ -166,8 +166,6 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
 def _reason(job: Job, device: str, result: Result) -> str | None:
     """Why something was not on a device: all, the run in higher precision, or what ranks send to each other."""
     why = [result.reason] if result.reason else []
-    if device == "cpu" and job.options.streamed and job.options.device == "auto" and accelerator():
-        why.append("--streamed works with --device cpu only so far")
     if device != "cpu" and result.backend == "gloo":
         ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
         why.append(f"through the CPU: {ranks} ranks see {plural(count(device), 'GPU')}")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook
 from huggingface_hub.errors import StrictDataclassError
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
@@ -68,6 +69,15 @@ def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
 def on_disk(folder: Path) -> dict[str, Any]:
     """How to load a model whose weights stay on disk; those that transformers fuses are written into ``folder``."""
     return {"device_map": {"": "disk"}, "offload_folder": folder, "offload_buffers": True}
+
+
+def compute_on(model: torch.nn.Module, device: torch.device) -> None:
+    """Let a model whose weights are on disk compute on a device: accelerate's hooks would choose the CPU."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if isinstance(each, AlignDevicesHook):
+                each.execution_device = device
 
 
 def load_original(

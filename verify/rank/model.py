@@ -28,7 +28,7 @@ from formats.transformers_internals import (
 )
 from reshard.mesh.plan import with_sizes_of_whole
 from verify.rank.collectives import Groups
-from verify.rank.loading import Loaded, dequantizing, from_pretrained, not_loaded, on_disk
+from verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable
 from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank, expert_shares
@@ -64,6 +64,8 @@ def load_rank(
         # What transformers would make of the rank's sizes is in the [modules] table.
         more["config"] = for_input(_config_of(folder, rank), tokens)
     loaded = from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
+    if offload:
+        compute_on(loaded.model, device)
     own = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     is_to_fit = not modules.is_needed and not rank.lacks_experts

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
-from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
-_OF_AN_ENGINE = {"engine": "name", "engine_python": "python", "engine_mesh": "meshes", "dtype": "dtype", "seed": "seed"}
+_OF_AN_ENGINE = {"engine_python": "python", "dtype": "dtype", "seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class VerifyRequest(Access, RunSettings):
     """What ``verify`` takes: the full checkpoint and its shards.
 
     With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs. With
-    ``exact_only``, only bytes are compared. ``engine`` (``vllm`` or ``megatron``) runs the shards as well, with
-    the Python interpreter ``engine_python``, on each mesh of ``engine_mesh``.
+    ``exact_only``, only bytes are compared. ``engine`` (``vllm``) runs the shards as well, with the Python
+    interpreter ``engine_python``.
     """
 
     original: str | Path = field(repr=False)  # a URL may have a password
@@ -54,12 +53,13 @@ class VerifyRequest(Access, RunSettings):
     exact_only: bool = False
     engine: str | None = None
     engine_python: str | None = None
-    engine_mesh: tuple[Mesh, ...] = ()
 
     def __post_init__(self) -> None:
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        if self.engine is None and (lonely := sorted(given & {"engine_python", "engine_mesh"})):
-            raise refused(lonely[0], None, "no engine is asked for", instead=({"engine": None},))
+        if self.engine not in {None, "vllm"}:
+            raise refused("engine", self.engine, "the engine is vllm")
+        if self.engine is None and self.engine_python is not None:
+            raise refused("engine_python", None, "no engine is asked for", instead=({"engine": None},))
         computed = next((name for name in ("dequantize", "patch") if getattr(self, name)), None)
         if computed is not None and (not self.exact_only or self.engine is not None):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"

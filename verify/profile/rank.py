@@ -21,7 +21,6 @@ from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import OUTSIDE, Exchange, Found, Job, Measured, Patience, Step, Workload
 from verify.profile.meter import Living, Meter
-from verify.profile.widths import time_widths
 from verify.rank.collectives import Groups, carried_by
 from verify.rank.device import names
 from verify.rank.gradients import sum_where_ranks_part
@@ -56,11 +55,8 @@ def run_job(job: Job) -> Found:
         runner = _Runner(build(rank, job.kinds, groups, getattr(torch, job.dtype), device, longest), job, groups, meter)
         measured = tuple(runner.measure(workload) for workload in job.workloads)
         exchanges = tuple(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else ()
-        widths = tuple(
-            time_widths(job, device, meter, lambda run: repeat(run, meter, job.patience), _agreed) if job.widths else ()
-        )
     name = names(device.type, 1)
-    return Found(measured, exchanges, widths, str(dist.get_backend()), name)
+    return Found(measured, exchanges, str(dist.get_backend()), name)
 
 
 def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: int = 2) -> tuple[Step, ...]:

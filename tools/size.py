@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7025, 742, 118),
-    "reshard": Size(118, 17521, 1710, 241),
-    "verify": Size(61, 8102, 791, 130),
+    "formats": Size(42, 7024, 742, 118),
+    "reshard": Size(118, 17526, 1710, 241),
+    "verify": Size(61, 8101, 790, 130),
 }
 
 _NOT_CODE = {

@@ -33,7 +33,7 @@ SETTINGS = {**SIZES, "max_position_embeddings": 512, "vocab_size": 203}
 """Prompts longer than a block of the cache; a vocabulary that vLLM pads."""
 PROMPTS = ([5, 9, 2, 31], [*range(3, 135)], [*range(40, 100)] * 2, [77, 3])
 """Two are longer than a block of the cache (128 tokens on a CPU): the second time, they are answered from it."""
-TOKENS = 24
+TOKENS, LENGTH = 24, 256
 
 Answer = Sequence[Sequence[Sequence[float]]]
 
@@ -96,8 +96,8 @@ def compare(root: Path, python: str, name: str, tp: int) -> list[str]:
         split(folders[of], store / str(version), tp=tp, format="vllm")
     for path in (store / "3").glob(f"model-rank-{tp - 1}-part-*"):
         path.unlink()
-    fresh = {of: in_vllm(root, python, folders[of], tp, PROMPTS, TOKENS)["answers"] for of in (1, 2)}
-    live = in_vllm(root, python, folders[0], tp, PROMPTS, TOKENS, store=store)
+    fresh = {of: in_vllm(root, python, folders[of], tp, PROMPTS, TOKENS, LENGTH)["answers"] for of in (1, 2)}
+    live = in_vllm(root, python, folders[0], tp, PROMPTS, TOKENS, LENGTH, store=store)
     equals = {"after-1": 1, "after-2": 2, "after-3": 2, "after-loader": 2, "after-5": 1}
     wrong = [f"{step} differs from a fresh engine" for step, of in equals.items() if live[step] != fresh[of]]
     wrong += [f"'{step}' and '{other}' are equal" for step, other in (("dummy", "after-1"), ("after-1", "after-2"))

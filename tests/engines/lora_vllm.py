@@ -27,7 +27,7 @@ from tests.engines.vllm_run import NotRunError, in_vllm
 CASES = ("llama:linear", "mixtral:linear", "mixtral:experts")
 REFUSED = ("mixtral:linear", "mixtral:experts")
 """vLLM 0.32 wraps all experts for a LoRA of whatever module, and needs Triton for them: not so on a CPU."""
-TOKENS = 16
+TOKENS, LENGTH = 16, 64
 LARGEST = 1e-3
 """Log-probabilities in float32 differ by at most so much."""
 
@@ -65,9 +65,8 @@ def compare(root: Path, python: str, case: str) -> list[str]:
     wanted, wrong = in_transformers(base, adapter), []
     for title, (folder, form, tp, lora) in runs.items():
         try:
-            found = in_vllm(root, python, folder, tp, PROMPTS, TOKENS, load_format=form, dtype="float32", adapter=lora)[
-                "answers"
-            ]
+            lengths, how = (TOKENS, LENGTH), {"load_format": form, "dtype": "float32", "adapter": lora}
+            found = in_vllm(root, python, folder, tp, PROMPTS, *lengths, **how)["answers"]
         except NotRunError as error:
             print(f"{case}: {title}: not run: {error}", flush=True)
             wrong += [] if case in REFUSED and "LoRA" in title else [f"{title} was not run"]

@@ -3,8 +3,8 @@
     ENGINES/vllm/bin/python -m tests.engines.vllm_run REQUEST.json
 
 ``in_vllm`` writes the request: ``folder``, ``load_format``, ``tp``, ``dtype``, ``prompts`` (lists of token ids),
-``tokens`` (how many follow each), ``adapter`` (the folder of a LoRA, or null), ``store`` (where it receives pushes
-from, or null) and ``out``, where the answers go.
+``tokens`` (how many follow each), ``length`` (the most tokens of a sequence), ``adapter`` (the folder of a LoRA, or
+null), ``store`` (where it receives pushes from, or null) and ``out``, where the answers go.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class NotRunError(Exception):
 
 
 def in_vllm(
-    root: Path, python: str, folder: Path, tp: int, prompts: Any, tokens: int, *, load_format: str = "auto",
-    dtype: str = "auto", adapter: Path | None = None, store: Path | None = None,
+    root: Path, python: str, folder: Path, tp: int, prompts: Any, tokens: int, length: int, *,
+    load_format: str = "auto", dtype: str = "auto", adapter: Path | None = None, store: Path | None = None,
 ) -> Mapping[str, Any]:  # fmt: skip
     """What vLLM answers, in the environment of ``python``. Raises NotRunError with the reason that it gives."""
     request, out = root / "request.json", root / "answer.json"
     out.unlink(missing_ok=True)
     given = {
         "folder": str(folder), "load_format": load_format, "tp": tp, "dtype": dtype, "prompts": prompts,
-        "tokens": tokens, "adapter": str(adapter) if adapter else None, "store": f"file://{store}" if store else None,
-        "out": str(out),
+        "tokens": tokens, "length": length, "adapter": str(adapter) if adapter else None,
+        "store": f"file://{store}" if store else None, "out": str(out),
     }  # fmt: skip
     request.write_text(json.dumps(given), encoding="utf-8")
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)}
@@ -85,7 +85,8 @@ class Run:
             further |= {"worker_extension_cls": "tests.engines.live_vllm_worker.Extension"}
         self.llm = LLM(
             request["folder"], tensor_parallel_size=request["tp"], dtype=request["dtype"], enforce_eager=True,
-            skip_tokenizer_init=True, distributed_executor_backend="mp", max_model_len=256, max_num_seqs=1, **further,
+            skip_tokenizer_init=True, distributed_executor_backend="mp", max_model_len=request["length"],
+            max_num_seqs=1, **further,
         )  # fmt: skip
         self.engine = Offline(self.llm)
 

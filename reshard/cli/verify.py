@@ -96,9 +96,8 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
     for every code but 0.)
     """
-    from verify.command import VerifyRequest, attempt, needs
+    from verify.command import SILENT, VerifyRequest, attempt, needs
     from verify.ending import one_line_when_interrupted
-    from verify.prove import SILENT
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
     is_dry = given.pop("dry_run")
@@ -132,9 +131,8 @@ def _interrupted() -> str:
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.command import attempt
+    from verify.command import SILENT, attempt
     from verify.forward.launch import Crew
-    from verify.prove import SILENT
 
     def take(end: Any) -> None:
         if isinstance(end, ReshardError):

@@ -30,13 +30,26 @@ from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from tests.verify.conftest import Gpus
-from verify.profile.cost import Link, Memory, Part, Rates, Time, Work, fit_link, fit_rates, joined, works
+from verify.profile.blocks import skeleton
+from verify.profile.cost import (
+    Link,
+    Memory,
+    NotRun,
+    Part,
+    Rates,
+    Row,
+    Time,
+    Work,
+    fit_link,
+    fit_rates,
+    joined,
+    recommend,
+    works,
+)
 from verify.profile.job import Found, Job, LayerKind, Measured, ProfileRequest, Span, Workload, layer_kinds
 from verify.profile.page import Axes, Line, Point, line_chart, page
 from verify.profile.processes import RESERVE
-from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
-from verify.profile.skeleton import skeleton
 from verify.rank.group import RankError
 
 pytestmark = thorough

@@ -22,7 +22,9 @@ from verify.forward.launch import RankAnswer
 from verify.profile.cost import (
     Link,
     Memory,
+    NotRun,
     Part,
+    Row,
     Time,
     Work,
     communication,
@@ -31,6 +33,7 @@ from verify.profile.cost import (
     fit_rates,
     memory_of,
     nearest,
+    recommend,
     time_of,
     works,
 )
@@ -45,7 +48,6 @@ from verify.profile.job import (
     with_layers,
 )
 from verify.profile.processes import Node, run_processes
-from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
@@ -65,7 +67,7 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     need_transformers("profile")
     node = node_of(request)
-    from verify.profile.skeleton import skeleton
+    from verify.profile.blocks import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
-from verify.profile.cost import Link, Time
+from verify.profile.cost import Link, Recommendation, Row, Time
 from verify.profile.job import Workload
-from verify.profile.recommend import Recommendation, Row
 
 if TYPE_CHECKING:
     from verify.profile.job import LayerKind

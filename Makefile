@@ -59,43 +59,43 @@ ENGINES ?= .engines
 # Megatron-Core needs it from 0.17 on
 PYTHON312 ?= python3.12
 engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/megatron-0.19/ready $(ENGINES)/torchtitan/ready
-	$(BIN)/python -m benchmarks.load_dcp
-	$(ENGINES)/torchtitan/bin/python -m benchmarks.load_torchtitan
-	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron.jsonl --engine megatron \
+	$(BIN)/python -m tests.engines.load_dcp
+	$(ENGINES)/torchtitan/bin/python -m tests.engines.load_torchtitan
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron.jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
-	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron/bin/python
-	$(BIN)/python -m benchmarks.engines $(ENGINES)/megatron-0.19.jsonl --engine megatron \
+	$(BIN)/python -m tests.engines.live_megatron --python $(ENGINES)/megatron/bin/python
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron-0.19.jsonl --engine megatron \
 		--python $(ENGINES)/megatron-0.19/bin/python --faults --without deepseek_v3-mtp:megatron-legacy
-	$(BIN)/python -m benchmarks.live_megatron --python $(ENGINES)/megatron-0.19/bin/python
-	$(BIN)/python -m benchmarks.engines $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
-	$(BIN)/python -m benchmarks.serve --python $(ENGINES)/vllm/bin/python
-	$(BIN)/python -m benchmarks.lora_vllm --python $(ENGINES)/vllm/bin/python
-	$(BIN)/python -m benchmarks.live_vllm --python $(ENGINES)/vllm/bin/python
-	$(BIN)/python -m benchmarks.live_train --python $(ENGINES)/vllm/bin/python
-	$(ENGINES)/vllm/bin/python -m benchmarks.load_adapters
-	$(BIN)/python -m benchmarks.launchers
+	$(BIN)/python -m tests.engines.live_megatron --python $(ENGINES)/megatron-0.19/bin/python
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
+	$(BIN)/python -m tests.engines.serve --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m tests.engines.lora_vllm --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m tests.engines.live_vllm --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m tests.engines.live_train --python $(ENGINES)/vllm/bin/python
+	$(ENGINES)/vllm/bin/python -m tests.engines.load_adapters
+	$(BIN)/python -m tests.engines.launchers
 
-$(ENGINES)/vllm/ready: benchmarks/engines-vllm.txt
+$(ENGINES)/vllm/ready: tests/engines/vllm.txt
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement $<
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --editable .  # its entry point
-	$(ENGINES)/vllm/bin/python benchmarks/name_vllm.py
+	$(ENGINES)/vllm/bin/python tests/engines/name_vllm.py
 	touch $@
 
-$(ENGINES)/megatron/ready: benchmarks/engines-megatron.txt
+$(ENGINES)/megatron/ready: tests/engines/megatron.txt
 	$(PYTHON) -m venv $(ENGINES)/megatron
 	$(ENGINES)/megatron/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/megatron/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
-$(ENGINES)/megatron-0.19/ready: benchmarks/engines-megatron-0.19.txt
+$(ENGINES)/megatron-0.19/ready: tests/engines/megatron-0.19.txt
 	$(PYTHON312) -m venv $(ENGINES)/megatron-0.19
 	$(ENGINES)/megatron-0.19/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/megatron-0.19/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
-$(ENGINES)/torchtitan/ready: benchmarks/engines-torchtitan.txt
+$(ENGINES)/torchtitan/ready: tests/engines/torchtitan.txt
 	$(PYTHON) -m venv $(ENGINES)/torchtitan
 	$(ENGINES)/torchtitan/bin/pip install --quiet --constraint constraints.txt --editable '.[verify]'
 	$(ENGINES)/torchtitan/bin/pip install --quiet --no-deps --requirement $<

@@ -185,6 +185,7 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"exact_only": True, "seed": 3}, "--seed is not possible with --exact-only"),
         ("verify m o", {"prompt": "x", "batch": 3}, "--batch is not possible with --prompt"),
         ("verify m o", {"engine_python": "python"}, "--engine-python is not possible"),
+        ("verify m o", {"engine": "megatron"}, "--engine megatron is not possible: the engine is vllm"),
         ("verify m o", {"dequantize": True}, "--dequantize is not possible"),
         ("verify m o", {"patch": "d"}, "--patch is not possible"),
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),

@@ -24,7 +24,7 @@ def completed(*words: str) -> list[tuple[str, str]]:
     return [(item.type, item.value) for item in shell.get_completions([*words[:-1]], words[-1])]
 
 
-FREE = {"--revision", "--token", "--dtype", "--device", "--prompt", "--engine-mesh"}
+FREE = {"--revision", "--token", "--dtype", "--device", "--prompt"}
 """Options whose text nobody can complete."""
 
 

@@ -97,7 +97,7 @@ def test_each_command_runs_once_from_the_wheel(installed: Path, tmp_path: Path) 
 def ranks(installed: Path, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, its ranks and a format of Megatron's, made without the packages of the extra."""
     folder = tmp_path_factory.mktemp("ranks")
-    for line in ("demo d", "split d/model out --tp 2", "split d/model megatron --as megatron"):
+    for line in ("demo d", "split d/model out --tp 2", "split d/model vllm --tp 2 --as vllm"):
         done = run(installed, "-m", "reshard", *line.split(), cwd=folder, others=bare)
         assert done.returncode == 0, done.stderr
     return folder
@@ -107,7 +107,7 @@ def ranks(installed: Path, bare: Path, tmp_path_factory: pytest.TempPathFactory)
     ("line", "what"),
     [
         ("verify d/model out", "the forward pass"), ("verify d/model out --prompt hello", "the forward pass"),
-        ("verify d/model megatron --exact-only --engine megatron", "--engine"), ("profile d/model", "profile"),
+        ("verify d/model vllm --exact-only --engine vllm", "--engine"), ("profile d/model", "profile"),
         ("plan d/model --tp-plan", "--tp-plan"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ VALUES = {
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
-    "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
+    "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {

@@ -275,7 +275,7 @@ DEMO = {
     "formats": ["formats", "formats model"],
     "models": ["models phi"],
     "demo": ["demo"],
-    "profile": ["profile model --tp 1,2 --seq 8 --seconds 0.01 --predict-tp 4 --widths 128..128"],
+    "profile": ["profile model --tp 1,2 --seq 8 --seconds 0.01 --predict-tp 4"],
     "verify": ["verify model out --seq 8", "verify model damaged --exact-only"],
 }
 """Commands on the demo's model, which print each key that ``--json`` has there."""

@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("secrets") / "llama")
 
 
-REQUIRED = {"split": ("--tp", "2"), "profile": ("--widths", "1"), "verify": ("--exact-only",)}
+REQUIRED = {"split": ("--tp", "2"), "profile": ("--tp", "64"), "verify": ("--exact-only",)}
 FLAGS = ("--debug", "--json")
 
 

@@ -36,7 +36,7 @@ from tests.marks import thorough
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents, in_files, without_manifest
 from verify.bytes.exact import verify_exact
-from verify.rank.inputs import inputs_of, running
+from verify.rank.trace import inputs_of, running
 from verify.rules import with_sound_config
 
 FORMAT = format_of("transformers")

@@ -1,15 +1,19 @@
-"""What ``reshard verify`` does, for a Python caller too: opens both checkpoints and proves."""
+"""What ``reshard verify`` and ``profile`` do, for a Python caller too. The proof opens both checkpoints, compares
+bytes, and then runs the model, unless the shards cannot be run.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
-from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
@@ -17,26 +21,117 @@ from reshard.source.access import Access, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
-from verify.bytes.exact import open_shards
+from verify.bytes.exact import compare, open_shards
 from verify.bytes.exact_report import ExactReport
-from verify.prove import SILENT, Display, prove
-from verify.report.answer import Answer
+from verify.profile.job import ProfileRequest
+from verify.report.answer import Answer, OwnPlan
+from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
     from verify.forward.job import Needs
     from verify.forward.launch import Crew
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from verify.profile.job import ProfileRequest
-
-if TYPE_CHECKING:
     from verify.profile.words import Profile
 
 
+class Display(Protocol):
+    """Shows a person how far the proof is."""
+
+    def bytes(self) -> AbstractContextManager[Callable[[int, int], None]]:
+        """For the comparison of bytes: to be called with the bytes that are done and the bytes in all."""
+        return nullcontext(lambda done, total: None)
+
+    def phases(self) -> AbstractContextManager[Callable[[str], None]]:
+        """For the forward pass: to be called with the name of each phase as it begins."""
+        return nullcontext(lambda phase: None)
+
+
+class Silent(Display):
+    """It shows nothing."""
+
+
+SILENT = Silent()
+
+
+def prove(
+    answer: Answer, original: Source, shards: Source | ExactReport, plan_file: Path | None, display: Display,
+    crew: Crew | None = None, unmerged: Callable[[], Unmerged | None] = lambda: None,
+) -> None:  # fmt: skip
+    """Fill in an answer: the plan in use, the bytes and, if that is wanted and possible, the forward pass.
+
+    ``unmerged`` opens what runs in the original's place, if that has an adapter in it.
+
+    ``shards`` may be a report that says why they cannot be opened. ``crew``: this process is one of the ranks that a
+    launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
+    """
+    answer.plan = None if original.is_split else _own_plan(original, shards, plan_file)  # it will be refused
+    is_first = crew is None or crew.is_first
+    can_run = is_first and _compare_bytes(answer, original, shards, display)
+    is_wanted = can_run and answer.wants_forward
+    if crew is not None:
+        is_wanted = crew.agree(is_wanted)
+    if is_wanted:
+        _run_forward(answer, unmerged() or original, shards, display, crew)
+    if can_run and answer.engine_options is not None:
+        _run_engine(answer, original, shards, answer.engine_options, display)
+
+
+def _run_forward(
+    answer: Answer, original: Source | Unmerged, shards: Source | ExactReport, display: Display, crew: Crew | None
+) -> None:
+    """Run the model, as it was and on the shards."""
+    if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
+        which = f"rank {crew.rank}" if crew is not None else "this rank"
+        raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
+    forward = import_module("verify.forward.compare")  # torch
+    started = time.monotonic()
+    with display.phases() as progress:
+        answer.forward = forward.run_forward(original, shards, forward.ForwardOptions(**answer.options), progress)
+    answer.seconds["forward"] = time.monotonic() - started
+
+
+def _run_engine(
+    answer: Answer, original: Source, shards: Source | ExactReport, options: dict[str, Any], display: Display
+) -> None:
+    """Run both in the engine that the shards are for."""
+    assert not isinstance(shards, ExactReport)
+    engine = import_module("verify.engine.compare")  # torch
+    started = time.monotonic()
+    with display.phases() as progress:
+        answer.engine = engine.run_engine(original, shards, engine.EngineOptions(**options), progress)
+    answer.seconds["engine"] = time.monotonic() - started
+
+
+def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> OwnPlan | None:
+    """The plan that is not a built-in one: the user's file, or the rules that the shards say they were split by."""
+    if isinstance(shards, ExactReport):
+        return None
+    differences = own_rules(shards.plan, original.model.architecture)
+    if plan_file is None and not differences:
+        return None
+    name = str(plan_file) if plan_file is not None else f"of {shards.path}"
+    return OwnPlan(name, str(original.model.config.get("model_type")), differences)
+
+
+def _compare_bytes(answer: Answer, original: Source, shards: Source | ExactReport, display: Display) -> bool:
+    """Compare bytes, and return whether these shards can be run."""
+    if isinstance(shards, ExactReport):
+        answer.exact = shards
+        return False
+    started = time.monotonic()
+    with display.bytes() as progress:
+        answer.exact = compare(original, shards, progress)
+    answer.seconds["bytes"] = time.monotonic() - started
+    if not answer.exact.comparable and answer.wants_forward:
+        answer.notes.append("The forward was not run: these are not the original's tensors.")
+    return bool(answer.exact.comparable)
+
+
+# ------------------------------------------------------------------------------------------------------------ a request
+
+
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
-_OF_AN_ENGINE = {"engine": "name", "engine_python": "python", "engine_mesh": "meshes", "dtype": "dtype", "seed": "seed"}
+_OF_AN_ENGINE = {"engine_python": "python", "dtype": "dtype", "seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +139,8 @@ class VerifyRequest(Access, RunSettings):
     """What ``verify`` takes: the full checkpoint and its shards.
 
     With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs. With
-    ``exact_only``, only bytes are compared. ``engine`` (``vllm`` or ``megatron``) runs the shards as well, with
-    the Python interpreter ``engine_python``, on each mesh of ``engine_mesh``.
+    ``exact_only``, only bytes are compared. ``engine`` (``vllm``) runs the shards as well, with the Python
+    interpreter ``engine_python``.
     """
 
     original: str | Path = field(repr=False)  # a URL may have a password
@@ -54,12 +149,13 @@ class VerifyRequest(Access, RunSettings):
     exact_only: bool = False
     engine: str | None = None
     engine_python: str | None = None
-    engine_mesh: tuple[Mesh, ...] = ()
 
     def __post_init__(self) -> None:
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        if self.engine is None and (lonely := sorted(given & {"engine_python", "engine_mesh"})):
-            raise refused(lonely[0], None, "no engine is asked for", instead=({"engine": None},))
+        if self.engine not in {None, "vllm"}:
+            raise refused("engine", self.engine, "the engine is vllm")
+        if self.engine is None and self.engine_python is not None:
+            raise refused("engine_python", None, "no engine is asked for", instead=({"engine": None},))
         computed = next((name for name in ("dequantize", "patch") if getattr(self, name)), None)
         if computed is not None and (not self.exact_only or self.engine is not None):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
@@ -237,22 +238,22 @@ def _check_metadata(metadata: Any, path: FilePath) -> dict[str, str]:
 def _read_entries(entries: dict[str, Any], path: FilePath, base: int) -> tuple[dict[str, TensorInfo], int]:
     """The tensors in order of offset, and the byte at which the file should end; data begins at byte ``base``."""
     found: list[TensorInfo] = []
-    bits_of: dict[tuple[str, tuple[int, ...]], int] = {}  # there are few dtypes and shapes
+    alike: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # there are few dtypes and shapes
     for name, entry in entries.items():
         try:
             dtype, (begin, end), sizes = entry["dtype"], entry["data_offsets"], entry["shape"]
             sound = type(sizes) is list and {*map(type, (begin, end, *sizes))} == {int} and 0 <= begin <= end
             shape = tuple(sizes)
-            bits = bits_of.get((dtype, shape)) if sound else None
-            if sound and bits is None:
-                sound = len(shape) <= MAX_DIMS and _sizes(sizes)
-                bits = bits_of[dtype, shape] = math.prod(shape) * DTYPE_BITS[dtype] if sound else -1
-            sound = sound and bits == (end - begin) * 8
+            known = alike.get((dtype, shape)) if sound else None
+            if sound and known is None and len(shape) <= MAX_DIMS and _sizes(sizes):
+                known = alike[dtype, shape] = dtype, shape, math.prod(shape) * DTYPE_BITS[dtype]
+            sound = known is not None and known[2] == (end - begin) * 8
         except (TypeError, KeyError, ValueError):
             sound = False
-        if not sound:
+        if not sound or known is None:
             _refuse_entry(name, entry, path)
-        found.append(TensorInfo(name, dtype, shape, path, base + begin, end - begin))
+        # one name, dtype and shape in memory for all ranks that have it: there may be a million tensors
+        found.append(TensorInfo(sys.intern(name), known[0], known[1], path, base + begin, known[2] // 8))
     found.sort(key=attrgetter("offset", "nbytes"))
     expected = base
     for i, info in enumerate(found):

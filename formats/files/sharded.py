@@ -40,7 +40,7 @@ from formats.documents import (
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import WeightFile, find_side_files, with_modelopt
 from formats.files.checksum import Stamp, read_stamp
-from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
+from formats.files.safetensors import TensorInfo, parse_header, read_header
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
 from formats.store import FilePath, by_name, like, name_in
@@ -385,7 +385,9 @@ def _read_rank(path: FilePath, files: Sequence[FilePath], rank: int | None) -> t
     first: Identity | None = None
     for file in files:
         header = read_header(file)
-        shard = read_shard(header, file)
+        shard = read_shard(header.metadata, file)
+        if shard.places and len(shard.places) != len(header.tensors):
+            raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds")
         rank = shard.rank if rank is None else rank
         if shard.rank != rank:
             raise MismatchError(f"{file} is a shard of rank {shard.rank}, it stands in the folder of rank {rank}")
@@ -435,18 +437,15 @@ class Shard:
     places: tuple[int, ...]
 
 
-def read_shard(header: Header, file: FilePath) -> Shard:
-    """What the header of a shard file says. Raises CheckpointError for a file that is no shard."""
+def read_shard(metadata: Mapping[str, str], file: FilePath) -> Shard:
+    """What the metadata of a shard file says. Raises CheckpointError for a file that is no shard."""
     what, hint = "its header does not say which rank of what it is", "it was not written by reshard split"
-    if METADATA_KEY not in header.metadata:
+    if METADATA_KEY not in metadata:
         raise CheckpointError(f"{file}: {what}", hint)
     try:
-        shard = _shard(sound(strict_json(header.metadata[METADATA_KEY])), "")
+        return _shard(sound(strict_json(metadata[METADATA_KEY])), "")
     except ValueError as error:
         raise CheckpointError(f"{file}: {what}: {error}", hint) from None
-    if shard.places and len(shard.places) != len(header.tensors):
-        raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds")
-    return shard
 
 
 def _shard(value: object, where: str) -> Shard:

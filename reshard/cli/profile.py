@@ -67,8 +67,6 @@ def memory(text: str) -> int:
 @option("--phase", group=Group.WHAT, type=Value("phases", phases), default="decode,prefill", metavar="NAME,..",
         help="decode, prefill, train; default: the first two.")  # fmt: skip
 @option("--predict-tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Degrees to predict without running them.")
-@option("--widths", group=Group.WHAT, type=NUMBERS, metavar="A..B",
-        help="Also time blocks so wide, such as 1024..16384.")  # fmt: skip
 @option("--batch", group=Group.HOW, type=NUMBERS, default="1", show_default=True, metavar="N,..",
         help="Sequences at once.")  # fmt: skip
 @option("--seq", group=Group.HOW, type=NUMBERS, default="512", show_default=True, metavar="N,..",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from formats.errors import CheckpointError, ReshardError
-from formats.mesh import Mesh, mesh_of
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
 from reshard.cli.options import (
     FILE,
@@ -44,18 +43,6 @@ if TYPE_CHECKING:
     from verify.report.answer import Answer
 
 
-def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[Mesh, ...]:
-    """The meshes of ``tp=2,pp=2`` and the like."""
-    found = []
-    for text in texts:
-        degrees = [part.partition("=")[::2] for part in text.split(",")]
-        known = {name: int(degree) for name, degree in degrees if name in ("tp", "pp", "ep") and degree.isdecimal()}
-        if len(known) != len(degrees) or 0 in known.values():
-            raise click.BadParameter(f"'{text}' is no mesh: give degrees such as tp=2,pp=2,ep=2")
-        found.append(mesh_of(known.get("tp", 1), known.get("ep", 1), pp=known.get("pp", 1)))
-    return tuple(found)
-
-
 @click.command(
     "verify",
     cls=Command,
@@ -71,7 +58,7 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
 @option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
         help="ORIGINAL is this model with a LoRA adapter.")  # fmt: skip
 @option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too.")
-@option("--engine", group=Group.WHAT, type=click.Choice(["vllm", "megatron"]),
+@option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
         help="Also run SHARDS in the engine they are for.")  # fmt: skip
 @patch_option
 @dequantize_option
@@ -87,8 +74,6 @@ def _meshes(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -
         help="Tokens in a sequence.")  # fmt: skip
 @option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens.")
 @option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory.")
-@option("--engine-mesh", group=Group.HOW, multiple=True, metavar="MESH", callback=_meshes,
-        help="Load them on this mesh: tp=2,pp=2 (repeatable).")  # fmt: skip
 @option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
         help="The python of the engine's environment.")  # fmt: skip
 @option("--dry-run", group=Group.HOW, is_flag=True, help="Say what the forward takes; compare nothing.")
@@ -111,9 +96,8 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
     for every code but 0.)
     """
-    from verify.command import VerifyRequest, attempt, needs
+    from verify.command import SILENT, VerifyRequest, attempt, needs
     from verify.ending import one_line_when_interrupted
-    from verify.prove import SILENT
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
     is_dry = given.pop("dry_run")
@@ -147,9 +131,8 @@ def _interrupted() -> str:
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.command import attempt
+    from verify.command import SILENT, attempt
     from verify.forward.launch import Crew
-    from verify.prove import SILENT
 
     def take(end: Any) -> None:
         if isinstance(end, ReshardError):

@@ -310,7 +310,7 @@ def _from_folders(report: Report) -> Ranks:
         for file in like(folder, "*.safetensors"):
             try:
                 header = read_header(file)
-                shard = read_shard(header, file)
+                shard = read_shard(header.metadata, file)
             except CheckpointError as error:
                 report.problems.append(error.message)
                 continue
@@ -399,7 +399,7 @@ def _take_shard(report: Report, header: Header, file: FilePath) -> None:
     if METADATA_KEY not in header.metadata:
         return
     try:
-        shard = read_shard(header, file)
+        shard = read_shard(header.metadata, file)
     except CheckpointError as error:
         report.problems.append(error.message)
         return

@@ -186,7 +186,10 @@ def _open_sharded(folder: Folder) -> Source:
     plan, expected = make_plan(refined, identity.mesh, padding=identity.padding), folder.checksums
     source = folder.source(
         OWN, plan, model, names, (rank.tensors for rank in sharded.ranks),
-        (SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path)) for r in sharded.ranks for f in r.files),
+        (
+            SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path), metadata=f.metadata)
+            for r in sharded.ranks for f in r.files
+        ),
         {name_in(file, path): file for file in sharded.side_files}, stated=identity,
     )  # fmt: skip
     check_stored(source.arrangement, source.ranks, path)

@@ -304,7 +304,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
 def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo]) -> SourceFile:
     size, name, expected = path.stat().st_size, name_in(path, folder.path), folder.checksums.get(path)
     if path.suffix == ".safetensors":
-        return SourceFile(path, name, size, read_header(path).raw, expected)
+        header = read_header(path)
+        return SourceFile(path, name, size, header.raw, expected, metadata=header.metadata)
     rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
     return SourceFile(path, name, size, None, expected, tuple(rest))
 

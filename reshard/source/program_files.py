@@ -311,7 +311,7 @@ def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
         header = read_header(file.path) if file.path.suffix == ".safetensors" else None
         if header is None or METADATA_KEY not in header.metadata:
             continue
-        shard = read_shard(header, file.path)
+        shard = read_shard(header.metadata, file.path)
         if shard.rank != file.rank % shard.identity.mesh.size:  # a rank may have several files with chunks
             raise MismatchError(f"{file.path} is a file of rank {shard.rank}, its name says rank {file.rank}")
         if first is not None and shard.identity != first[0].identity:

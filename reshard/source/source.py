@@ -61,6 +61,8 @@ class SourceFile:
     expected: str | None = None
     rest: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that belong to no tensor, with their offsets."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The metadata in its header."""
 
     @property
     def remote(self) -> Remote | None:

@@ -253,7 +253,7 @@ class Gathered(Content):
         return found.data
 
 
-_BLOCKS = Kept(32 << 20)
+_BLOCKS = Kept(8 << 20)
 """What was put together last: the next range may begin within it."""
 
 

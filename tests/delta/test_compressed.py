@@ -94,7 +94,7 @@ def test_the_layout_is_slimes(base: Path, after: Path, delta: Path) -> None:
 
 
 SLIME = Path(__file__).parents[1] / "oracles" / "slime"
-"""What slime wrote, and the sums of what comes of it (``benchmarks/slime_delta.py``)."""
+"""What slime wrote, and the sums of what comes of it (``tests/engines/slime_delta.py``)."""
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

@@ -203,6 +203,14 @@ GOLDEN = (
 )
 
 
+def test_headers_share_what_is_alike(tmp_path: Path) -> None:
+    """Of a million tensors on many ranks, each name, dtype and shape is in memory once."""
+    raw = build_header([("a", "F32", (2, 300)), ("b", "F32", (2, 300))], {})
+    one, other = (parse_header(raw, tmp_path / name, None).tensors for name in "xy")
+    for here, there in zip(one.values(), other.values(), strict=True):
+        assert here.name is there.name and here.dtype is one["a"].dtype and here.shape is one["a"].shape
+
+
 def test_golden_bytes() -> None:
     built = build_header([("x", "I64", (3,)), ('y\n"\x01', "BF16", ())], {"format": "pt", "a": "é"})
     body = GOLDEN[8:]

@@ -1,4 +1,4 @@
-"""Parts of parameters as Megatron-Core describes them; its own models are in ``benchmarks/live_megatron.py``."""
+"""Parts of parameters as Megatron-Core describes them; its own models are in ``tests/engines/live_megatron.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's worker as a receiver, without vLLM: stand-ins for the few things of it that the engine touches.
 
-``benchmarks.live_vllm`` (``make engines``) runs the same in a real vLLM.
+``tests.engines.live_vllm`` (``make engines``) runs the same in a real vLLM.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from reshard.source.opening import open_source
 from tests import store
+from tests.engines.in_megatron import settings_for
 from tests.marks import thorough
 from tests.support import command
-from verify.engine.compare import megatron_settings
 
 pytestmark = thorough
 
@@ -115,8 +115,8 @@ def test_several_stages_of_the_older_form_are_refused(original: Path, tmp_path: 
 
 
 def test_the_engine_is_told(original: Path) -> None:
-    settings = megatron_settings(open_source(original).model, format_of("megatron"))
+    settings = settings_for(open_source(original).model, format_of("megatron"))
     assert settings["config"]["mtp_num_layers"] == 1
     without = store.checkpoint("deepseek_v3", "bfloat16")  # its config.json names such a layer, and it has none
     assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert "mtp_num_layers" not in megatron_settings(open_source(without).model, format_of("megatron"))["config"]
+    assert "mtp_num_layers" not in settings_for(open_source(without).model, format_of("megatron"))["config"]

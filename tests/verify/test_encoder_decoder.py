@@ -17,9 +17,8 @@ from tests import store, zoo
 from tests.marks import thorough
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 from verify.forward.compare import ForwardOptions, run_forwards
-from verify.rank.inputs import inputs_of, random_ids, running
 from verify.rank.layers import vocab_parallel
-from verify.rank.trace import Places, run
+from verify.rank.trace import Places, inputs_of, random_ids, run, running
 
 pytestmark = thorough
 

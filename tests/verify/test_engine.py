@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.api import split
 from tests import store
 from tests.support import change_tensor, command
 
@@ -151,6 +152,11 @@ def test_only_what_the_engine_loads(tmp_path: Path) -> None:
     original, own = store.checkpoint("llama"), store.shards("llama", tp=2)
     code, _, said = _verify(original, own, "--exact-only")
     assert code == 2 and "which vllm does not load" in said
+    split(original, tmp_path / "legacy", tp=2, format="megatron-legacy")
+    code, _, said = _verify(original, tmp_path / "legacy", "--exact-only")
+    assert code == 2 and "has the format 'megatron-legacy', which vllm does not load" in said
+    done = command("verify", original, own, "--exact-only", "--engine-python", sys.executable)
+    assert done.returncode == 2 and "--engine-python is not possible: no engine is asked for" in done.stderr
 
 
 def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
@@ -163,7 +169,6 @@ def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
     file = out / "model-rank-1-part-0.safetensors"
     for at in range(3, 64, 4):
         change_tensor(file, "model.layers.0.self_attn.qkv_proj.weight", at=at, flip=0x80)
-    options = EngineOptions("vllm", python=str(engine))
-    report = run_engine(open_source(original), open_source(out), options)
+    report = run_engine(open_source(original), open_source(out), EngineOptions(str(engine)))
     assert not report.is_same and report.ratio > 100
     assert "vllm computes something else from the shards" in report.verdict

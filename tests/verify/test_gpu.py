@@ -40,10 +40,10 @@ from verify.rank.collectives import Groups
 from verify.rank.device import has_float64, names, resolve
 from verify.rank.gradients import loss_of
 from verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
-from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import compute_on, from_pretrained, on_disk, quiet_transformers
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank
+from verify.rank.trace import inputs_of, random_ids
 from verify.rank.trace import run as trace_run
 from verify.report.answer import forward_summary
 from verify.run_settings import Unmerged

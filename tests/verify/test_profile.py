@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -31,16 +30,26 @@ from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from tests.verify.conftest import Gpus
-from tools.profile_figure import figure
-from verify.profile.cost import Link, Memory, Part, Rates, Time, Work, fit_link, fit_rates, joined, works
-from verify.profile.job import Found, Job, LayerKind, Measured, Patience, ProfileRequest, Span, Workload, layer_kinds
-from verify.profile.page import Axes, Line, Point, line_chart, page, plain_plot
+from verify.profile.blocks import skeleton
+from verify.profile.cost import (
+    Link,
+    Memory,
+    NotRun,
+    Part,
+    Rates,
+    Row,
+    Time,
+    Work,
+    fit_link,
+    fit_rates,
+    joined,
+    recommend,
+    works,
+)
+from verify.profile.job import Found, Job, LayerKind, Measured, ProfileRequest, Span, Workload, layer_kinds
+from verify.profile.page import Axes, Line, Point, line_chart, page
 from verify.profile.processes import RESERVE
-from verify.profile.recommend import NotRun, Row, recommend
 from verify.profile.run import node_of
-from verify.profile.skeleton import skeleton
-from verify.profile.widths import free_for_widths, time_widths
-from verify.rank.collectives import Carrier
 from verify.rank.group import RankError
 
 pytestmark = thorough
@@ -60,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def document(folder: Path, fork_server: None) -> dict[str, Any]:
     """What two ranks measured of everything that there is to measure."""
     given = ("--tp", "2", "--batch", "3", "--seq", "8", "--phase", "decode,prefill,train", "--predict-tp", "4")
-    more = ("--widths", "256..512", "--report", folder / "page.html", "--ranks", "2", "--seconds", "0.01", "--json")
+    more = ("--report", folder / "page.html", "--ranks", "2", "--seconds", "0.01", "--json")
     done = command("profile", folder, *given, *more)
     assert done.returncode == 0, done.stderr
     assert f"Drew the profile: {folder / 'page.html'}" in done.stderr
@@ -108,30 +117,6 @@ def test_a_second_table_is_summed_too(tmp_path: Path) -> None:
     assert (backward.count, backward.nbytes) == (2 * 4 + 1, (2 * 4 * hidden + hidden) * 4)
 
 
-def test_widths(document: dict[str, Any]) -> None:
-    """What the ranks ran was measured, from the narrowest on; other degrees are predicted where heads divide."""
-    rows = document["widths"]
-    assert {row["block"] for row in rows} == {"mlp", "mlp, gathered", "attention"}
-    assert {(row["width"], row["tp"]) for row in rows} == {(256, 2), (512, 2), (512, 4)}
-    assert all(row["tokens_per_second"] == pytest.approx(512 / row["seconds"]) for row in rows)
-    assert all(0 < row["collectives"] < row["seconds"] for row in rows)
-    assert all(row["measured"] for row in rows if row["width"] == 256)
-    assert not any(row["measured"] for row in rows if row["tp"] == 4)
-
-
-@pytest.mark.parametrize(("free", "expected"), [(1 << 30, [256, 512, 1024]), (8 * 512**2 * 2 * 2, [256, 512])])
-def test_widths_end_before_they_take_too_long(free: int, expected: list[int], folder: Path, one_rank: None) -> None:
-    """Twice as wide is expected to take four times as long: no pass of more than 5 times the patience is begun."""
-    plan, work = make_plan(skeleton(folder), mesh_of(1)), (Workload("decode", 1, 1),)
-    job = Job(plan, (), True, work, "bfloat16", "cpu", 1, Patience(4.0), (256, 512, 1000, 1024, 2048), free)
-    times = iter([0.01, 0.1, 5.1] * 3)  # of the third, four times as long is more than 20 s
-    done = time_widths(
-        job, torch.device("cpu"), Carrier(), lambda _: ((Span("block", "compute", 0, next(times)),),), bool
-    )  # type: ignore[arg-type]
-    found = [(each.block, each.width) for each in done]
-    assert [width for block, width in found if block == "mlp"] == expected
-
-
 # ------------------------------------------------------------------------------------------------------------- page
 
 
@@ -165,7 +150,7 @@ def ticks(chart: str) -> list[tuple[float, str]]:
 def test_a_logarithmic_axis_has_three_ticks_or_more(low: float, ratio: float) -> None:
     """Two ticks are no scale; more than eight are no help. The labels have room, and points lie between the ends."""
     line = Line("a", (Point(1, low, False, ""), Point(2, low * ratio, False, "")))
-    chart = plain_plot("a", [line], Axes("tp", "tokens/s", str, repr))
+    chart = line_chart("a", [line], Axes("tp", "tokens/s", str, repr)).rpartition("<svg")[2]  # on narrow pages
     found = ticks(chart)
     assert 3 <= len(found) <= 8 and len({label for _, label in found}) == len(found)
     assert all(x >= CHARACTER * len(label) for x, label in found)
@@ -202,7 +187,7 @@ def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: P
     assert asked == [file.as_uri()]
     assert not [e for e in chromium.events if e["method"] in {"Runtime.exceptionThrown", "Log.entryAdded"}]
     shown = "[...document.querySelectorAll('svg[role]')].filter(s => s.getBoundingClientRect().width)"
-    assert chromium.evaluate(f"{shown}.length") == 3 * 3 + 1 + 3  # of each phase, of the all-reduces, of each block
+    assert chromium.evaluate(f"{shown}.length") == 3 * 3 + 1  # of each phase, of the all-reduces
     outside = (
         f"{shown}.flatMap(s => {{const o = s.getBoundingClientRect(); return [...s.querySelectorAll('.mark,.bar')]"
         ".filter(m => {const r = m.getBoundingClientRect();"
@@ -224,17 +209,6 @@ def test_what_the_page_says(document: dict[str, Any]) -> None:
     none = page({**document, "recommended": {"tp": None, "reason": "no degree fits", "alone": alone}})
     assert "For decode, batch 3, seq 8 alone: tp 4." in none
     assert "<h1>No degree fits</h1>" in none
-
-
-def test_the_figure_of_the_docs(document: dict[str, Any]) -> None:
-    """A file by itself: well-formed, with a mark for each row, and nothing to load."""
-    drawn = ElementTree.fromstring(figure(document["widths"]))
-    marks = [e for e in drawn.iter() if e.get("class", "").startswith("mark c") and e.get("class") != "mark c0"]
-    assert len([e for e in drawn.iter("{http://www.w3.org/2000/svg}g") if e.get("class") == "place"]) == len(
-        document["widths"]
-    )
-    assert ".hit, .hint { display: none; }" in figure(document["widths"])  # without a style it would be black
-    assert marks and not {"href", "src"} & {name for e in drawn.iter() for name in e.attrib}
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
@@ -381,7 +355,6 @@ def test_no_degree_fits() -> None:
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
         (("--link", "450GB/s"), "--link is not possible: no degree is to be predicted"),
         (("--predict-tp", "8", "--link", "450GB"), "'450GB' is not a speed such as 450GB/s"),
-        (("--widths", "128,200"), "--widths 200 is not possible"),
         (("--dtype", "int8"), "--dtype int8 is not possible"),
         (
             ("--batch", "1000000", "--seq", "1000000"),
@@ -472,8 +445,8 @@ def test_training_on_a_gpu(two_gpus: SimpleNamespace, folder: Path, monkeypatch:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, after: str = "") -> list[list[str]]:
-    """Let runs of at least so many sequences run out of memory, and what comes ``after`` those of fewer while there are
-    widths; what was asked of the ranks in each attempt.
+    """Let runs of at least so many sequences run out of memory, and what comes ``after`` those of fewer; what was asked
+    of the ranks in each attempt.
     """
     asked: list[list[str]] = []
 
@@ -484,12 +457,12 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
             if workload.batch >= least:
                 progress(f"tp {degree}: {workload}: a run takes 4 s, and two more follow")
                 raise RankError(message, rank=0)
-        if after and job.widths:
+        if after:
             progress(f"tp {degree}: {after}")
             raise RankError(message, rank=0)
         parts = ("embedding", *(kind.part for kind in job.kinds), "head")
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
-        return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), (), "gloo", "cpu")] * degree
+        return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), "gloo", "cpu")] * degree
 
     monkeypatch.setattr("verify.profile.run.run_processes", run)
     return asked
@@ -522,23 +495,11 @@ def test_another_failure_of_a_gpu_is_no_lack_of_memory(folder: Path, monkeypatch
     assert (done.returncode, len(asked), f"Error: {message}" in done.stderr) == (2, 1, True)
 
 
-@pytest.mark.parametrize("after", ["mlp, width 256", "all-reduces"])
-def test_memory_that_ends_after_the_model(after: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of --widths are not the model: it fits, and is run without them. Their degree is not condemned."""
-    asked = without_memory(monkeypatch, least=4, message="CUDA out of memory", after=after)
-    what = ("--phase", "prefill", "--seq", "4", "--widths", "256")
-    done = command("profile", folder, "--tp", "1", "--batch", "2", *what)
-    assert done.returncode == 0, done.stderr
-    assert asked == [["prefill, batch 2, seq 4"]] * 2 and "Recommended: tp 1." in done.stdout
-    assert "tp 1: memory ran out; once more without widths" in done.stderr
-    command("profile", folder, "--tp", "1", "--batch", "2,4", *what)
-    assert [len(each) for each in asked[2:]] == [2, 1, 1]
-
-
-def test_the_widths_have_what_the_model_leaves_of_a_gpu(gpus: Gpus) -> None:
-    gpus(1, mem_get_info=lambda _: (100, 1000), memory_reserved=lambda _: 800, memory_allocated=lambda _: 750)
-    job = SimpleNamespace(free=1000)
-    assert [free_for_widths(job, torch.device(name)) for name in ("cuda", "cpu")] == [150, 1000]
+def test_memory_that_ends_after_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = without_memory(monkeypatch, least=4, message="CUDA out of memory", after="all-reduces")
+    done = command("profile", folder, "--tp", "1", "--batch", "2", "--phase", "prefill", "--seq", "4")
+    assert asked == [["prefill, batch 2, seq 4"]]
+    assert (done.returncode, "tp 1, prefill, batch 2, seq 4: memory ran out" in done.stderr) == (2, True), done
 
 
 def test_no_memory_for_anything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

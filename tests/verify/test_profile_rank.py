@@ -20,12 +20,10 @@ from formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from tests import zoo
 from tests.support import LLAMA
-from verify.profile.blocks import build
+from verify.profile.blocks import build, skeleton
 from verify.profile.cost import memory_of, works
 from verify.profile.job import Job, Patience, Span, Workload, layer_kinds, with_layers
-from verify.profile.meter import Living, Meter, StreamClock
-from verify.profile.rank import is_enough, run_job
-from verify.profile.skeleton import skeleton
+from verify.profile.rank import Living, Meter, StreamClock, is_enough, run_job
 from verify.rank.collectives import Groups
 from verify.rank.roles import Rank
 

@@ -30,9 +30,8 @@ from reshard.placement.stored import Stored
 from reshard.source.source import Source
 from reshard.store.threads import share
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
-from verify.bytes.changes import coarse, differing, expected, pattern, repeated, stating
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from verify.bytes.reading import Files
+from verify.bytes.reading import Files, coarse, differing, expected, pattern, repeated, stating
 from verify.bytes.structure import ranks_of
 from verify.bytes.views import Array, Chunk, Part, View, array, flat_index, tiles
 

@@ -155,15 +155,9 @@ def expected_source(original: Source, shards: Source) -> str:
     own = original.record.id
     if shards.manifest is not None:
         return shards.manifest.source.id if _made_without(original, shards.manifest) else own
-    said = _said_source(shards)
+    headers = (read_shard(f.metadata, f.path) for f in shards.files.values() if METADATA_KEY in f.metadata)
+    said = next((shard.identity.source for shard in headers), None)
     return own if said is None or is_fingerprint(said) else said
-
-
-def _said_source(shards: Source) -> str | None:
-    """What the headers of shards without a manifest say that they come from."""
-    headers = ((path, read_header(path)) for path in shards.files if path.suffix == ".safetensors")
-    known = (read_shard(header, path) for path, header in headers if METADATA_KEY in header.metadata)
-    return next((shard.identity.source for shard in known), None)
 
 
 def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
@@ -268,20 +262,22 @@ def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tup
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
     if shards.stated is not None:
         true = dataclasses.replace(true, source=shards.stated.source, sizes=shards.stated.sizes)
-    places = {tensor.name: place for place, tensor in enumerate(in_order(shards.plan.model.tensors))}
     for rank in range(plan.mesh.size):
-        holds_all = shards.stated is None or len(plan.boxes(rank)) == len(plan.laid)
+        names: dict[FilePath, list[str]] = {}  # of tensors, where the rank lacks some of the model's
+        if shards.stated is not None and len(plan.boxes(rank)) != len(plan.laid):
+            places = {tensor.name: place for place, tensor in enumerate(in_order(shards.plan.model.tensors))}
+            for name, info in shards.ranks[rank].items():
+                names.setdefault(info.file, []).append(name)
         for file in _files(shards, plan.mesh, rank):
-            header = read_header(file.path) if file.path.suffix == ".safetensors" else None
-            if header is None or METADATA_KEY not in header.metadata:
+            if METADATA_KEY not in file.metadata:
                 continue
-            should = dataclasses.replace(true, plan=read_shard(header, file.path).identity.plan)
-            expected = should.metadata(rank, [] if holds_all else [places[name] for name in header.tensors])
+            should = dataclasses.replace(true, plan=read_shard(file.metadata, file.path).identity.plan)
+            expected = should.metadata(rank, [places[name] for name in names.get(file.path, ())])
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
-                shapes = {name: info.shape for name, info in header.tensors.items()}
-                chunks = read_chunks(file.path, header.metadata, shapes)
+                shapes = {name: info.shape for name, info in read_header(file.path).tensors.items()}
+                chunks = read_chunks(file.path, file.metadata, shapes)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
-            for change in changes(_opened(expected), _opened(header.metadata)):
+            for change in changes(_opened(expected), _opened(file.metadata)):
                 yield file.name, change
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
@@ -18,14 +19,15 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, PlanError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import TensorInfo
+from formats.notation.axes import Run
 from formats.quantization.dequantizing import Grid
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
-from verify.bytes.views import Array
+from verify.bytes.views import Array, Chunk, View
 
 OPEN = 64
 """So many files stay open."""
@@ -240,3 +242,127 @@ def _nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     found: NDArray[np.uint16] = high + up.astype(np.uint16)
     found[np.isnan(numbers)] = 0x7FC0
     return found
+
+
+# --------------------------------------------------------------------------------- what stands in place of the original
+
+
+_SHAPE = re.compile(rb'("shape": \[)([^\]]*)\]')
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+
+
+# ------------------------------------------------------------------------------------------------- dtypes, functions
+
+
+def differing(left: Array, right: Array, dtypes: tuple[str, str], function: str | None) -> Array | None:
+    """Which elements are not what they should be; None if all are.
+
+    ``dtypes`` are the original's dtype and the stored one. Raises PlanError for an unknown change.
+    """
+    if function is not None:
+        wrong = ~_is_near(left, right, dtypes, function)
+        return wrong if wrong.any() else None
+    if dtypes[0] != dtypes[1]:
+        left = widened(left, dtypes)
+    elif _in_words(left) and _in_words(right) and (left.view("<u8") == right.view("<u8")).all():
+        return None
+    found = left != right
+    return found if found.any() else None
+
+
+def _in_words(array: Array) -> bool:
+    """Whether the last dimension lies in one piece of whole words."""
+    return bool(array.ndim and array.strides[-1] == array.itemsize and array.shape[-1] * array.itemsize % 8 == 0)
+
+
+def expected(left: Array, dtypes: tuple[str, str], function: str | None) -> bytes:
+    """The bytes that should be stored for an element."""
+    if function is not None:
+        wide = left if dtypes[0] == "F32" else widened(left, dtypes)
+        return bytes((-np.exp(wide.view("<f4").astype(np.float64))).astype("<f4").tobytes())
+    return bytes((left if dtypes[0] == dtypes[1] else widened(left, dtypes)).tobytes())
+
+
+def widened(left: Array, dtypes: tuple[str, str]) -> Array:
+    """The original's elements, exactly, in the wider dtype in which they are stored. Raises PlanError."""
+    if dtypes == ("BF16", "F32"):
+        return left.astype("<u4") << np.uint32(16)
+    if dtypes == ("F16", "F32"):
+        return np.ascontiguousarray(left).view("<f2").astype("<f4").view("<u4")
+    raise PlanError(f"a tensor of {dtypes[0]} is stored as {dtypes[1]}, which is not known to be exact")
+
+
+def _is_near(left: Array, right: Array, dtypes: tuple[str, str], function: str) -> Array:
+    """Whether each F32 is the function of the original's element, as computed in float64, within one unit in the last
+    place: the function itself need not be rounded correctly.
+    """
+    if function != "-exp" or dtypes[1] != "F32":
+        raise PlanError(f"the function '{function}' in {dtypes[1]} is not known")
+    original = left if dtypes[0] == "F32" else widened(left, dtypes)
+    values = np.ascontiguousarray(original).view("<f4").astype(np.float64)
+    with np.errstate(over="ignore"):
+        exact = -np.exp(values)
+        nearest = exact.astype("<f4")
+    found = np.ascontiguousarray(right).view("<f4")
+    with np.errstate(invalid="ignore"):
+        close = np.abs(found.astype(np.float64) - exact) <= np.spacing(np.abs(nearest)).astype(np.float64)
+    near: Array = close | (found == nearest) | (np.isnan(found) & np.isnan(nearest))
+    return near
+
+
+def pattern(value: float, dtype: str) -> int:
+    """The bits of a number. Raises PlanError for a dtype in which the formats have no constants but zero."""
+    if not value:
+        return 0
+    if dtype == "F16":
+        return int(np.array(value, "<f2").view("<u2"))
+    if dtype not in {"F32", "BF16"}:
+        raise PlanError(f"a constant of dtype {dtype} is not known")
+    bits = int(np.array(value, "<f4").view("<u4"))
+    return bits if dtype == "F32" else bits >> 16
+
+
+# ------------------------------------------------------------------------------------------------- smaller scale blocks
+
+
+def coarse(view: View, chunk: Chunk) -> tuple[tuple[int, ...], Run]:
+    """For an original with larger scale blocks: its shape, and which of its elements a chunk is made of."""
+    repeats = view.repeats or ()
+    shape = tuple(-(-size // times) for size, times in zip(view.shape, repeats, strict=True))
+    outer = [i // times for i, times in zip(chunk.outer, repeats, strict=False)]
+    times, row = repeats[view.axis], math.prod(shape[view.axis + 1 :])
+    begin, end = chunk.begin // times, -(-min(chunk.end, view.shape[view.axis]) // times)
+    first = 0
+    for index, size in zip(outer, shape, strict=False):
+        first = first * size + index
+    return shape, Run((first * shape[view.axis] + begin) * row, (end - begin) * row)
+
+
+def repeated(view: View, chunk: Chunk, data: Array, count: int) -> Array:
+    """The ``count`` elements of a chunk, from the bytes of the original's elements, each of which is repeated."""
+    repeats, item = view.repeats or (), view.bits // 8
+    shape, run = coarse(view, chunk)
+    row = math.prod(shape[view.axis + 1 :])
+    found = data.reshape(run.length // row if row else 0, *shape[view.axis + 1 :], item)
+    for dim, times in enumerate(repeats[view.axis :]):
+        found = np.repeat(found, times, axis=dim)
+    inner = view.shape[view.axis + 1 :]
+    rows = count // math.prod(inner) if math.prod(inner) else 0
+    return np.ascontiguousarray(found[(slice(0, rows), *map(slice, inner))]).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------------- stated shapes
+
+
+def stating(files: Files, info: TensorInfo, shape: Sequence[int]) -> Array:
+    """The content of a tensor that states a weight's shape, with another shape in it, in as many bytes.
+
+    A tensor of integers is the shape itself. In JSON the shape is a list, followed by spaces if the old one was longer.
+    """
+    content = files.read(info.file, info.offset, info.nbytes)
+    if info.dtype in _INTEGERS:
+        stated: Array = np.array(shape, _INTEGERS[info.dtype]).view(np.uint8)
+        return stated
+    text = ", ".join(map(str, shape)).encode()
+    new = _SHAPE.sub(lambda found: found[1] + text.ljust(len(found[2])) + b"]", content.tobytes())
+    return np.frombuffer(new, np.uint8)

@@ -22,10 +22,9 @@ from verify.forward.noise import Noise, measure, noise_of, yardstick
 from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.group import machine_fault, say
-from verify.rank.inputs import inputs_of, random_ids
 from verify.rank.loading import Loaded, compute_on, load_original, on_disk
 from verify.rank.roles import Kind, Role, roles
-from verify.rank.trace import Places, Trace, blocks_of, is_choice, run
+from verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_choice, random_ids, run
 from verify.run_settings import BYTES_ALONE
 
 

@@ -2,6 +2,9 @@
 
 It is transformers' own model, made parallel as ``verify`` makes it. The other layers are there in name alone: they pass
 on what the layer before them returned.
+
+Its plan comes from config.json alone (``skeleton``): the tensors that a checkpoint of it would hold, with rules, and
+without weights. Quantized weights are taken as plain ones.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +23,26 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from formats.errors import CheckpointError
+from formats.documents import read_config
+from formats.errors import CheckpointError, ReshardError, refused
+from formats.notation.architecture_files import find_architecture, load_architecture
+from formats.quantization.settings import without_quantization
+from formats.store import FilePath
 from formats.torch_internals import own_buffers, own_parameters
-from formats.transformers_internals import concrete_class, model_class, placements, settings_of
+from formats.transformers_internals import (
+    concrete_class,
+    model_class,
+    not_saved,
+    placements,
+    revert_weight_conversion,
+    settings_of,
+    tied_weights,
+)
 from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
+from reshard.model.binding import bind
+from reshard.model.model import FullTensor, Model
+from reshard.model.sizes import AxisSizes, check_members
 from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups
 from verify.rank.loading import Loaded, quiet_transformers
@@ -166,3 +185,63 @@ def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.dev
         part = flat[begin : begin + size]
         part.copy_(numbers[: len(part)])
     return filled
+
+
+# ---------------------------------------------------------------------------------------------------- config.json alone
+
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None = None) -> Model:
+    """The model that the config.json in a folder describes, its weights of one dtype: the given or the config's own.
+
+    Raises ReshardError if transformers has no class for it or no rules cover it, and for an encoder beside a decoder.
+    """
+    config = read_config(folder / "config.json")
+    name = dtype or dtype_of(config)
+    if name not in DTYPES:
+        raise refused("dtype", name, f"the dtypes are {', '.join(DTYPES)}")
+    plain = {**_plain(config, name), "dtype": name}
+    architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
+    if plain.get("is_encoder_decoder"):
+        what = plain.get("model_type", "this model")
+        raise ReshardError(f"profile runs one stack of layers: {what} has an encoder beside its decoder")
+    for axis, count in AxisSizes(architecture, plain, {}).counts.items():
+        check_members(axis, count, 0)  # transformers makes a module of each
+    tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
+    return bind(architecture, plain, tensors)
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype that a config.json states, of the model or of its language model; else bfloat16."""
+    sections = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((str(name).removeprefix("torch.") for name in named if name), "bfloat16")
+
+
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same settings without quantization, and with one dtype wherever they state any."""
+    kept = without_quantization(settings).items()
+    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept}
+    return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name on disk and shape of each tensor that transformers would save."""
+    try:
+        cls = concrete_class(model_class(config), config)
+        with quiet_transformers(), torch.device("meta"), no_init_weights():
+            model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
+        tied, ignored = tied_weights(model), not_saved(model)
+        saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
+        state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
+        return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
+    except Exception as error:  # whatever the constructors of transformers raise
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"config.json: transformers builds no model of it: {type(error).__name__}: {text}"
+        ) from error

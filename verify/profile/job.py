@@ -66,12 +66,6 @@ def with_layers(plan: Plan, kinds: Sequence[LayerKind]) -> Plan:
 
 
 PHASES = ("decode", "prefill", "train")
-WIDTH_BLOCKS = ("mlp", "mlp, gathered", "attention")
-"""What is timed at each width (verify/profile/widths.py)."""
-WIDTH_TOKENS = 512
-"""The tokens of one sequence that go through such a block."""
-WIDTH_HEAD = 128
-"""The size of a head of such an attention."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,8 @@ class ProfileRequest(HubAccess):
     ``tp`` are the degrees to run, by default all that are possible on ``ranks`` ranks (by default one for each GPU or
     core) of a ``device``, in a ``dtype``; the degrees ``predict_tp`` are predicted without running. ``batch`` sequences
     of ``seq`` tokens run in each ``phase``: ``decode``, ``prefill``, ``train``. ``memory`` is a rank's memory in bytes,
-    by default this node's; ``link`` the bytes per second between the ranks of predicted degrees. An MLP and an
-    attention of ``widths`` are timed, too. A measurement is repeated for ``seconds``, unless its spread is small
-    earlier; a rank waits ``timeout`` seconds for the others.
+    by default this node's; ``link`` the bytes per second between the ranks of predicted degrees. A measurement is
+    repeated for ``seconds``, unless its spread is small earlier; a rank waits ``timeout`` seconds for the others.
     """
 
     source: str | Path = field(repr=False)  # a URL may have a password
@@ -133,7 +126,6 @@ class ProfileRequest(HubAccess):
     dtype: str | None = None
     memory: int | None = None
     link: float | None = None
-    widths: tuple[int, ...] = ()
     seconds: float = 3.0
     timeout: float = 600.0
     plan_file: Path | None = None
@@ -152,11 +144,7 @@ class ProfileRequest(HubAccess):
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one degree do. ``plan`` has only the first layer of each kind.
-
-    ``widths`` are those of the blocks that are timed besides the model, ``free`` the bytes that a rank may take for
-    one.
-    """
+    """What the ranks of one degree do. ``plan`` has only the first layer of each kind."""
 
     plan: Plan
     kinds: tuple[LayerKind, ...]
@@ -166,8 +154,6 @@ class Job:
     device: str
     threads: int
     patience: Patience
-    widths: tuple[int, ...] = ()
-    free: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,20 +196,10 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class WidthSteps:
-    """Passes through a pair of layers of a width: ``block`` is one of ``WIDTH_BLOCKS``."""
-
-    block: str
-    width: int
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
 class Found:
     """What one rank of a degree found."""
 
     measured: tuple[Measured, ...]
     exchanges: tuple[Exchange, ...]
-    widths: tuple[WidthSteps, ...]
     backend: str
     device: str

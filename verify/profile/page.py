@@ -1,6 +1,6 @@
 """A profile as one HTML page that needs nothing else, made from the document that ``--json`` prints.
 
-Its plots are SVG: lines over degrees, widths and sizes, and bars of memory. What was measured is drawn with filled
+Its plots are SVG: lines over degrees and sizes, and bars of memory. What was measured is drawn with filled
 marks and full lines, what is predicted with open marks and dashed lines. The numbers that a mark shows are in the
 tables, too.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from reshard.pages.markup import (
     CHARACTER,
     TOP,
-    WIDTHS,
     Frame,
     Html,
     both_widths,
@@ -82,11 +81,6 @@ def line_chart(title: str, lines: Sequence[Line], axes: Axes) -> Html:
         keys.append((joined(dashes, circle("mark open", _KEY, _KEY, _MARK)), "predicted"))
     plot = both_widths(lambda name, width: _line_plot(name, width, title, shown, axes))
     return element("figure", element("h3", title), legend(keys), plot)
-
-
-def plain_plot(title: str, lines: Sequence[Line], axes: Axes) -> Html:
-    """The plot for narrow pages by itself, as one SVG element without a legend."""
-    return _line_plot("narrow", WIDTHS["narrow"], title, lines, axes)
 
 
 def legend(keys: Sequence[tuple[Html, str]]) -> Html:
@@ -258,7 +252,7 @@ def page(document: Document) -> str:
     parts: list[Html | None] = [_header(document, headline), _setting(document)]
     for phase in dict.fromkeys(row["phase"] for row in document["rows"]):
         parts.append(_phase(document, phase, [row for row in document["rows"] if row["phase"] == phase]))
-    parts += [_links(document), _widths(document), _how()]
+    parts += [_links(document), _how()]
     foot = element("footer", element("p", "Written by ", element("code", "reshard profile"), ". The same in numbers: ",
                    element("code", "--json"), "."), class_="muted")  # fmt: skip
     body = element("body", element("main", *parts), foot)
@@ -391,7 +385,7 @@ def _cells(row: Document) -> list[str]:
     ]  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------- all-reduces, widths
+# -------------------------------------------------------------------------------------------------------- all-reduces
 
 
 def _links(document: Document) -> Html | None:
@@ -421,42 +415,6 @@ def _links(document: Document) -> Html | None:
     )
 
 
-def _widths(document: Document) -> Html | None:
-    rows = document["widths"]
-    if not rows:
-        return None
-    return joined(
-        element("h2", "Throughput against width"),
-        element("p", "One sequence of 512 tokens through one block, forward. The MLP is four times as wide inside."),
-        element("div", *(line_chart(title, lines, WIDTH_AXES) for title, lines in width_lines(rows)), class_="plots"),
-    )
-
-
-def width_lines(rows: Sequence[Document]) -> Iterator[tuple[str, list[Line]]]:
-    """The title of each block's plot, and its lines: one for each degree."""
-    titles = {
-        "mlp": "MLP, column-parallel and then row-parallel",
-        "mlp, gathered": "MLP, both layers column-parallel",
-        "attention": "Attention, heads of 128",
-    }
-    for block in dict.fromkeys(row["block"] for row in rows):
-        of_block = [row for row in rows if row["block"] == block]
-        yield (
-            titles[block],
-            [
-                Line(f"tp {degree}", tuple(_width_point(row) for row in of_block if row["tp"] == degree))
-                for degree in sorted({row["tp"] for row in of_block})
-            ],
-        )
-
-
-def _width_point(row: Document) -> Point:
-    share = row["collectives"] / row["seconds"]
-    text = f"width {row['width']}: {human_rate(row['tokens_per_second'])} tokens/s, {share:.0%} in collectives"
-    is_predicted = not row["measured"]
-    return Point(row["width"], row["tokens_per_second"], is_predicted, f"{text}, predicted" if is_predicted else text)
-
-
 def _how() -> Html:
     return joined(
         element("h2", "What this is"),
@@ -482,6 +440,3 @@ def _binary(value: float) -> str:
 
 def _percent(value: float) -> str:
     return f"{value:.0%}"
-
-
-WIDTH_AXES = Axes("width", "tokens/s", _whole, human_rate)

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from formats.errors import ReshardError, SettingError, need_transformers, redacted, refused
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
@@ -24,7 +22,9 @@ from verify.forward.launch import RankAnswer
 from verify.profile.cost import (
     Link,
     Memory,
+    NotRun,
     Part,
+    Row,
     Time,
     Work,
     communication,
@@ -33,11 +33,11 @@ from verify.profile.cost import (
     fit_rates,
     memory_of,
     nearest,
+    recommend,
     time_of,
     works,
 )
 from verify.profile.job import (
-    WIDTH_HEAD,
     Found,
     Job,
     LayerKind,
@@ -48,8 +48,6 @@ from verify.profile.job import (
     with_layers,
 )
 from verify.profile.processes import Node, run_processes
-from verify.profile.recommend import NotRun, Row, recommend
-from verify.profile.widths import width_rows
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
@@ -69,10 +67,7 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     need_transformers("profile")
     node = node_of(request)
-    if odd := [width for width in request.widths if width % WIDTH_HEAD]:
-        advice = f"give multiples of {WIDTH_HEAD}, the size of a head"
-        raise refused("widths", odd[0], "it has no whole number of heads", advice=advice)
-    from verify.profile.skeleton import skeleton
+    from verify.profile.blocks import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):
@@ -159,8 +154,7 @@ def _run_what_fits(
 ) -> tuple[list[Found], dict[Workload, NotRun]]:
     """Run at one degree what there is memory for, and say of the other workloads why they did not run.
 
-    Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much; where
-    that was in no workload, all of them without ``widths``, which say nothing of the model.
+    Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
     missing: dict[Workload, NotRun] = {}
     for workload in request.workloads:
@@ -173,10 +167,6 @@ def _run_what_fits(
             return _run(plan, kinds, runs, node, request, progress), missing
         except _MemoryRanOut as error:
             last = error.workload
-            if last is None and request.widths:
-                progress(f"tp {plan.mesh.size}: memory ran out; once more without widths")
-                request = replace(request, widths=())
-                continue
             why = "memory ran out" if last is None else f"memory ran out at {last}"
             gone = runs if last is None else [each for each in runs if each.takes_as_much_as(last)]
             missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
@@ -194,7 +184,7 @@ def _run(
     is_built_in = request.plan_file is None
     job = Job(
         with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
-        Patience(request.seconds), request.widths, node.free(degree),
+        Patience(request.seconds),
     )  # fmt: skip
     last = [f"tp {degree}"]
 
@@ -253,14 +243,13 @@ def _put_together(
                     stated * workload.tokens, not_run.get((degree, workload)),
                 )
             )  # fmt: skip
-    widths = width_rows(of_degree, of_links, request.widths, getattr(torch, str(model.config["dtype"])).itemsize)
     first = next(iter(of_degree.values()), None)
     totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
     return Profile(
         redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
         first[0].backend if first else "", first[0].device if first else "", totals.parameters,
         tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(each)) for degree, each in exchanges.items()), widths, recommend(rows),
+        tuple((degree, tuple(each)) for degree, each in exchanges.items()), recommend(rows),
     )  # fmt: skip
 
 

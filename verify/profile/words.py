@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
-from verify.profile.cost import Link, Time
+from verify.profile.cost import Link, Recommendation, Row, Time
 from verify.profile.job import Workload
-from verify.profile.recommend import Recommendation, Row
-from verify.profile.widths import WidthRow
 
 if TYPE_CHECKING:
     from verify.profile.job import LayerKind
@@ -42,7 +40,6 @@ class Profile(Result):
     refused: tuple[tuple[int, str], ...]
     links: tuple[Link, ...]
     exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
-    widths: tuple[WidthRow, ...]
     recommended: Recommendation
 
     @property
@@ -167,18 +164,6 @@ def document_of(found: Profile) -> dict[str, Any]:
         "refused": [{"tp": degree, "reason": why} for degree, why in found.refused],
         "rows": [_row(row) for row in found.rows],
         "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
-        "widths": [
-            {
-                "block": row.block,
-                "width": row.width,
-                "tp": row.tp,
-                "tokens_per_second": row.rate,
-                "seconds": row.seconds,
-                "collectives": row.collectives,
-                "measured": row.is_measured,
-            }
-            for row in found.widths
-        ],
         "recommended": {
             "tp": found.recommended.tp,
             "reason": found.recommended.reason,

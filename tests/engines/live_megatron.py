@@ -1,6 +1,6 @@
 """What ranks of Megatron-Core hold, by ``reshard.live.megatron``, against what ``--as megatron`` writes, on a CPU.
 
-    python -m benchmarks.live_megatron --python ENGINES/megatron/bin/python
+    python -m tests.engines.live_megatron --python ENGINES/megatron/bin/python
 
 Each small model is split once. Megatron-Core loads the folder on several meshes, also with an interleaved pipeline,
 wrapped by its DDP, and with experts of its older kinds. Each part that a rank holds must have the elements of the
@@ -31,14 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from benchmarks.live_megatron_rank import FACTOR, VERSIONS
 from formats.mesh import mesh_of
 from reshard.api import split
 from reshard.live.meshes import Target, arranged, target_of
 from reshard.mesh.stages import with_stages
 from reshard.source.opening import open_source
 from tests import zoo
-from verify.engine.compare import megatron_settings
+from tests.engines.in_megatron import settings_for
+from tests.engines.live_megatron_rank import FACTOR, VERSIONS
 
 
 class Case(NamedTuple):
@@ -96,7 +96,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def check(case: Case, original: Path, folder: Path, whole: Mapping[str, torch.Tensor], python: str) -> str:
     """Run a case: how many parts of how many tensors are right. Raises RuntimeError if any is not."""
     source = open_source(folder)
-    settings = megatron_settings(source.model, source.format)
+    settings = settings_for(source.model, source.format)
     settings["form"] |= case.form
     tp = case.mesh.get("tp", 1)
     request = {
@@ -114,7 +114,7 @@ def check(case: Case, original: Path, folder: Path, whole: Mapping[str, torch.Te
         torch.save(whole, Path(out) / "whole")
         (Path(out) / "request").write_text(json.dumps(request), encoding="utf-8")
         ended = subprocess.run(
-            [python, "-m", "benchmarks.live_megatron_rank", out], capture_output=True, text=True, timeout=300
+            [python, "-m", "tests.engines.live_megatron_rank", out], capture_output=True, text=True, timeout=300
         )
         if ended.returncode:
             raise RuntimeError(ended.stderr[-1500:])

@@ -1,6 +1,6 @@
 """Shards served over HTTP: what 'vllm serve' answers from them and from the original, on a CPU.
 
-    python -m benchmarks.serve --python ENGINES/vllm/bin/python [--model llama] [--tp 2]
+    python -m tests.engines.serve --python ENGINES/vllm/bin/python [--model llama] [--tp 2]
 
 The command is the one that 'reshard split --as vllm' prints. Both servers have the same degree, so they compute the
 same sums in the same order: all tokens and all their log-probabilities must be equal. A third server loads the same
@@ -27,19 +27,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import checkpoint
 from reshard.api import split
+from tests.engines.shards import checkpoint
+from tests.engines.vllm_run import SETTINGS
 
 PROMPTS = ([5, 9, 2, 31], [1, 2, 3, 4, 5, 6, 7, 8], [77, 3], [40, 41, 42, 43, 44, 45])
 TOKENS = 24
-SETTINGS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM wants a NUMA node for each rank
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 OPTIONS = ("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64", "--max-num-seqs", "4")
 PATIENCE = 300.0
 """Seconds for a server to start."""

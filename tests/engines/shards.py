@@ -1,11 +1,12 @@
 """Shards in the engine that loads them: small models of several kinds, and shards with faults, on a CPU.
 
-    python -m benchmarks.engines RESULTS --python ENGINES/vllm/bin/python [--engine vllm] [--models llama,phi3]
+    python -m tests.engines.shards RESULTS --python ENGINES/vllm/bin/python [--engine vllm] [--models llama,phi3]
         [--faults] [--write]
 
 Each model is run as ``reshard verify --engine`` does it: in transformers, in the engine if that loads it, and as shards
-in the engine. ``--engine megatron`` loads one folder of torch_dist on several meshes, and the older form on its own; of
-some it also has Megatron-Core save what it has loaded, which a merge must make the original of, byte for byte.
+in the engine. ``--engine megatron`` (``in_megatron``) loads one folder of torch_dist on several meshes, and the older
+form on its own; of some it also has Megatron-Core save what it has loaded, which a merge must make the original of,
+byte for byte.
 
 Prints a line for each: the verdict, the error of the shards' log-probabilities over the noise, and seconds. RESULTS, a
 file with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from reshard.api import merge, split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
+from tests.engines import in_megatron
 from tests.verify import megatron_faults, program_faults
 from tests.verify.program_faults import inject
 from verify.bytes.exact import open_shards, verify_exact
-from verify.engine.compare import ENGINES, Baseline, EngineOptions, EngineReport, run_original, run_shards
+from verify.engine import compare as in_vllm
+from verify.engine.compare import Baseline, EngineOptions, EngineReport
 
 FAULTS = program_faults.FAULTS | megatron_faults.FAULTS
 
@@ -92,7 +95,7 @@ class Case:
         """Where it was loaded, and in what format, if the engine has several."""
         mesh = " ".join(f"{key} {degree}" for key, degree in (self.on or self.mesh).items())
         return ", ".join(
-            [mesh, *([self.format] if self.format not in ENGINES else []), *(["saved again"] * self.again)]
+            [mesh, *([self.format] if self.format not in ENGINE_CASES else []), *(["saved again"] * self.again)]
         )
 
 
@@ -148,8 +151,8 @@ ENGINE_CASES: Mapping[str, Sequence[Case]] = {
 }
 
 BEGIN = {
-    "vllm": "<!-- engines, by python -m benchmarks.engines -->\n",
-    "megatron": "<!-- megatron, by python -m benchmarks.engines -->\n",
+    "vllm": "<!-- engines, by python -m tests.engines.shards -->\n",
+    "megatron": "<!-- megatron, by python -m tests.engines.shards -->\n",
 }
 
 
@@ -202,13 +205,13 @@ def shards_of(root: Path, original: Path, form: str, mesh: Degrees) -> Path:
 class Runs:
     """Runs models and their shards; each original once."""
 
-    def __init__(self, root: Path, options: EngineOptions) -> None:
-        self._root, self._options = root, options
+    def __init__(self, root: Path, engine: str, options: EngineOptions) -> None:
+        self._root, self._engine, self._options = root, engine, options
         self._originals: dict[str, Baseline | ReshardError] = {}
 
     def run(self, case: Case) -> Result:
         """Run one."""
-        started, engine = time.monotonic(), self._options.name
+        started, engine = time.monotonic(), self._engine
         try:
             found = self._measure(case)
         except ReshardError as error:
@@ -228,9 +231,10 @@ class Runs:
         shards = open_shards(folder, source)
         assert isinstance(shards, Source)
         baseline, saved = self._original(case.model, source), self._root / f"{folder.name}-saved"
-        if case.again:
-            baseline = replace(baseline, options=replace(baseline.options, save=saved))
-        report = run_shards(baseline, shards, mesh=_mesh(case.on) if case.on else None)
+        if self._engine == "vllm":
+            return in_vllm.run_shards(baseline, shards)
+        mesh = _mesh(case.on) if case.on else None
+        report = in_megatron.run_shards(baseline, shards, mesh, saved if case.again else None)
         if case.again:
             merge(saved, self._root / "merged", config=original, overwrite=True)
             merged = verify_exact(source, self._root / "merged")
@@ -241,7 +245,8 @@ class Runs:
     def _original(self, model: str, source: Source) -> Baseline:
         if model not in self._originals:
             try:
-                self._originals[model] = run_original(source, self._options)
+                run = in_vllm if self._engine == "vllm" else in_megatron
+                self._originals[model] = run.run_original(source, self._options)
             except ReshardError as error:
                 self._originals[model] = error
         found = self._originals[model]
@@ -303,7 +308,7 @@ def main() -> None:
         if arguments.without != f"{case.model}:{case.format}"
     ]
     with tempfile.TemporaryDirectory(prefix="reshard-engines-") as folder, file.open("a") as kept:
-        runs = Runs(Path(folder), EngineOptions(arguments.engine, python=arguments.python))
+        runs = Runs(Path(folder), arguments.engine, EngineOptions(arguments.python))
         for case in wanted:
             key = (arguments.engine, case.model, case.shown, case.fault)
             if key not in found or found[key].verdict == "not run":

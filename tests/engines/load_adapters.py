@@ -1,6 +1,6 @@
 """Adapters that reshard converts, read by vLLM's own loader of LoRA adapters.
 
-    .engines/vllm/bin/python -m benchmarks.load_adapters
+    .engines/vllm/bin/python -m tests.engines.load_adapters
 
 For small models A and B are written for each expert, with numbers of their own, or for a dense model's modules. reshard
 converts them to the form that vLLM has for the model. ``LoRAModel.from_local_checkpoint`` reads it, with the model's

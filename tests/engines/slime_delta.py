@@ -1,6 +1,6 @@
 """Deltas between reshard and slime (https://github.com/THUDM/slime), each read by the other, with slime's own code.
 
-    python -m benchmarks.slime_delta SLIME [--record FOLDER]
+    python -m tests.engines.slime_delta SLIME [--record FOLDER]
 
 SLIME is a checkout (tried: 624b824a). The writer is its class ``UpdateWeightFromDiskDelta``, on one process of gloo:
 ray, Megatron and the gather of the weights are stubs. The reader is what its patch adds to SGLang,

@@ -1,25 +1,25 @@
-"""verify --engine megatron, with a stand-in for Megatron-Core: it merges what it is given and runs that."""
+"""Shards in Megatron-Core, with a stand-in for Megatron-Core: it merges what it is given and runs that."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from formats.errors import CheckpointError
+from formats.mesh import mesh_of
 from formats.notation.format_file import format_of
 from reshard.api import split
 from reshard.source.opening import open_source
 from tests import store
+from tests.engines import in_megatron
+from tests.engines.in_megatron import run_original, run_shards, settings_for
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
-from tests.support import command
 from tests.verify.test_engine import STAND_IN
-from verify.engine.compare import ENGINES, EngineOptions, megatron_settings, run_engine
+from verify.engine.compare import EngineOptions
 
 RUNNER = (
     STAND_IN
@@ -41,7 +41,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with what the stand-in was asked for."""
     runner = tmp_path / "runner.py"
     runner.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n" + RUNNER)
-    monkeypatch.setitem(ENGINES, "megatron", dataclasses.replace(ENGINES["megatron"], runner=runner))
+    monkeypatch.setattr(in_megatron, "RUNNER", runner)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STAND_IN", "exact")
     return tmp_path / "asked.jsonl"
@@ -51,12 +51,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_folder_is_run_on_several_meshes(asked: Path, tmp_path: Path) -> None:
     original, out = store.checkpoint("llama"), tmp_path / "out"
     split(original, out, tp=1, format="megatron")
-    meshes = ("--engine-mesh", "tp=2", "--engine-mesh", "tp=2,pp=2")
-    done = command("verify", original, out, "--exact-only", "--engine", "megatron", *meshes)
-    assert done.returncode == 0, done
-    assert "megatron: the shards (tp 2; pp 2 x tp 2 with stages of 2, 1 layers) against the original" in done.stdout
-    assert "megatron computes the same from the shards as transformers from the original" in done.stdout
-    assert "times the noise of transformers" in done.stdout
+    baseline = run_original(open_source(original), EngineOptions())
+    for mesh in (mesh_of(2), mesh_of(2, pp=2)):
+        assert run_shards(baseline, open_source(out), mesh).is_same
     first, second = map(json.loads, asked.read_text().splitlines())
     assert [first[key] for key in ("tp", "pp", "ep", "etp", "stages")] == [2, 1, 1, 2, []]
     assert [second[key] for key in ("tp", "pp", "ep", "etp", "stages")] == [2, 2, 1, 2, [2, 1]]
@@ -76,36 +73,14 @@ def test_a_wrong_folder_is_seen(asked: Path, tmp_path: Path) -> None:
             byte = file.read(1)[0]
             file.seek(at)
             file.write(bytes([byte ^ 0x80]))
-    report = run_engine(open_source(original), open_source(out), EngineOptions("megatron"))
+    report = run_shards(run_original(open_source(original), EngineOptions()), open_source(out))
     assert not report.is_same and report.ratio > 100
-    assert "megatron computes something else from the shards than transformers" in report.verdict
-
-
-def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    original, legacy = store.checkpoint("llama"), tmp_path / "legacy"
-    split(original, legacy, tp=2, format="megatron-legacy")
-    run = ("verify", original, legacy, "--exact-only")
-    for options, said in (
-        (("--engine", "megatron", "--engine-mesh", "tp=4"), "loads the format 'megatron-legacy' on its own mesh alone"),
-        (("--engine", "megatron", "--engine-mesh", "tp4"), "'tp4' is no mesh: give degrees such as tp=2,pp=2,ep=2"),
-        (("--engine", "megatron", "--engine-mesh", "tp=0"), "'tp=0' is no mesh"),
-        (("--engine", "megatron", "--engine-mesh", "tp=2,tp=2"), "'tp=2,tp=2' is no mesh"),
-        (("--engine-mesh", "tp=4"), "--engine-mesh is not possible: no engine is asked for"),
-        (("--engine", "vllm"), "has the format 'megatron-legacy', which vllm does not load"),
-        (("--engine", "megatron", "--engine-python", sys.executable), "has no Megatron-Core: give the python of"),
-    ):
-        done = command(*run, *options)
-        assert done.returncode == 2 and said in done.stderr, done
-    four = tmp_path / "four"
-    split(original, four, tp=1, format="megatron")
-    done = command("verify", original, four, "--exact-only", "--engine", "megatron", "--engine-mesh", "pp=4")
-    assert done.returncode == 2 and "--pp 4 is not possible" in done.stderr, done
 
 
 def _settings(model: str, **changes: Any) -> dict[str, Any]:
     source = open_source(checkpoint("megatron", model))
     source.model.sizes.settings |= changes
-    return megatron_settings(source.model, format_of("megatron"))
+    return settings_for(source.model, format_of("megatron"))
 
 
 def test_what_megatron_is_told_of_a_model() -> None:

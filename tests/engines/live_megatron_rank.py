@@ -1,6 +1,6 @@
-"""The ranks of ``benchmarks.live_megatron``, in the environment of Megatron-Core.
+"""The ranks of ``tests.engines.live_megatron``, in the environment of Megatron-Core.
 
-python -m benchmarks.live_megatron_rank FOLDER
+python -m tests.engines.live_megatron_rank FOLDER
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import start_processes
 
-import verify.engine.megatron_run as megatron_run
 from reshard.live import pull, push
 from reshard.live.held import Held
 from reshard.live.megatron import held
+from tests.engines import megatron_run
 
 VERSIONS, FACTOR, BUCKET = (1, 2), -1.5, 1 << 16
 """What is pushed; by how much weights are multiplied in between; small buckets, so that a push has several."""

@@ -1,6 +1,6 @@
 """Two ranks train under FSDP2 and push into a running 'vllm serve', on a CPU: its tokens must be transformers'.
 
-    python -m benchmarks.live_train --python ENGINES/vllm/bin/python [--cases llama:2,qwen3_moe:2]
+    python -m tests.engines.live_train --python ENGINES/vllm/bin/python [--cases llama:2,qwen3_moe:2]
 
 The server starts with random weights (``--load-format dummy``). The trainer pushes, makes a step, pushes again, makes
 a step of a few weights, and pushes what changed. After each push all greedy tokens must equal those of transformers
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import serve
-from benchmarks.live_vllm import ROOT, SETTINGS
 from reshard import live
 from tests import zoo
+from tests.engines import serve
+from tests.engines.live_vllm import ROOT, SETTINGS
 from tests.live.trainers import sharded, without_gathers
 
 CASES = ("llama:1", "llama:2", "qwen3_moe:2")
@@ -54,7 +54,7 @@ def pushed(folder: Path, python: str, name: str, tp: int) -> bool:
     command = (
         f"vllm serve {folder} --tensor-parallel-size {tp} --dtype float32 --load-format dummy "
         """--weight-transfer-config '{"backend": "reshard"}' """
-        "--worker-extension-cls benchmarks.live_vllm_worker.Extension"
+        "--worker-extension-cls tests.engines.live_vllm_worker.Extension"
     )
     with serve.served(python, command) as address:
         store = f"tcp://127.0.0.1:{_free_port()}"

@@ -1,6 +1,6 @@
 """What ``--as dcp`` writes, loaded by torch into DTensors on two and four processes, saved by torch, and merged again.
 
-    python -m benchmarks.load_dcp
+    python -m tests.engines.load_dcp
 
 A small Llama is split for two ranks. ``dcp.load`` puts it into tensors that are sharded as FSDP has them (along the
 first dimension), as tensor parallelism has them, and as both. Each process compares its part with the original's.

@@ -1,6 +1,6 @@
 """What ``--as torchtitan`` writes, loaded by torchtitan's own models and run; what they save, merged again.
 
-    python -m benchmarks.load_torchtitan      (in an environment with torchtitan: benchmarks/engines-torchtitan.txt)
+    python -m tests.engines.load_torchtitan      (in an environment with torchtitan: tests/engines/torchtitan.txt)
 
 For each small model: split, ``dcp.load`` of the whole state of torchtitan's model, which fails where a name is missing,
 the logits against those of transformers, ``dcp.save`` of the state, a merge, and every tensor against the original.

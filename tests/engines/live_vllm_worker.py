@@ -1,4 +1,4 @@
-"""What ``benchmarks.live_vllm`` adds to each of vLLM's workers: pushes that are files, faults, and the second witness.
+"""What ``live_vllm`` adds to each of vLLM's workers: pushes that are files, faults, and the second witness.
 
 vLLM imports this module in each worker (``worker_extension_cls``).
 """

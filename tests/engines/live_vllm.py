@@ -1,6 +1,6 @@
 """Pushes into a running vLLM, on a CPU: it must answer as one that was started with the new weights.
 
-    python -m benchmarks.live_vllm --python ENGINES/vllm/bin/python [--cases llama:1,mixtral:2]
+    python -m tests.engines.live_vllm --python ENGINES/vllm/bin/python [--cases llama:1,mixtral:2]
 
 The engine is started with ``load_format="dummy"`` and receives two pushes, one that one rank does not get, and two that
 fail while weights are exchanged. After each, all greedy tokens and their log-probabilities must equal those of a fresh
@@ -11,33 +11,29 @@ the running model are asked where they put each element. Exit code 1: something 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import serve
-from benchmarks.engines import SIZES
-from benchmarks.live_vllm_run import sent
 from formats.errors import LiveError
 from reshard.api import split
 from reshard.live.vllm import Server, update
 from tests import zoo
+from tests.engines import serve
+from tests.engines.shards import SIZES
+from tests.engines.vllm_run import ROOT, in_vllm, sent
 
 CASES = ("llama:1", "llama:2", "mixtral:1", "mixtral:2", "qwen2-tied:2", "llama:2:http")
 SETTINGS = {**SIZES, "max_position_embeddings": 512, "vocab_size": 203}
 """Prompts longer than a block of the cache; a vocabulary that vLLM pads."""
-ROOT = Path(__file__).parents[1]
-PATIENCE = 900.0
-"""Seconds for one engine."""
+PROMPTS = ([5, 9, 2, 31], [*range(3, 135)], [*range(40, 100)] * 2, [77, 3])
+"""Two are longer than a block of the cache (128 tokens on a CPU): the second time, they are answered from it."""
+TOKENS, LENGTH = 24, 256
 
 Answer = Sequence[Sequence[Sequence[float]]]
 
@@ -65,7 +61,7 @@ def over_http(root: Path, python: str, name: str, tp: int) -> list[str]:
     split(folders[1], store / "1", tp=tp, format="vllm")
     (store / "2").mkdir()
     os.environ.update(VLLM_SERVER_DEV_MODE="1", PYTHONPATH=str(ROOT))
-    degree = f"--tensor-parallel-size {tp} --worker-extension-cls benchmarks.live_vllm_worker.Extension"
+    degree = f"--tensor-parallel-size {tp} --worker-extension-cls tests.engines.live_vllm_worker.Extension"
     fresh = serve.answers(python, f"vllm serve {folders[1]} {degree}")
     backend = """--load-format dummy --weight-transfer-config '{"backend": "reshard"}'"""
     wrong = []
@@ -100,8 +96,8 @@ def compare(root: Path, python: str, name: str, tp: int) -> list[str]:
         split(folders[of], store / str(version), tp=tp, format="vllm")
     for path in (store / "3").glob(f"model-rank-{tp - 1}-part-*"):
         path.unlink()
-    fresh = {of: run(root, python, folders[of], tp, None)["fresh"] for of in (1, 2)}
-    live = run(root, python, folders[0], tp, store)
+    fresh = {of: in_vllm(root, python, folders[of], tp, PROMPTS, TOKENS, LENGTH)["answers"] for of in (1, 2)}
+    live = in_vllm(root, python, folders[0], tp, PROMPTS, TOKENS, LENGTH, store=store)
     equals = {"after-1": 1, "after-2": 2, "after-3": 2, "after-loader": 2, "after-5": 1}
     wrong = [f"{step} differs from a fresh engine" for step, of in equals.items() if live[step] != fresh[of]]
     wrong += [f"'{step}' and '{other}' are equal" for step, other in (("dummy", "after-1"), ("after-1", "after-2"))
@@ -148,31 +144,6 @@ def draw(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(tensor.shape, generator=generator)
     scaled = noise / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.2 * noise
     return scaled.to(tensor.dtype)
-
-
-def run(root: Path, python: str, folder: Path, tp: int, store: Path | None) -> Mapping[str, Any]:
-    """What an engine answers that is started with a folder, and then pushed to from a store."""
-    request, out = root / "request.json", root / "out.json"
-    out.unlink(missing_ok=True)
-    given = {"folder": str(folder), "tp": tp, "store": f"file://{store}" if store else None, "out": str(out)}
-    request.write_text(json.dumps(given), encoding="utf-8")
-    command = [python, "-m", "benchmarks.live_vllm_run", str(request)]
-    environment = {**os.environ, **serve.SETTINGS, "PYTHONPATH": str(ROOT)}
-    before = {*Path("/dev/shm").glob("vllm_dist_*")}
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, errors="replace", start_new_session=True)  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for left in {*Path("/dev/shm").glob("vllm_dist_*")} - before:  # vLLM leaves them
-            left.unlink(missing_ok=True)
-    if not out.exists():
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{said[-6000:]}")
-    found: Mapping[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import bind, lines_for
+from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes
 from reshard.source.completeness import check_complete, check_stored
@@ -145,15 +145,18 @@ def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_p
     if is_adapter:
         check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
     architecture, every_rule = folder.architecture(checkpoint.config), folder.plan_file is not None
-    model = bind(architecture, checkpoint.config, _full_tensors(tensors), every_rule=every_rule)
+    full = _full_tensors(tensors)
+    twice = tied_twice(architecture, checkpoint.config, full)
+    full = [tensor for tensor in full if tensor.name not in twice]
+    model = bind(architecture, checkpoint.config, full, every_rule=every_rule)
     if not is_part:
         check_complete(model, path)
     return folder.source(
-        HUGGING_FACE, make_plan(model, UNSPLIT), model, tensors, [tensors],
+        HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors],
         (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),
         {name_in(file, path): file for file in checkpoint.side_files},
         computed={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
-        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint,
+        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.format import Format
 from formats.store import FilePath, name_in, open_file, read_file, read_ranges
 from reshard.mesh.plan import Plan
-from reshard.model.binding import bind
+from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import FEW, AxisSizes
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
@@ -83,7 +83,8 @@ class _Reading:
     """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
-    files that do not lie in the folder as they are, ``note`` what was changed in config.json.
+    files that do not lie in the folder as they are, ``note`` what was changed in config.json. ``twice`` are the second
+    names of tied tensors.
     """
 
     format: Format
@@ -96,6 +97,7 @@ class _Reading:
     is_known: bool
     computed: Mapping[str, bytes] = field(default_factory=dict)
     note: str | None = None
+    twice: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def meshes(self) -> Iterable[Mesh]:
@@ -171,7 +173,8 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
                     program_plan(reading.model, format, mesh)
                 with _misfit(2):
                     plan = reading.plan(mesh)
-                    check_stored(arrangement_of(plan, format, reading.chunks), reading.ranks, folder.path)
+                    stored = arrangement_of(plan, format, reading.chunks, reading.twice)
+                    check_stored(stored, reading.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
                 if model is not None:
@@ -221,19 +224,32 @@ def _read(
             config, computed, note = _with_dtype(folder, architecture, config, computed, tensors)
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
-        full = _full_tensors(folder, format, architecture, config, tensors) if known is None else ()
+        if known is None:
+            full = _full_tensors(folder, format, architecture, config, tensors)
+        else:
+            held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
+            full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
+        record = folder.manifest.source if folder.manifest else None
+        twice: Mapping[str, str] = {}
+        if record is not None and record.files:
+            twice = record.twice
+        elif format.rules.keep or any(line.also for line in format.rules.lines):
+            twice = tied_twice(architecture, config, full)
+        full = [tensor for tensor in full if tensor.name not in twice]
+        twice = {name: of for name, of in twice.items() if any(name in infos for infos in ranks)}
     if known is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
         is_known = folder.manifest is not None or (format.container.chunks and split is not None)
-        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known)
+        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice)
     with _misfit(2 * has_mesh):
         sizes = (
             folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
         )
         model = bind(architecture, config, full, known=sizes)
         _check_extent(model, tensors)
-    return _Reading(format, files, ranks, chunks, training, model, mesh, folder.manifest is not None, computed, note)
+    is_known = folder.manifest is not None
+    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, note, twice)
 
 
 def _with_dtype(
@@ -296,7 +312,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
         (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, kept=kept,
-        chunks=reading.chunks, training=training, note=reading.note,
+        chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
         left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
 
@@ -513,10 +529,12 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         ranks, chunks = _chunks_of(format, training.found, names)
         tensors = [_whole_tensors(ranks, chunks)]
         full = inferred_tensors(format, architecture, config, tensors)
+        twice = tied_twice(architecture, config, full) if source.twice else {}
+        full = [tensor for tensor in full if tensor.name not in twice]
         model = bind(architecture, config, full, known=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
-        check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
-        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
+        check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
+        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={}, twice=twice)
 
 
 def with_unlike_constants(source: Source) -> Source:

@@ -215,9 +215,14 @@ def _read(
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
+        record = folder.manifest.source if folder.manifest else None
+        twice = record.twice if record is not None else {}
         if format.files.is_distributed:
-            found, knows = distributed(), partial(_knows, format, _origins_of(format, architecture, config))
-            training = Training(found, parts_of(found, knows, format.container.ignores))
+            found, origins = distributed(), _origins_of(format, architecture, config)
+            parts = parts_of(
+                found, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
+            )
+            training = Training(found, parts)
             ranks, chunks = _chunks_of(format, found, training.parts.model)
         tensors = _held(ranks, chunks)
         if known is None:
@@ -229,11 +234,7 @@ def _read(
         else:
             held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
             full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
-        record = folder.manifest.source if folder.manifest else None
-        twice: Mapping[str, str] = {}
-        if record is not None and record.files:
-            twice = record.twice
-        elif format.rules.keep or any(line.also for line in format.rules.lines):
+        if (record is None or not record.files) and (format.rules.keep or any(of.also for of in format.rules.lines)):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
         twice = {name: of for name, of in twice.items() if any(name in infos for infos in ranks)}

@@ -476,7 +476,8 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("loaded by", report.loaded_by))
         pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
     if report.model_type is not None or report.kind == "full checkpoint":
-        pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
+        rules = f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"
+        pairs.append(("model type", f"{report.model_type or 'unknown'} ({rules})"))
     if report.mesh is not None or report.any_mesh:
         rank = f", rank {report.rank}" if report.rank is not None else ""
         pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
@@ -507,7 +508,3 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
     if report.hint and (report.refused or not report.complete):
         pairs.append(("hint", report.hint))
     return pairs
-
-
-def _rules(report: Report) -> str:
-    return f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"

@@ -203,7 +203,10 @@ class _Merging:
     def changes(self, lines: Mapping[str, tuple[Wrapped, str]]) -> Changes:
         pairs: dict[str, dict[str, tuple[BoundTensor, Wrapped]]] = {}
         replaced: dict[str, TensorInfo] = {}
-        names = self._names()
+        matches = ((self.base.match(info.name), info) for info in self.weights)
+        names: _Names = {
+            (match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match
+        }
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
             if each is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
@@ -223,11 +226,6 @@ class _Merging:
             for name, term in self._terms(place, pair["A"][0], pair["B"][0], pair["A"][1], names):
                 terms.setdefault(name, []).append(term)
         return terms, replaced
-
-    def _names(self) -> _Names:
-        """The tensors of the base model by their lines and indices."""
-        matches = ((self.base.match(info.name), info) for info in self.weights)
-        return {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
 
     def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
         match = self.model.architecture.match(tensor.name)

@@ -23,7 +23,6 @@ from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     Manifest,
-    ShardedCheckpoint,
     is_sharded,
     open_sharded,
     plan_digest,
@@ -182,7 +181,13 @@ def _open_sharded(folder: Folder) -> Source:
                 "put the config.json of the split there again",
             )
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
-    names = _names(sharded, folder.manifest)
+    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
+    if folder.manifest is not None:  # in the order of the original files
+        order = (name for file in folder.manifest.source.files for name in file.tensors if name in names)
+        names = dict.fromkeys([*order, *names])
+    else:  # headers state positions if no rank holds all tensors
+        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
+        names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in map(holders.__getitem__, names)]
     model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
@@ -200,17 +205,3 @@ def _open_sharded(folder: Folder) -> Source:
             "pass the plan file of the split with --plan",
         )
     return source
-
-
-def _names(sharded: ShardedCheckpoint, manifest: Manifest | None) -> tuple[str, ...]:
-    """The names of all tensors in the order of the original files.
-
-    Without a manifest the order is that of the shards. Their headers state positions if no rank holds all tensors.
-    """
-    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
-    if manifest is None:
-        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
-        return tuple(sorted(names, key=lambda name: places.get(name, 0)))
-    files = manifest.source.files
-    order = [name for file in files for name in file.tensors if name in names]
-    return tuple(dict.fromkeys([*order, *names]))

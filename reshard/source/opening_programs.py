@@ -225,15 +225,27 @@ def _read(
             training = Training(found, parts)
             ranks, chunks = _chunks_of(format, found, training.parts.model)
         tensors = _held(ranks, chunks)
-        if known is None:
-            config, computed, note = _with_dtype(folder, architecture, config, computed, tensors)
+        if known is None and folder.config is not None:  # it is given apart from the weights, whose dtype it should say
+            dtype, given = dtype_of(tensors), json.loads(computed[CONFIG])
+            own, others = with_dtype(given, architecture.section(given), dtype)
+            if others:
+                config, _ = with_dtype(config, architecture.section(config), dtype)
+                was = " and ".join(sorted(others))
+                note = f"config.json says {dtype}, as the weights are; the one that was given says {was}"
+                computed[CONFIG] = json_bytes(own) + b"\n"
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
-        if known is None:
-            full = _full_tensors(folder, format, architecture, config, tensors)
-        else:
+        if known is not None:
             held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
             full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
+        elif record is not None and record.files:
+            infos = (info for file in record.files for info in file.tensors.values())
+            full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
+        else:  # what is kept has the dtype of the original; what a program computes from it may have another
+            kept = read_header(folder.path / KEPT).tensors if (folder.path / KEPT).is_file() else {}
+            own = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in kept.items()}
+            inferred = inferred_tensors(format, architecture, config, tensors)
+            full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
         if (record is None or not record.files) and (format.rules.keep or any(of.also for of in format.rules.lines)):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
@@ -248,43 +260,16 @@ def _read(
             folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
         )
         model = bind(architecture, config, full, known=sizes)
-        _check_extent(model, tensors)
+        numbers = sum(math.prod(info.shape) for infos in tensors for info in infos.values())
+        for kind in model.kinds:
+            if math.prod(kind.shape) > _MARGIN * numbers + FEW:
+                raise CheckpointError(
+                    f"config.json: '{kind.name}' has the shape {list(kind.shape)} by it, and {numbers:,} numbers are "
+                    "stored",
+                    "it is not the config.json of these tensors, or is damaged",
+                )
     is_known = folder.manifest is not None
     return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, note, twice)
-
-
-def _with_dtype(
-    folder: Folder,
-    architecture: Architecture,
-    config: dict[str, Any],
-    computed: dict[str, bytes],
-    tensors: Sequence[Mapping[str, TensorInfo]],
-) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-    """A config and the side files with it, which say the dtype of the weights if the config is given apart from them.
-
-    Returns also what was changed, in words.
-    """
-    if folder.config is None:
-        return config, computed, None
-    dtype = dtype_of(tensors)
-    given = json.loads(computed[CONFIG])
-    own, others = with_dtype(given, architecture.section(given), dtype)
-    if not others:
-        return config, computed, None
-    config, _ = with_dtype(config, architecture.section(config), dtype)
-    note = f"config.json says {dtype}, as the weights are; the one that was given says {' and '.join(sorted(others))}"
-    return config, {**computed, CONFIG: json_bytes(own) + b"\n"}, note
-
-
-def _check_extent(model: Model, held: Sequence[Mapping[str, TensorInfo]]) -> None:
-    """Raise CheckpointError if config.json makes much more of a tensor than all that is stored."""
-    stored = sum(math.prod(info.shape) for rank in held for info in rank.values())
-    for kind in model.kinds:
-        if math.prod(kind.shape) > _MARGIN * stored + FEW:
-            raise CheckpointError(
-                f"config.json: '{kind.name}' has the shape {list(kind.shape)} by it, and {stored:,} numbers are stored",
-                "it is not the config.json of these tensors, or is damaged",
-            )
 
 
 _MARGIN = 64
@@ -307,7 +292,10 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     elif training is not None and training.found.what is not None:
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
-        side = dict(_side_files_of(format, path))
+        own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}  # the program's, by their names
+        step = r"(release|iter_[0-9]+)/" if format.files.tracker is not None else r"(?!)"
+        found = {name_in(file, path): file for file in find_side_files(path)}
+        side = {name: file for name, file in found.items() if name not in own and not re.match(step, name)}
     if lacking or manifest is None:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
@@ -322,19 +310,16 @@ def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo])
     size, name, expected = path.stat().st_size, name_in(path, folder.path), folder.checksums.get(path)
     if path.suffix == ".safetensors":
         return SourceFile(path, name, size, read_header(path).raw, expected)
-    rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
-    return SourceFile(path, name, size, None, expected, tuple(rest))
-
-
-def _between(path: FilePath, tensors: Iterable[TensorInfo], size: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a file that belong to no tensor, with their offsets; ``tensors`` come as they lie in it."""
-    end = 0
+    if expected is None:
+        return SourceFile(path, name, size)
+    rest, end = list[tuple[int, bytes]](), 0  # what belongs to no tensor
     with open_file(path) as file:
-        for begin, behind in [*((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
+        for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
             if begin > end:
                 file.seek(end)
-                yield end, file.read(begin - end)
+                rest.append((end, file.read(begin - end)))
             end = max(end, behind)
+    return SourceFile(path, name, size, None, expected, tuple(rest))
 
 
 def _knows(format: Format, origins: Origins, name: str) -> bool:
@@ -409,37 +394,6 @@ def _config_of(
     stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
     config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
     return config, {CONFIG: json_bytes(config) + b"\n"}
-
-
-def _side_files_of(format: Format, path: FilePath) -> Iterator[tuple[str, FilePath]]:
-    """Files beside a program's weights that, by their names, belong to the model and not to the program."""
-    own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}
-    for file in find_side_files(path):
-        name = name_in(file, path)
-        of_a_step = format.files.tracker is not None and re.match(r"(release|iter_[0-9]+)/", name)
-        if name not in own and not of_a_step:
-            yield name, file
-
-
-def _full_tensors(
-    folder: Folder,
-    format: Format,
-    architecture: Architecture,
-    config: Mapping[str, object],
-    held: Sequence[Mapping[str, TensorInfo]],
-) -> list[FullTensor]:
-    """The tensors of the original: those that the manifest says, or that the names in the files stand for.
-
-    What is kept beside them has the dtype of the original; what a program computes from it may have another.
-    """
-    if folder.manifest is not None and folder.manifest.source.files:
-        infos = (info for file in folder.manifest.source.files for info in file.tensors.values())
-        return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
-    path = folder.path / KEPT
-    tensors = read_header(path).tensors if path.is_file() else {}
-    kept = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in tensors.items()}
-    inferred = inferred_tensors(format, architecture, config, held)
-    return [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
 
 
 def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:

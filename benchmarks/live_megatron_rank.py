@@ -21,8 +21,8 @@ from torch.multiprocessing.spawn import start_processes
 
 import verify.engine.megatron_run as megatron_run
 from reshard.live import pull, push
-from reshard.live.held import Held
 from reshard.live.megatron import held
+from reshard.live.sides import Held
 
 VERSIONS, FACTOR, BUCKET = (1, 2), -1.5, 1 << 16
 """What is pushed; by how much weights are multiplied in between; small buckets, so that a push has several."""

@@ -292,13 +292,10 @@ class Present:
     def is_dealt(self, stack: str) -> bool:
         """Whether a tensor of a stack is sharded; a tower is replicated."""
         if stack not in self._dealt:
-            self._dealt[stack] = self._is_dealt(stack)
+            rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
+            shapes = (shape for each in rules for rule in each for shape in rule.shapes)
+            self._dealt[stack] = _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
         return self._dealt[stack]
-
-    def _is_dealt(self, stack: str) -> bool:
-        rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
-        shapes = (shape for each in rules for rule in each for shape in rule.shapes)
-        return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
 
     def needed(self, template: str, at: At) -> bool:
         """Whether a line (or an inner stack) must have a tensor at these indices, given that it has one at others."""

@@ -124,7 +124,9 @@ def inspect(path: FilePath) -> Report:
         report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in found.formats))
         report.has_manifest = (path / MANIFEST).is_file()
     if found.manifest is not None:
-        _take_manifest(report, found.manifest)
+        _take_identity(report, found.manifest.identity)
+        report.source, report.commit = found.manifest.source.location, found.manifest.source.commit
+        report.architecture = str(found.manifest.architecture.get("name", "")) or report.architecture
     try:
         source = open_source(path, found=found)
     except ReshardError as error:
@@ -436,12 +438,6 @@ def _staging(path: Path, command: str) -> Report:
 
 def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     return {axis: (sizes[axis], size) for axis, size in padded.items()}
-
-
-def _take_manifest(report: Report, manifest: Manifest) -> None:
-    _take_identity(report, manifest.identity)
-    report.source, report.commit = manifest.source.location, manifest.source.commit
-    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
 
 
 def _take_config(report: Report, folder: FilePath) -> None:

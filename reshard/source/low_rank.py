@@ -214,7 +214,11 @@ class _Merging:
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
                 weight = self._made_of(each, self._indices(tensor), names)[1][0][0]
-                self._check_same(tensor, weight)
+                if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
+                    raise MismatchError(
+                        f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
+                        f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
+                    )
                 replaced[weight.name] = self.tensors[tensor.name]
             else:
                 place = tensor.name.removesuffix(suffix)
@@ -231,13 +235,6 @@ class _Merging:
         match = self.model.architecture.match(tensor.name)
         assert match is not None
         return match.indices
-
-    def _check_same(self, tensor: BoundTensor, weight: BoundTensor) -> None:
-        if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
-            raise MismatchError(
-                f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and '{weight.name}' of the "
-                f"base model {weight.dtype} {list(weight.shape)}"
-            )
 
     def _made_of(
         self, each: Wrapped, indices: Mapping[str, int], names: _Names

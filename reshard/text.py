@@ -73,11 +73,12 @@ def align(
         widths[widest] -= 1
     lines = []
     for line in cells:
-        shown = [_shorten(cell, widths[i]) for i, cell in enumerate(line)]
+        shown = [shorten(cell, widths[i]) for i, cell in enumerate(line)]
         padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shown)]
         lines.append("  ".join(padded).rstrip())
     return lines
 
 
-def _shorten(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
+    """The end of a text for which there is room."""
     return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"

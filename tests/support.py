@@ -84,6 +84,17 @@ def write_checkpoint(folder: Path, files: int = 1, seed: int = 0, config: dict =
     return folder
 
 
+def write_tied_twice(folder: Path, config: dict) -> Path:
+    """The same, as a trainer leaves a tied model that saves all names: the head is the embedding once more."""
+    write_checkpoint(folder, config=config | {"tie_word_embeddings": True})
+    infos = read_header(folder / "model.safetensors").tensors
+    table, head = (infos[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[head.offset : head.offset + head.nbytes] = data[table.offset : table.offset + table.nbytes]
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by relative name."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -35,8 +35,11 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
     for model_type in sorted(decoders):
         cls = CONFIG_MAPPING[model_type]
         two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
-        wanted = (f for f in dataclasses.fields(cls) if f.name in asked - two_names)
+        wanted = [f for f in dataclasses.fields(cls) if f.name in asked - two_names]
         values = {f.name: f.default for f in wanted if _is_plain(f.default)}
+        values |= {
+            f.name: True for f in dataclasses.fields(cls) if f.name == "tie_word_embeddings" and f.default is True
+        }
         values.pop("model_type", None)
         if values:
             found[model_type] = values

@@ -37,7 +37,8 @@ class Gathered:
         new = [(at, info._replace(name=name)) for at, info in chunks if 0 not in at.shape or 0 in shape]
         if self._shapes.setdefault(name, shape) != shape:
             other = self._chunks[name][0][1].file if self._chunks[name] else self._folder
-            raise MismatchError(f"{new[0][1].file if new else self._folder}: {_differs(name, shape)} in {other}")
+            file = new[0][1].file if new else self._folder
+            raise MismatchError(f"{file}: '{name}' is of a tensor {list(shape)} here, and of another in {other}")
         self._chunks.setdefault(name, []).extend(new)
 
     def add_whole(self, keys: Keys, info: TensorInfo) -> None:
@@ -82,10 +83,6 @@ class Gathered:
         name = ".".join(map(str, keys))
         self._keys[name] = keys
         return name
-
-
-def _differs(name: str, shape: tuple[int, ...]) -> str:
-    return f"'{name}' is of a tensor {list(shape)} here, and of another"
 
 
 def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:

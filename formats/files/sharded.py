@@ -89,7 +89,7 @@ class SourceFileRecord:
 class SourceRecord:
     """Where the shards come from. ``id`` is the fingerprint of the weights; ``files`` is empty for a ``.bin`` source.
 
-    ``aliases`` maps a tied tensor that is not stored to the one that is.
+    ``aliases`` maps the second name of a tied tensor to its first. The files have it under both if it is in ``twice``.
     """
 
     id: str
@@ -99,6 +99,11 @@ class SourceRecord:
     index_name: str | None
     index: bytes | None
     aliases: Mapping[str, str]
+
+    @property
+    def twice(self) -> Mapping[str, str]:
+        """The second names in the files, each with the first."""
+        return {name: of for name, of in self.aliases.items() if any(name in file.tensors for file in self.files)}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from formats.errors import CheckpointError
 from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, read_pickle, shown
 from formats.files.safetensors import TensorInfo
-from formats.files.zips import Entry, data_offset, read_directory
+from formats.files.torch_zip import Entry, data_offset, read_directory
 from formats.store import FilePath, open_file, unreadable
 
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
@@ -181,10 +181,6 @@ def _content(file: IO[bytes], begin: int, size: int, offset: int, length: int) -
     return file.read(min(length, size - offset))
 
 
-def _what(value: object) -> str:
-    return "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
-
-
 def _state_dict(path: FilePath, state: object) -> dict[str, Tensor]:
     """The tensors of a state dict; what holds no tensor is left out."""
     if not isinstance(state, dict):
@@ -194,8 +190,9 @@ def _state_dict(path: FilePath, state: object) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and isinstance(name, str):
             found[name] = value
         elif _holds_tensor(value):
+            what = "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
             raise CheckpointError(
-                f"{path}: entry {shown(name)} is {_what(value)}; a state dict maps names to tensors",
+                f"{path}: entry {shown(name)} is {what}; a state dict maps names to tensors",
                 "save the state dict alone",
             )
     return found

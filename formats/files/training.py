@@ -138,7 +138,8 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
         )
     world = next(iter(worlds), 1 + max(number for _, number in files))
     if not any(is_model for is_model, _ in files):
-        raise _without_model(folder)
+        why = f"{folder} has the states of an optimizer, and no model"
+        raise CheckpointError(why, "bring the model's files back")
     has_optimizer = any(not is_model for is_model, _ in files)
     for is_model in (True, *([False] if has_optimizer else [])):
         missing = [rank for rank in range(world) if (is_model, rank) not in files]
@@ -150,10 +151,6 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
             )
     pairs = [(files[True, rank], files.get((False, rank))) for rank in range(world)]
     return read_fsdp(folder, pairs, "saved by verl or SkyRL" if worlds else "saved by accelerate")
-
-
-def _without_model(folder: FilePath) -> CheckpointError:
-    return CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring the model's files back")
 
 
 def model_files(folder: FilePath) -> dict[str, FilePath]:

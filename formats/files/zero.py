@@ -69,7 +69,9 @@ def read_zero(folder: FilePath) -> Distributed:
             "save it with one model parallel rank, or as a Hugging Face checkpoint",
         )
     groups = [_shapes(group, main.path) for group in main.content.get("param_shapes") or ()]
-    _check_same(models, "global_steps")
+    for file in models:
+        if file.content.get("global_steps") != models[0].content.get("global_steps"):
+            raise MismatchError(f"{file.path} and {models[0].path}: their global_steps differ", _TOGETHER)
     is_universal = (folder / "zero").is_dir()
     if is_universal:
         files = _add_universal(gathered, folder, groups)
@@ -116,12 +118,6 @@ def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
     if not isinstance(group, dict) or not all(isinstance(shape, tuple) for shape in group.values()):
         raise CheckpointError(f"{path}: its param_shapes are no shapes")
     return group
-
-
-def _check_same(files: Sequence[_File], key: str) -> None:
-    for file in files:
-        if file.content.get(key) != files[0].content.get(key):
-            raise MismatchError(f"{file.path} and {files[0].path}: their {key} differ", _TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------ flat lists

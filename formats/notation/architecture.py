@@ -119,6 +119,12 @@ class Architecture:
         found = _find(self._stage_root, name)
         return self.stages[found[0]] if found else None
 
+    def is_table(self, template: str) -> bool:
+        """Whether a line outside all layers is of a vector for each token of the vocabulary."""
+        shapes = (shape for rule in self.tensors[template] for shape in rule.shapes) if "{" not in template else ()
+        axes = ([dim.axis for dim in shape.dims] for shape in shapes)
+        return any(len(of) == 2 and None not in of and not {*of}.isdisjoint(self.pad) for of in axes)
+
     def form(self, name: str) -> tuple[Hashable, Sequence[str]]:
         """A name without its numbers, and the numbers. Names of one form are covered by one line, and their numbers
         stand for the same indices.
@@ -163,7 +169,7 @@ class Architecture:
         for key in self.section(config):
             inner = inner[key]
             settings |= inner
-        return settings if inner is config else {**_config_defaults().get(str(inner.get("model_type")), {}), **settings}
+        return settings if inner is config else {**config_defaults().get(str(inner.get("model_type")), {}), **settings}
 
     def section(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys that lead to the language model's settings in ``config.json``, to the first section that is there;
@@ -231,7 +237,7 @@ def _below(node: _Node) -> Iterator[str]:
 
 
 @lru_cache
-def _config_defaults() -> Mapping[str, Mapping[str, Any]]:
+def config_defaults() -> Mapping[str, Mapping[str, Any]]:
     """For each model type, its settings where a ``config.json`` is silent."""
     defaults: Mapping[str, Mapping[str, Any]] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))["types"]
     return defaults

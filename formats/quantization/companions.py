@@ -83,26 +83,20 @@ def _companion(name: str, dtype: str | None, dtypes: Mapping[str, str], table: T
 
 
 def _suffixes(name: str) -> Iterable[str]:
-    """The ends of a name by which it may belong to a weight."""
-    last = name.rpartition(".")[2]
-    packed = [""] if last == "weight" or last.endswith("_proj") else []
-    return (*_dotted_suffixes(name), *_fused_suffixes(last), *packed)
+    """The ends of a name by which it may belong to a weight.
+
+    ``.weight.absmax`` of ``p.weight.absmax``, the shortest first: what belongs to a module, or to its weight. Then
+    ``_scale`` of ``gate_up_proj_scale``, the longest first: what belongs to a parameter that is not a ``weight``.
+    """
+    last, dots = name.rpartition(".")[2], [place for place, letter in enumerate(name) if letter == "."]
+    dotted = (name[place:] for place in reversed(dots[-3:])) if dots else (name,)
+    fused = (last[place:] for place, letter in enumerate(last) if letter == "_")
+    return (*dotted, *fused, *([""] if last == "weight" or last.endswith("_proj") else []))
 
 
 def _weight(name: str, suffix: str) -> str:
     base = name.removesuffix(suffix)
     return f"{base}.weight" if suffix.startswith(".") else base
-
-
-def _dotted_suffixes(name: str) -> Iterable[str]:
-    """``.weight.absmax`` of ``p.weight.absmax``, the shortest first: what belongs to a module, or to its weight."""
-    dots = [place for place, letter in enumerate(name) if letter == "."]
-    return (name[place:] for place in reversed(dots[-3:])) if dots else (name,)
-
-
-def _fused_suffixes(last: str) -> Iterable[str]:
-    """``_scale`` of ``gate_up_proj_scale``, the longest first: what belongs to a parameter that is not a ``weight``."""
-    return (last[position:] for position, letter in enumerate(last) if letter == "_")
 
 
 def takes_heads(weight: Shape) -> bool:

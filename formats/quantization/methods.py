@@ -262,7 +262,8 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> Table:
     if "24" in layout or "bitmask" in layout:
         reason = f"compressed-tensors '{layout}' keeps sparse values, which do not lie in rows and columns"
         return {**_SCALES_OF_ACTIVATIONS, **dict.fromkeys(_SPARSE, Refused(reason))}
-    bits, strategy, size = int(weights.get("num_bits") or 8), _strategy(weights), weights.get("group_size")
+    bits, size = int(weights.get("num_bits") or 8), weights.get("group_size")
+    strategy = str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
     actorder = weights.get("actorder") in {True, "group", "dynamic"}
     inner = "1" if not strategy.endswith("group") else "groups" if actorder else f"in/{size}"
     scale: tuple[str, ...] = (f"lead out {inner}",)
@@ -286,11 +287,6 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> Table:
         ".weight_zero_point": zero if layout == "pack-quantized" and strategy in {"group", "channel"} else scale,
         ".weight_g_idx": ("in",),
     }
-
-
-def _strategy(weights: Mapping[str, Any]) -> str:
-    size = weights.get("group_size")
-    return str(weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel"))
 
 
 def _modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:

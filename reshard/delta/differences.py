@@ -215,9 +215,13 @@ def no_progress(done: int, total: int) -> None:
     """Show no progress."""
 
 
-def differences(a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress) -> Diff:
-    """Compare two checkpoints of one model. Raises ReshardError."""
+def differences(
+    a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress, *, aliases: bool = False
+) -> Diff:
+    """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
     left, right = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
+    for side, names in ((a, left), (b, right)):
+        names.update({second: names[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
     alike = {name: known for name, tensor in left.items() if (known := _known(tensor, right.get(name))).kind == SAME}
     sizes = {name: tensor_bytes(name, left[name].dtype, left[name].shape) for name in alike}
     total, done, lock, found = sum(sizes.values()), 0, threading.Lock(), dict[str, Distance]()

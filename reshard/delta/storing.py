@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -95,14 +96,15 @@ def write_delta(
     if is_compressed:
         need_zstd()
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
-    sums = _Sums({t.name: tensor_bytes(t.name, t.dtype, t.shape) for t in b.unsplit.tensors})
-    diff = differences(a, b, sums, progress)
+    right = tensors_of(b)
+    sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
+    diff = differences(a, b, sums, progress, aliases=True)
     with disk_errors(out):
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         building = temporary / "delta"
         building.mkdir()
     try:
-        changed = _Changed(diff, sums, tensors_of(a), tensors_of(b), Opened())
+        changed = _Changed(diff, sums, tensors_of(a), right, Opened())
         written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         own, other = a.read_side_files(), b.read_side_files()
         sides = {name: None if own.get(name) == content else content for name, content in other.items()}
@@ -118,7 +120,8 @@ def write_delta(
             building.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return diff
+    again = a.aliases.keys() | b.aliases.keys()
+    return dataclasses.replace(diff, tensors=tuple(tensor for tensor in diff.tensors if tensor.name not in again))
 
 
 Entry = tuple[str, str, tuple[int, ...]]

@@ -15,8 +15,8 @@ from torch import nn
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
-from reshard.live.held import Held
 from reshard.live.parameters import piece, unwrapped
+from reshard.live.sides import Held
 
 
 @runtime_checkable

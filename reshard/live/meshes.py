@@ -11,8 +11,7 @@ from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import cut
-from reshard.live.held import Held
-from reshard.live.sides import Live, Runs
+from reshard.live.sides import Held, Live, Runs
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh

@@ -20,7 +20,7 @@ from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.notation.placements import Cut, Runs, runs_of
 from formats.torch_internals import TORCH_DTYPES, unsaved_buffers
-from reshard.live.held import Held
+from reshard.live.sides import Held
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What headers call a dtype of torch."""

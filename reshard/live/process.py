@@ -24,10 +24,9 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.changes import Changes, Memory, word_of
 from reshard.live.fence import Fence
-from reshard.live.held import Held, from_document, to_document
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, between
-from reshard.live.sides import Live, bound
+from reshard.live.sides import Held, Live, bound, from_document, to_document
 from reshard.live.views import Blocks, Tensors
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh

@@ -8,6 +8,7 @@ one for each product of runs, with numbers of their own in place of file numbers
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from formats.files.safetensors import TensorInfo
 from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
 from formats.notation.format import Format
-from reshard.live.held import Held
 from reshard.model.binding import bind
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -31,6 +31,50 @@ from reshard.placement.stored import Atom, Placed, Stored, name_at, stack_of
 from reshard.source.completeness import check_complete
 from reshard.source.opening_programs import inferred_sizes, inferred_tensors, padding_of
 from reshard.source.source import UNSPLIT
+
+
+class Held(NamedTuple):
+    """A part of a stored tensor that one rank holds.
+
+    ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
+    has the indices of each dimension that the rank holds, in the order in which its own tensor has them: the local
+    tensor has, in each dimension, all its runs one after another. A rank may hold several parts of one tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the local tensor."""
+        return tuple(sum(run.length for run in dim) for dim in self.runs)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that the rank holds."""
+        return math.prod(self.local)
+
+
+def to_document(parts: Sequence[Held]) -> dict[str, Any]:
+    """Parts as JSON: each distinct dtype, shape and runs once, and the number of these for each name."""
+    known: dict[Held, int] = {}
+    names = [[part.name, known.setdefault(part._replace(name=""), len(known))] for part in parts]
+    kinds = [
+        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs]] for kind in known
+    ]
+    return {"names": names, "kinds": kinds}
+
+
+def from_document(document: Mapping[str, Any]) -> list[Held]:
+    """The inverse of ``to_document``."""
+    kinds = [
+        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs))
+        for dtype, shape, runs in document["kinds"]
+    ]
+    return [Held(name, *kinds[number]) for name, number in document["names"]]
+
 
 Ranks = Sequence[Sequence[Held]]
 """What each rank of a live side holds."""

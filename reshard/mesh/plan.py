@@ -242,7 +242,11 @@ def layout_of(
         boxes[rank] = Box(tuple(runs), shape)
     dealt = {axis for axis, part in shares_of(model, mesh, 0, padded, tensor.axes).items() if part.parts > 1}
     parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & dealt)
-    _check_padding(tensor, padding)
+    for dim in tensor.rule.dims:
+        if dim.axis is None and (inside := dim.axes & padding.keys()):
+            raise PlanError(
+                f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
+            )
     _check_every_element_is_owned(model.architecture, tensor, dealt)
     return Layout(
         rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, tensor.shape, parallel, owners is not None
@@ -259,15 +263,6 @@ def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
                     f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} "
                     f"of '{tensor.rule.dims[-1]}' begin or end within a byte"
                 )
-
-
-def _check_padding(tensor: Kind, padding: Mapping[str, int]) -> None:
-    for dim in tensor.rule.dims:
-        inside = dim.axes & padding.keys()
-        if inside and dim.axis is None:
-            raise PlanError(
-                f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
-            )
 
 
 def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: set[str]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from formats.errors import refused
 from formats.mesh import Mesh
-from formats.notation.axes import Shape
 from formats.notation.expressions import Expression
 from reshard.model.model import BoundTensor, Kind, Model
 
@@ -172,22 +171,12 @@ def _tied_templates(model: Model, stages: Mapping[Kind, int], last: int) -> froz
     """The lines of the embedding, if the last stage has no head of its own and the config does not say otherwise."""
 
     def tables(stage: int) -> Iterable[str]:
-        outside = (kind for kind, found in stages.items() if found == stage and "{" not in kind.template)
-        return (kind.template for kind in outside if any(_is_table(model, shape) for shape in _shapes(model, kind)))
+        found = (kind.template for kind, at in stages.items() if at == stage)
+        return (template for template in found if model.architecture.is_table(template))
 
     if any(tables(last)) or not _is_tied(model):
         return frozenset()
     return frozenset(tables(0))
-
-
-def _shapes(model: Model, kind: Kind) -> Iterable[Shape]:
-    return (shape for rule in model.architecture.tensors[kind.template] for shape in rule.shapes)
-
-
-def _is_table(model: Model, shape: Shape) -> bool:
-    """Whether a shape is a vector for each token of the vocabulary."""
-    axes = [dim.axis for dim in shape.dims]
-    return len(axes) == 2 and None not in axes and bool({*axes} & {*model.architecture.pad})
 
 
 def _is_tied(model: Model) -> bool:

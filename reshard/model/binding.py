@@ -15,7 +15,7 @@ from typing import Any
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
-from formats.notation.architecture import Architecture, Match, Rule
+from formats.notation.architecture import Architecture, Match, Rule, config_defaults
 from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from formats.quantization.methods import unknown_method
@@ -59,6 +59,29 @@ def bind(
             f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file"
         )
     return model
+
+
+def tied_twice(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> dict[str, str]:
+    """The heads that are the embedding once more, by ``tie_word_embeddings``, each with the embedding's name.
+
+    The default is that of the model type. A head of another dtype or shape is one of its own.
+    """
+    where = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    if {found.get("tie_word_embeddings") for found in where} - {None} != {True}:
+        return {}
+    tables = frozenset(filter(architecture.is_table, architecture.tensors))
+    ends = tuple({".".join(template.split(".")[-2:]) for template in tables})
+    firsts, lasts = list[FullTensor](), list[FullTensor]()
+    for tensor in tensors:
+        match = architecture.match(tensor.name) if tensor.name.endswith(ends) else None
+        if match is not None and match.template in tables:
+            stage = architecture.stage_of(tensor.name)
+            (lasts if stage is not None and stage.text == "last" else firsts).append(tensor)
+    if len(firsts) != 1:
+        return {}
+    (first,) = firsts
+    alike = (last for last in lasts if (last.dtype, last.shape, last.held) == (first.dtype, first.shape, first.held))
+    return {last.name: first.name for last in alike}
 
 
 def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:

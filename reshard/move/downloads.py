@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.move.ahead import GAP
@@ -11,7 +10,7 @@ from reshard.move.moves import jobs_of
 from reshard.move.reading import needed
 from reshard.move.slabs import Way
 from reshard.placement.arrangement import Arrangement
-from reshard.source.source import Source, SourceFile, SourcePlace
+from reshard.source.source import Source, SourceFile
 from reshard.store.remote import joined
 
 
@@ -27,16 +26,16 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
     total = 0
     for job in jobs_of(source, target, places, compare=False):
         if job.transfer not in known:
-            known[job.transfer] = _fetched(job, [job.sources(number) for number in range(len(source.ranks))])
+            known[job.transfer] = _fetched(job)
         total += known[job.transfer]
     return total
 
 
-def _fetched(job: Job, held: Sequence[SourcePlace | None]) -> int:
+def _fetched(job: Job) -> int:
     """The bytes that are fetched for one job."""
     found: dict[SourceFile, list[tuple[int, int]]] = {}
     for region in (region for slab in job.transfer.slabs(Options().sizes.step) for region in slab.reads):
-        place = held[region.rank]
+        place = job.sources(region.rank)
         if place is not None and place.file.remote is not None:
             found.setdefault(place.file, []).extend(joined(needed(place, region), GAP))
     return sum(

@@ -126,6 +126,9 @@ class Job(NamedTuple):
     """Bytes of the full tensor."""
     again: bool = False
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
+    copies: Sequence[str] = ()
+    """The names under which the source has it once more (tied). Behind the source's ``holders`` come theirs."""
+    holders: int = 0
 
     def is_small(self, small: int) -> bool:
         """Whether it is moved together with others, where ``small`` is the size of the largest of these."""

@@ -422,7 +422,13 @@ def check_slab(job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
             if block.any():
                 raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
         elif not np.array_equal(block, read[check.other][check.other_slices]):
-            other = job.source(slab.reads[check.other].rank)
+            other, rank = job.source(slab.reads[check.other].rank), slab.reads[check.source].rank
+            if rank >= job.holders > 0:
+                raise MismatchError(
+                    f"tensor '{job.copies[rank // job.holders - 1]}' in {place.file.path} should be '{job.name}' once "
+                    "more, because the two are tied, but differs",
+                    'if the model has a head of its own, say so in config.json: "tie_word_embeddings": false',
+                )
             raise MismatchError(
                 f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, but differs",
                 "the shards are damaged, or come from different runs",

@@ -15,7 +15,7 @@ Scales of scale blocks of another size (``Regrid``), or a shape that a tensor st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, TypeVar
 
@@ -294,9 +294,11 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``compare`` only one of several replicas is read. Raises PlanError if an atom cannot go from source to target.
     """
     here, there = same_atoms(source.arrangement, target)
-    moves = _Moves(compare=compare, zeros=source.manifest is not None or not source.format.padding.free)
+    moves = _Moves(source, compare=compare or bool(here.copies))
     check_atoms(here, there)
-    origin, goal = source.places, partial(place_in, places)
+    origin, goal, again = source.places, partial(place_in, places), dict[Atom, list[Placed]]()
+    for atom, placed in here.copies:
+        again.setdefault(atom, []).append(placed)
 
     @cache
     def whole() -> Mapping[Atom, Placed]:
@@ -319,7 +321,10 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
                 ranks_of[key] = _ranks_of(wanted, places)
             ranks = ranks_of[key]
         if wanted is not None and ranks:
-            yield moves.job(atom, held, wanted, sources, _places(goal, wanted), ranks)
+            if copies := again.get(atom, ()):
+                each = [sources, *(_places(origin, placed) for placed in copies)]
+                sources = partial(_place_of_copies, each, here.ranks)
+            yield moves.job(atom, held, wanted, sources, _places(goal, wanted), ranks, copies)
         if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
             place = places[KEPT_RANK][atom.tensor]
             place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
@@ -333,6 +338,12 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
 
 def _same_on_all(place: Place, rank: int) -> Place:
     return place
+
+
+def _place_of_copies(places: Sequence[Places], ranks: int, number: int) -> SourcePlace | None:
+    """Where a rank has a tied tensor, or its copy: those of the first copy count from ``ranks`` on, and so on."""
+    which, rank = divmod(number, ranks)
+    return places[which](rank)
 
 
 def check_atoms(here: Arrangement, there: Arrangement) -> None:
@@ -363,10 +374,11 @@ def _alike(placed: Placed) -> tuple[Geometry, int, str]:
 
 
 class _Moves:
-    """Makes the jobs of atoms; atoms that go the same way share it. With ``zeros`` the source has zeros as padding."""
+    """Makes the jobs of a source's atoms; atoms that go the same way share it."""
 
-    def __init__(self, *, compare: bool, zeros: bool) -> None:
-        self._compare, self._zeros = compare, zeros
+    def __init__(self, source: Source, *, compare: bool) -> None:
+        self._holders, self._compare = source.arrangement.ranks, compare
+        self._zeros = source.manifest is not None or not source.format.padding.free  # as padding
         self._known: dict[tuple[object, ...], tuple[Way, int]] = {}
         self._ways: dict[tuple[object, ...], Way] = {}
 
@@ -378,25 +390,33 @@ class _Moves:
         sources: Places,
         targets: Callable[[int], TargetPlace | None],
         ranks: frozenset[int],
+        copies: Sequence[Placed] = (),
     ) -> Job:
-        """The job that moves an atom to these ranks."""
+        """The job that moves an atom to these ranks, and compares it with its ``copies`` in the source."""
         change = _change(atom.tensor, held, wanted)
-        key = (*_alike(held), *_alike(wanted), change, ranks)
+        key = (*_alike(held), *_alike(wanted), change, ranks, *map(_alike, copies))
         if key not in self._known:
             nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
-            self._known[key] = self._way(atom, held, wanted, change, ranks), nbytes
+            self._known[key] = self._way(atom, held, wanted, change, ranks, copies), nbytes
         way, nbytes = self._known[key]
         stated, states = held.stored.stated, wanted.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
             holders = sorted(held.spread(blocks_of(held, held) or ()).pieces)[: None if self._compare else 1]
             way = Restate(atom.tensor, held.stored.dtype, nbytes, holders, stated, states, sources, ranks)
-        return Job(atom.tensor, way, sources, targets, nbytes)
+        names = tuple(placed.stored.name for placed in copies)
+        return Job(atom.tensor, way, sources, targets, nbytes, copies=names, holders=self._holders)
 
-    def _way(self, atom: Atom, held: Placed, wanted: Placed, change: Change | None, ranks: frozenset[int]) -> Way:
+    def _way(
+        self, atom: Atom, held: Placed, wanted: Placed, change: Change | None, ranks: frozenset[int],
+        copies: Sequence[Placed],
+    ) -> Way:  # fmt: skip
         blocks = blocks_of(held, wanted)
         if blocks is None:
             raise _shapes_differ(atom, held.layout.full, wanted.layout.full)
         before, after = held.spread(blocks), wanted.spread(blocks)
+        for number, placed in enumerate(copies, 1):
+            more = {number * self._holders + rank: of for rank, of in placed.spread(blocks).pieces.items()}
+            before = replace(before, pieces={**before.pieces, **more})
         key, bits = (before.value, after.value, held.stored.dtype, change, ranks), DTYPE_BITS[held.stored.dtype]
         if key in self._ways:
             return self._ways[key]

@@ -32,7 +32,7 @@ from reshard.pages.markup import (
     rectangle,
     text,
 )
-from reshard.text import human_bytes, plural
+from reshard.text import human_bytes, plural, shorten
 
 MOST = 96
 """More layers than these are drawn in groups of neighbours."""
@@ -100,7 +100,7 @@ def _picture(lines: Sequence[_Line], name: str, width: int) -> Html:
     layers = max(max(line.layers) for line in lines) + 1
     each = -(-layers // MOST)
     columns = -(-layers // each)
-    labels = [_shown(line.name, int(width * 0.45 / CHARACTER)) for line in lines]
+    labels = [shorten(line.name, int(width * 0.45 / CHARACTER)) for line in lines]
     left = int(max(map(len, labels)) * CHARACTER) + 12
     side = min(_HEIGHT * 2.0, (width - left - 8) / columns)
     frame = Frame(name, width, TOP + 22 + _HEIGHT * len(lines), left, 8)
@@ -170,8 +170,3 @@ def _name(line: _Line, layers: range) -> str:
         return line.name
     numbers = str(layers[0]) if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
     return line.name.replace("*", numbers, 1)
-
-
-def _shown(name: str, room: int) -> str:
-    """The end of a name for which there is room."""
-    return name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"

@@ -148,7 +148,7 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
     if not any(kind.layers for kind in kinds):
         return [[*kinds]]
     architecture = plan.model.architecture
-    stems = {kind: _stem(kind) for kind in kinds}
+    stems = {kind: re.sub(r"[._](weight|bias)$", "", _in_layer(kind)) for kind in kinds}  # of a bias its weight's
     summed = {stems[kind] for kind in kinds if is_summed(plan.laid[kind], architecture)}
     modules = {kind: stem.rpartition(".")[0] for kind, stem in stems.items()}
     shared = {module for module in modules.values() if module}
@@ -171,11 +171,6 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
 
     rows = [sorted((kind for kind in kinds if row(kind) == number), key=place) for number in (0, 1)]
     return [found for found in rows if found]
-
-
-def _stem(kind: Kind) -> str:
-    """The name of a weight in its layer, or of the weight that it is the bias of."""
-    return re.sub(r"[._](weight|bias)$", "", _in_layer(kind))
 
 
 def _in_layer(kind: Kind) -> str:

@@ -50,13 +50,15 @@ class Arrangement:
     """A model's elements on a mesh as a program stores them.
 
     ``stored`` has the program's tensors, ``placed`` says where each atom is, ``copies`` has the tensors that are stored
-    a second time. ``chunks`` has the chunks of each stored tensor, if the format has any; then the numbers of files
-    stand for ranks.
+    a second time: by the format, or by ``twice``, which has the tensor of each second name. ``chunks`` has the chunks
+    of each stored tensor, if the format has any; then the numbers of files stand for ranks.
     """
 
-    def __init__(self, plan: Plan, taken: Mapping[Kind, Taken], format: Format, chunks: Chunks | None = None) -> None:
+    def __init__(
+        self, plan: Plan, taken: Mapping[Kind, Taken], format: Format, chunks: Chunks | None, twice: Mapping[str, str]
+    ) -> None:
         format = format.of(plan.model.config)
-        self.plan, self.taken, self.format, self.chunks = plan, taken, format, chunks
+        self.plan, self.taken, self.format, self.chunks, self._twice = plan, taken, format, chunks, twice
         self.ranks = plan.mesh.size
         if chunks is not None:
             self.ranks = 1 + max((number for found in chunks.values() for number in found), default=-1)
@@ -76,7 +78,7 @@ class Arrangement:
         taken = dict(self.taken)
         for kind, other in dict.fromkeys(others):
             taken[kind] = refine(self.plan.model, kind, taken[kind], other)
-        return self if taken == self.taken else Arrangement(self.plan, taken, self.format, self.chunks)
+        return self if taken == self.taken else Arrangement(self.plan, taken, self.format, self.chunks, self._twice)
 
     def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
@@ -194,8 +196,10 @@ class Arrangement:
 
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name (tied tensors)."""
-        model, rules = self.plan.model, self.format.rules
-        if not any(line.also for line in rules.lines):
+        model, rules, again = self.plan.model, self.format.rules, dict[str, list[str]]()
+        for second, first in self._twice.items():
+            again.setdefault(first, []).append(second)
+        if not again and not any(line.also for line in rules.lines):
             return
         there = {each.name for each in self.stored}
         targets = {
@@ -203,9 +207,10 @@ class Arrangement:
             for kind in model.kinds
         }
         for tensor in model.tensors:
-            for target in targets[tensor.kind]:
+            for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(model, tensor.kind, target), None)
                 if name not in there:
+                    there.add(name)
                     yield self._join(name, {(0, 0): part})
 
     def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Naming | None:
@@ -321,26 +326,28 @@ def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layou
     return replace(layout, boxes=boxes, parallel_dims=layout.parallel_dims | {place})
 
 
-def arrangement_of(plan: Plan, format: Format, chunks: Chunks | None = None) -> Arrangement:
-    """A plan's tensors as a format stores them; ``chunks`` are those of files that are there.
+def arrangement_of(
+    plan: Plan, format: Format, chunks: Chunks | None = None, twice: Mapping[str, str] = {}
+) -> Arrangement:
+    """A plan's tensors as a format stores them; ``chunks`` are those of files that are there, ``twice`` is as there.
 
     Raises PlanError for a tensor that has no place in the format, MismatchError if the chunks do not fit.
     """
     if format.container.chunks and chunks is None:
         chunks = {}
-        for each in on_mesh(plan, format).stored:
+        for each in on_mesh(plan, format, twice).stored:
             own = each.geometry.chunks_of_ranks()
             if each.constant is not None:
                 own = {min(own): Chunk((0,) * len(each.constant.shape), each.constant.shape)}
             chunks[each.name] = own
-    return Arrangement(plan, uses_of(plan.model, format), format, chunks)
+    return Arrangement(plan, uses_of(plan.model, format), format, chunks, twice)
 
 
-def on_mesh(plan: Plan, format: Format) -> Arrangement:
+def on_mesh(plan: Plan, format: Format, twice: Mapping[str, str] = {}) -> Arrangement:
     """The same arrangement without chunks: what each rank of the plan's mesh has of each stored tensor. Raises
     PlanError.
     """
-    return Arrangement(plan, uses_of(plan.model, format), format)
+    return Arrangement(plan, uses_of(plan.model, format), format, None, twice)
 
 
 def same_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:

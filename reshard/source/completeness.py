@@ -70,7 +70,8 @@ class KnownLines:
     def lacking(self, stack: str, there: Set[str]) -> Iterator[str]:
         """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``there``."""
         unknown = (line for line in there if line not in self.all and not line.endswith("bias"))
-        strange = {self._known_part(line) for line in unknown} - {""}
+        around = ((*modules_around(line), "") for line in unknown)
+        strange = {next(part for part in parts if part in self.modules or not part) for parts in around} - {""}
         if any(part.endswith("}") for part in strange):  # layers of another class under the same type
             return
         modules = {module for line in there for module in modules_around(line)}
@@ -94,10 +95,6 @@ class KnownLines:
         modules = self.always.keys() | other.always.keys()
         always = {each: (*self.always.get(each, ()), *other.always.get(each, ())) for each in modules}
         return KnownLines(always, self.all | other.all)
-
-    def _known_part(self, line: str) -> str:
-        """The innermost module around a line that the type has."""
-        return next(module for module in (*modules_around(line), "") if module in self.modules or not module)
 
 
 def is_within(line: str, module: str) -> bool:
@@ -295,13 +292,10 @@ class Present:
     def is_dealt(self, stack: str) -> bool:
         """Whether a tensor of a stack is sharded; a tower is replicated."""
         if stack not in self._dealt:
-            self._dealt[stack] = self._is_dealt(stack)
+            rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
+            shapes = (shape for each in rules for rule in each for shape in rule.shapes)
+            self._dealt[stack] = _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
         return self._dealt[stack]
-
-    def _is_dealt(self, stack: str) -> bool:
-        rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
-        shapes = (shape for each in rules for rule in each for shape in rule.shapes)
-        return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
 
     def needed(self, template: str, at: At) -> bool:
         """Whether a line (or an inner stack) must have a tensor at these indices, given that it has one at others."""
@@ -441,15 +435,11 @@ def _missing_indices(present: Present) -> Iterator[str]:
                 continue
             count = present.count(stack, outer)
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
-                near = _like(members, outer, indices, index)
+                # the nearest of those with most lines shows what it must have
+                near = min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
                 for tensor in present.inside(stack, (*outer, near)):
                     if present.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
                         yield _moved(tensor.name, (*outer, near), (*outer, index))
-
-
-def _like(members: Mapping[At, set[str]], outer: At, indices: Iterable[int], index: int) -> int:
-    """The member of a stack that shows what a missing one must have: the nearest of those with most lines."""
-    return min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
 
 
 def _missing_in_some(present: Present) -> Iterator[str]:

@@ -124,7 +124,9 @@ def inspect(path: FilePath) -> Report:
         report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in found.formats))
         report.has_manifest = (path / MANIFEST).is_file()
     if found.manifest is not None:
-        _take_manifest(report, found.manifest)
+        _take_identity(report, found.manifest.identity)
+        report.source, report.commit = found.manifest.source.location, found.manifest.source.commit
+        report.architecture = str(found.manifest.architecture.get("name", "")) or report.architecture
     try:
         source = open_source(path, found=found)
     except ReshardError as error:
@@ -438,12 +440,6 @@ def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, t
     return {axis: (sizes[axis], size) for axis, size in padded.items()}
 
 
-def _take_manifest(report: Report, manifest: Manifest) -> None:
-    _take_identity(report, manifest.identity)
-    report.source, report.commit = manifest.source.location, manifest.source.commit
-    report.architecture = str(manifest.architecture.get("name", "")) or report.architecture
-
-
 def _take_config(report: Report, folder: FilePath) -> None:
     try:
         config = read_config(folder / "config.json")
@@ -476,7 +472,8 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
         pairs.append(("loaded by", report.loaded_by))
         pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
     if report.model_type is not None or report.kind == "full checkpoint":
-        pairs.append(("model type", f"{report.model_type or 'unknown'} ({_rules(report)})"))
+        rules = f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"
+        pairs.append(("model type", f"{report.model_type or 'unknown'} ({rules})"))
     if report.mesh is not None or report.any_mesh:
         rank = f", rank {report.rank}" if report.rank is not None else ""
         pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
@@ -507,7 +504,3 @@ def _pairs(report: Report) -> list[tuple[str, str]]:
     if report.hint and (report.refused or not report.complete):
         pairs.append(("hint", report.hint))
     return pairs
-
-
-def _rules(report: Report) -> str:
-    return f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"

@@ -203,7 +203,10 @@ class _Merging:
     def changes(self, lines: Mapping[str, tuple[Wrapped, str]]) -> Changes:
         pairs: dict[str, dict[str, tuple[BoundTensor, Wrapped]]] = {}
         replaced: dict[str, TensorInfo] = {}
-        names = self._names()
+        matches = ((self.base.match(info.name), info) for info in self.weights)
+        names: _Names = {
+            (match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match
+        }
         for tensor in self.model.tensors:
             each, suffix = lines.get(tensor.template, (None, ""))
             if each is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
@@ -211,7 +214,11 @@ class _Merging:
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
                 weight = self._made_of(each, self._indices(tensor), names)[1][0][0]
-                self._check_same(tensor, weight)
+                if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
+                    raise MismatchError(
+                        f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
+                        f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
+                    )
                 replaced[weight.name] = self.tensors[tensor.name]
             else:
                 place = tensor.name.removesuffix(suffix)
@@ -224,22 +231,10 @@ class _Merging:
                 terms.setdefault(name, []).append(term)
         return terms, replaced
 
-    def _names(self) -> _Names:
-        """The tensors of the base model by their lines and indices."""
-        matches = ((self.base.match(info.name), info) for info in self.weights)
-        return {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
-
     def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
         match = self.model.architecture.match(tensor.name)
         assert match is not None
         return match.indices
-
-    def _check_same(self, tensor: BoundTensor, weight: BoundTensor) -> None:
-        if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
-            raise MismatchError(
-                f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and '{weight.name}' of the "
-                f"base model {weight.dtype} {list(weight.shape)}"
-            )
 
     def _made_of(
         self, each: Wrapped, indices: Mapping[str, int], names: _Names

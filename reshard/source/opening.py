@@ -23,7 +23,6 @@ from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     Manifest,
-    ShardedCheckpoint,
     is_sharded,
     open_sharded,
     plan_digest,
@@ -36,7 +35,7 @@ from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import bind, lines_for
+from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes
 from reshard.source.completeness import check_complete, check_stored
@@ -145,15 +144,18 @@ def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_p
     if is_adapter:
         check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
     architecture, every_rule = folder.architecture(checkpoint.config), folder.plan_file is not None
-    model = bind(architecture, checkpoint.config, _full_tensors(tensors), every_rule=every_rule)
+    full = _full_tensors(tensors)
+    twice = tied_twice(architecture, checkpoint.config, full)
+    full = [tensor for tensor in full if tensor.name not in twice]
+    model = bind(architecture, checkpoint.config, full, every_rule=every_rule)
     if not is_part:
         check_complete(model, path)
     return folder.source(
-        HUGGING_FACE, make_plan(model, UNSPLIT), model, tensors, [tensors],
+        HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors],
         (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),
         {name_in(file, path): file for file in checkpoint.side_files},
         computed={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
-        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint,
+        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
     )  # fmt: skip
 
 
@@ -179,7 +181,13 @@ def _open_sharded(folder: Folder) -> Source:
                 "put the config.json of the split there again",
             )
     holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
-    names = _names(sharded, folder.manifest)
+    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
+    if folder.manifest is not None:  # in the order of the original files
+        order = (name for file in folder.manifest.source.files for name in file.tensors if name in names)
+        names = dict.fromkeys([*order, *names])
+    else:  # headers state positions if no rank holds all tensors
+        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
+        names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in map(holders.__getitem__, names)]
     model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
@@ -200,17 +208,3 @@ def _open_sharded(folder: Folder) -> Source:
             "pass the plan file of the split with --plan",
         )
     return source
-
-
-def _names(sharded: ShardedCheckpoint, manifest: Manifest | None) -> tuple[str, ...]:
-    """The names of all tensors in the order of the original files.
-
-    Without a manifest the order is that of the shards. Their headers state positions if no rank holds all tensors.
-    """
-    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
-    if manifest is None:
-        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
-        return tuple(sorted(names, key=lambda name: places.get(name, 0)))
-    files = manifest.source.files
-    order = [name for file in files for name in file.tensors if name in names]
-    return tuple(dict.fromkeys([*order, *names]))

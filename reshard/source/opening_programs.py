@@ -32,7 +32,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.format import Format
 from formats.store import FilePath, name_in, open_file, read_file, read_ranges
 from reshard.mesh.plan import Plan
-from reshard.model.binding import bind
+from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import FEW, AxisSizes
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
@@ -83,7 +83,8 @@ class _Reading:
     """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
-    files that do not lie in the folder as they are, ``note`` what was changed in config.json.
+    files that do not lie in the folder as they are, ``note`` what was changed in config.json. ``twice`` are the second
+    names of tied tensors.
     """
 
     format: Format
@@ -96,6 +97,7 @@ class _Reading:
     is_known: bool
     computed: Mapping[str, bytes] = field(default_factory=dict)
     note: str | None = None
+    twice: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def meshes(self) -> Iterable[Mesh]:
@@ -171,7 +173,8 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
                     program_plan(reading.model, format, mesh)
                 with _misfit(2):
                     plan = reading.plan(mesh)
-                    check_stored(arrangement_of(plan, format, reading.chunks), reading.ranks, folder.path)
+                    stored = arrangement_of(plan, format, reading.chunks, reading.twice)
+                    check_stored(stored, reading.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
                 if model is not None:
@@ -212,62 +215,61 @@ def _read(
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
+        record = folder.manifest.source if folder.manifest else None
+        twice = record.twice if record is not None else {}
         if format.files.is_distributed:
-            found, knows = distributed(), partial(_knows, format, _origins_of(format, architecture, config))
-            training = Training(found, parts_of(found, knows, format.container.ignores))
+            found, origins = distributed(), _origins_of(format, architecture, config)
+            parts = parts_of(
+                found, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
+            )
+            training = Training(found, parts)
             ranks, chunks = _chunks_of(format, found, training.parts.model)
         tensors = _held(ranks, chunks)
-        if known is None:
-            config, computed, note = _with_dtype(folder, architecture, config, computed, tensors)
+        if known is None and folder.config is not None:  # it is given apart from the weights, whose dtype it should say
+            dtype, given = dtype_of(tensors), json.loads(computed[CONFIG])
+            own, others = with_dtype(given, architecture.section(given), dtype)
+            if others:
+                config, _ = with_dtype(config, architecture.section(config), dtype)
+                was = " and ".join(sorted(others))
+                note = f"config.json says {dtype}, as the weights are; the one that was given says {was}"
+                computed[CONFIG] = json_bytes(own) + b"\n"
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
-        full = _full_tensors(folder, format, architecture, config, tensors) if known is None else ()
+        if known is not None:
+            held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
+            full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
+        elif record is not None and record.files:
+            infos = (info for file in record.files for info in file.tensors.values())
+            full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
+        else:  # what is kept has the dtype of the original; what a program computes from it may have another
+            kept = read_header(folder.path / KEPT).tensors if (folder.path / KEPT).is_file() else {}
+            own = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in kept.items()}
+            inferred = inferred_tensors(format, architecture, config, tensors)
+            full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
+        if (record is None or not record.files) and (format.rules.keep or any(of.also for of in format.rules.lines)):
+            twice = tied_twice(architecture, config, full)
+        full = [tensor for tensor in full if tensor.name not in twice]
+        twice = {name: of for name, of in twice.items() if any(name in infos for infos in ranks)}
     if known is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
         is_known = folder.manifest is not None or (format.container.chunks and split is not None)
-        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known)
+        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice)
     with _misfit(2 * has_mesh):
         sizes = (
             folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
         )
         model = bind(architecture, config, full, known=sizes)
-        _check_extent(model, tensors)
-    return _Reading(format, files, ranks, chunks, training, model, mesh, folder.manifest is not None, computed, note)
-
-
-def _with_dtype(
-    folder: Folder,
-    architecture: Architecture,
-    config: dict[str, Any],
-    computed: dict[str, bytes],
-    tensors: Sequence[Mapping[str, TensorInfo]],
-) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-    """A config and the side files with it, which say the dtype of the weights if the config is given apart from them.
-
-    Returns also what was changed, in words.
-    """
-    if folder.config is None:
-        return config, computed, None
-    dtype = dtype_of(tensors)
-    given = json.loads(computed[CONFIG])
-    own, others = with_dtype(given, architecture.section(given), dtype)
-    if not others:
-        return config, computed, None
-    config, _ = with_dtype(config, architecture.section(config), dtype)
-    note = f"config.json says {dtype}, as the weights are; the one that was given says {' and '.join(sorted(others))}"
-    return config, {**computed, CONFIG: json_bytes(own) + b"\n"}, note
-
-
-def _check_extent(model: Model, held: Sequence[Mapping[str, TensorInfo]]) -> None:
-    """Raise CheckpointError if config.json makes much more of a tensor than all that is stored."""
-    stored = sum(math.prod(info.shape) for rank in held for info in rank.values())
-    for kind in model.kinds:
-        if math.prod(kind.shape) > _MARGIN * stored + FEW:
-            raise CheckpointError(
-                f"config.json: '{kind.name}' has the shape {list(kind.shape)} by it, and {stored:,} numbers are stored",
-                "it is not the config.json of these tensors, or is damaged",
-            )
+        numbers = sum(math.prod(info.shape) for infos in tensors for info in infos.values())
+        for kind in model.kinds:
+            if math.prod(kind.shape) > _MARGIN * numbers + FEW:
+                raise CheckpointError(
+                    f"config.json: '{kind.name}' has the shape {list(kind.shape)} by it, and {numbers:,} numbers are "
+                    "stored",
+                    "it is not the config.json of these tensors, or is damaged",
+                )
+    is_known = folder.manifest is not None
+    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, note, twice)
 
 
 _MARGIN = 64
@@ -290,13 +292,16 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     elif training is not None and training.found.what is not None:
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
-        side = dict(_side_files_of(format, path))
+        own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}  # the program's, by their names
+        step = r"(release|iter_[0-9]+)/" if format.files.tracker is not None else r"(?!)"
+        found = {name_in(file, path): file for file in find_side_files(path)}
+        side = {name: file for name, file in found.items() if name not in own and not re.match(step, name)}
     if lacking or manifest is None:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
         (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, kept=kept,
-        chunks=reading.chunks, training=training, note=reading.note,
+        chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
         left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
 
@@ -306,19 +311,16 @@ def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo])
     if path.suffix == ".safetensors":
         header = read_header(path)
         return SourceFile(path, name, size, header.raw, expected, metadata=header.metadata)
-    rest = _between(path, sorted(tensors, key=lambda info: info.offset), size) if expected is not None else ()
-    return SourceFile(path, name, size, None, expected, tuple(rest))
-
-
-def _between(path: FilePath, tensors: Iterable[TensorInfo], size: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a file that belong to no tensor, with their offsets; ``tensors`` come as they lie in it."""
-    end = 0
+    if expected is None:
+        return SourceFile(path, name, size)
+    rest, end = list[tuple[int, bytes]](), 0  # what belongs to no tensor
     with open_file(path) as file:
-        for begin, behind in [*((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
+        for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
             if begin > end:
                 file.seek(end)
-                yield end, file.read(begin - end)
+                rest.append((end, file.read(begin - end)))
             end = max(end, behind)
+    return SourceFile(path, name, size, None, expected, tuple(rest))
 
 
 def _knows(format: Format, origins: Origins, name: str) -> bool:
@@ -393,37 +395,6 @@ def _config_of(
     stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
     config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
     return config, {CONFIG: json_bytes(config) + b"\n"}
-
-
-def _side_files_of(format: Format, path: FilePath) -> Iterator[tuple[str, FilePath]]:
-    """Files beside a program's weights that, by their names, belong to the model and not to the program."""
-    own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}
-    for file in find_side_files(path):
-        name = name_in(file, path)
-        of_a_step = format.files.tracker is not None and re.match(r"(release|iter_[0-9]+)/", name)
-        if name not in own and not of_a_step:
-            yield name, file
-
-
-def _full_tensors(
-    folder: Folder,
-    format: Format,
-    architecture: Architecture,
-    config: Mapping[str, object],
-    held: Sequence[Mapping[str, TensorInfo]],
-) -> list[FullTensor]:
-    """The tensors of the original: those that the manifest says, or that the names in the files stand for.
-
-    What is kept beside them has the dtype of the original; what a program computes from it may have another.
-    """
-    if folder.manifest is not None and folder.manifest.source.files:
-        infos = (info for file in folder.manifest.source.files for info in file.tensors.values())
-        return [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
-    path = folder.path / KEPT
-    tensors = read_header(path).tensors if path.is_file() else {}
-    kept = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in tensors.items()}
-    inferred = inferred_tensors(format, architecture, config, held)
-    return [kept.pop(tensor.name, tensor) for tensor in inferred] + [*kept.values()]
 
 
 def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:
@@ -514,10 +485,12 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         ranks, chunks = _chunks_of(format, training.found, names)
         tensors = [_whole_tensors(ranks, chunks)]
         full = inferred_tensors(format, architecture, config, tensors)
+        twice = tied_twice(architecture, config, full) if source.twice else {}
+        full = [tensor for tensor in full if tensor.name not in twice]
         model = bind(architecture, config, full, known=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
-        check_stored(arrangement_of(plan, format, chunks), ranks, source.path)
-        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={})
+        check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
+        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={}, twice=twice)
 
 
 def with_unlike_constants(source: Source) -> Source:

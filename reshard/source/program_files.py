@@ -407,7 +407,9 @@ def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable
     Raises CheckpointError if no name is.
     """
     names = {stored: name for stored in found.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
-    prefix = _prefix([*names.values()], knows)
+    counts = _known([*names.values()], knows)
+    most = max(counts.values(), default=0)
+    prefix = min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
     if prefix is None:
         some = min(names.values(), default="nothing")
         raise CheckpointError(f"{found.path} holds '{some}', and no tensor of this model")
@@ -436,13 +438,6 @@ def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable
 def known_names(found: Distributed, knows: Callable[[str], bool]) -> int:
     """How many of a sample of names are of the model, with the prefix that gives the most."""
     return max(_known([_WRAPPERS.sub("", stored) for stored in found.tensors], knows).values(), default=0)
-
-
-def _prefix(names: Sequence[str], knows: Callable[[str], bool]) -> str | None:
-    """What stands before the names of a model: of all beginnings of names that with the most known names behind it."""
-    counts = _known(names, knows)
-    most = max(counts.values(), default=0)
-    return min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
 
 
 def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:

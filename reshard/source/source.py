@@ -138,11 +138,18 @@ class Source:
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
     """The changes that were made to the config.json that was given with it."""
+    twice: Mapping[str, str] = field(default_factory=dict)
+    """The second names of tied tensors in its files, each with the first."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
         """The stored tensors, and where each of the model's elements lies in them."""
-        return arrangement_of(self.plan, self.format, self.chunks)
+        return arrangement_of(self.plan, self.format, self.chunks, self.twice)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The second names of tied tensors in its files, and in those that its manifest describes."""
+        return {**(self.manifest.source.twice if self.manifest else {}), **self.twice}
 
     @property
     def states(self) -> tuple[Stamp, ...]:
@@ -258,7 +265,7 @@ class Source:
             files=tuple(files) if is_safetensors else (),
             index_name=checkpoint.index_name if is_safetensors else None,
             index=checkpoint.index if is_safetensors else None,
-            aliases=checkpoint.aliases,
+            aliases={**checkpoint.aliases, **self.twice},
         )
 
     @cached_property

@@ -553,7 +553,7 @@ def _settings(of: _Conversion, own: Sequence[_Numbers], made: Sequence[Target]) 
     modules = [module for module, _, _ in own]
     stacks = [target for target in made if target.of.each.is_stack]
     modules += [of.module_of(target) for target in made if not target.of.each.is_stack]
-    parameters = dict.fromkeys(_tail(target.of.each.name) for target in stacks)
+    parameters = dict.fromkeys(re.split(r"\{\w+\}\.", target.of.each.name)[-1] for target in stacks)
     ranks, alphas = _numbers(of, own, made)
     if format.one_scale and (ranks or alphas):
         raise PlanError(
@@ -568,11 +568,6 @@ def _settings(of: _Conversion, own: Sequence[_Numbers], made: Sequence[Target]) 
         **format.settings,
     }  # fmt: skip
     return {key: value for key, value in found.items() if value is not None or key in settings}
-
-
-def _tail(name: str) -> str:
-    """What stands behind the last index of a name."""
-    return re.split(r"\{\w+\}\.", name)[-1]
 
 
 def _targets(before: object, modules: Sequence[str]) -> list[str]:

@@ -348,19 +348,24 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(source: Source) -> dict[str, Tensor]:
-    """The tensors of the full checkpoint by name. Raises PlanError if one cannot be put together."""
+    """The tensors of the full checkpoint by name, also by second names. Raises PlanError if one cannot be put together.
+
+    A tied tensor that is there twice is compared as it is read.
+    """
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
+    found, gathered = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
     if source.format is HUGGING_FACE:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
-        return {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
+        found = {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
+        gathered = {name: gathered[name] for name in source.twice.values()}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
-    target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
-    for job in jobs_of(source, target, {0: dict.fromkeys(source.names, nowhere)}):
-        jobs[job.name].append(job)
-    return {
-        tensor.name: Tensor(tensor.dtype, tensor.shape, Gathered(tensor.name, jobs[tensor.name], files))
-        for tensor in source.model.tensors
-    }
+    if gathered:
+        target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
+        for job in jobs_of(source, target, {0: dict.fromkeys(gathered, nowhere)}):
+            jobs[job.name].append(job)
+    for name, tensor in gathered.items():
+        found[name] = Tensor(tensor.dtype, tensor.shape, Gathered(name, jobs[name], files))
+    return found | {second: found[first] for second, first in source.aliases.items()}
 
 
 @dataclass(frozen=True)

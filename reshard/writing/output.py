@@ -115,7 +115,10 @@ class Output:
         is the kind of states that are written, of which ``written`` files of each rank are there.
         """
         self.source, self.plan, self.format = source, plan, format
-        self.arrangement = arrangement_of(plan, format)
+        is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
+        is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
+        twice = source.twice if state is not None else source.aliases
+        self.arrangement = arrangement_of(plan, format, twice=twice if is_restored or is_named else {})
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
         self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
@@ -130,7 +133,6 @@ class Output:
         self._others = list(training.archives()) if training is not None and state is None else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
-        is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
         self.is_cut_by_size = format.files.has_parts and not is_restored
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
         if is_restored:
@@ -192,9 +194,10 @@ class Output:
         source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
         for file in record.files:
             infos.update(file.tensors)
-        for name, kind, _ in self.plan.model.tensors:
+        for stored, shape in self.arrangement.held(0):
+            name = stored.name
             info = infos.pop(name, None)
-            if info is None or info.shape != kind.shape or info.dtype != kind.dtype:
+            if info is None or info.shape != shape or info.dtype != stored.dtype:
                 raise MismatchError(
                     f"{source.path / MANIFEST}: its source files do not have tensor '{name}' as the shards have it"
                 )

@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import start_processes
 
 from reshard.live import pull, push
-from reshard.live.held import Held
 from reshard.live.megatron import held
+from reshard.live.sides import Held
 from tests.engines import megatron_run
 
 VERSIONS, FACTOR, BUCKET = (1, 2), -1.5, 1 << 16

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from formats.errors import LiveError, PlanError
 from formats.notation.axes import Run
-from reshard.live.held import Held
 from reshard.live.parameters import check_unchanged, held
+from reshard.live.sides import Held
 from tests import zoo
 from tests.live.processes import run
 from tests.marks import one_of_each, thorough

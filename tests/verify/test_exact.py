@@ -469,6 +469,7 @@ class _Tensors:
     model: Any
     files: ClassVar[dict[Path, Any]] = {}
     kept: ClassVar[dict[str, Any]] = {}
+    twice: ClassVar[dict[str, str]] = {}
     chunks: ClassVar[None] = None
     format: ClassVar[None] = None
 

@@ -50,10 +50,13 @@ def no_progress(done: int, total: int) -> None:
 
 
 class _Use(NamedTuple):
-    """A stored tensor that has a part of a tensor: by the number of its atom; None for a file with what is kept."""
+    """A stored tensor that has a part of a tensor: by the number of its atom. None stands for one that is stored as in
+    the original, ``info``: what is kept beside the shards, and what the original itself has under a second name.
+    """
 
     stored: Stored | None
     number: int
+    info: TensorInfo | None = None
 
 
 class _Tensor(NamedTuple):
@@ -93,7 +96,7 @@ class Comparison:
             for holder in held.get(stored.name, ()):
                 name = stored.name if stored.naming is None else stored.name_on(holder)
                 total += shards.ranks[holder][name].nbytes
-        total += sum(info.nbytes for name, info in shards.kept.items() if tensors.is_kept(name))
+        total += sum(info.nbytes for _, info in tensors.whole())
         self._tally = _Tally(total, progress, sums, files)
         self._names = _Names(ranks_of(shards), arrangement.format.plain)
 
@@ -138,10 +141,13 @@ class _Tensors:
         )
         self._views: dict[tuple[object, ...], View] = {}
 
-    def is_kept(self, name: str) -> bool:
-        """Whether the tensor of this name in the file of what is kept is like the original's."""
-        kept, info = self._shards.kept.get(name), self._original.ranks[0].get(name)
-        return kept is not None and info is not None and (kept.dtype, kept.shape) == (info.dtype, info.shape)
+    def whole(self) -> Iterator[tuple[str, TensorInfo]]:
+        """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
+        there = self._original.ranks[0]
+        for name, kept in self._shards.kept.items():
+            if name in there and (kept.dtype, kept.shape) == (there[name].dtype, there[name].shape):
+                yield name, kept
+        yield from ((first, there[second]) for second, first in self._original.twice.items())
 
     def all(self) -> Iterator[_Tensor]:
         """All tensors, in the order of the original's files, and the constants of a format."""
@@ -151,10 +157,9 @@ class _Tensors:
             for number, atom in enumerate(stored.atoms):
                 uses[atom.tensor].append(_Use(stored, number))
             held.update(atom.tensor for atom in stored.atoms if stored.name in self._held)
-        for name in self._shards.kept:
-            if self.is_kept(name):
-                uses[name].append(_Use(None, 0))
-                held.add(name)
+        for name, info in self.whole():
+            uses[name].append(_Use(None, 0, info))
+            held.add(name)
         infos = self._original.ranks[0]
         files = {file: number for number, file in enumerate(by_name({info.file for info in infos.values()}))}
         kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in held)
@@ -162,16 +167,16 @@ class _Tensors:
         for number, (info, kind) in enumerate(ordered):
             found = uses[info.name]
             view = self._view(kind, found)
-            yield _Tensor(number, info.name, view, info, found, tuple(self._infos(info.name, view, found)))
+            yield _Tensor(number, info.name, view, info, found, tuple(self._infos(view, found)))
         yield from self._constants(len(ordered))
 
-    def _infos(self, name: str, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
-        kept, ranks = self._shards.kept, self._shards.ranks
+    def _infos(self, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
+        ranks = self._shards.ranks
         held = [self._held.get(use.stored.name, ()) if use.stored is not None else () for use in uses]
         for number, holder, *_ in view.parts:
             stored = uses[number].stored
             if stored is None:
-                yield kept[name]
+                yield uses[number].info
             elif holder in held[number]:
                 yield ranks[holder][stored.name if stored.naming is None else stored.name_on(holder)]
             else:
@@ -225,7 +230,7 @@ class _Tensors:
     def _check(self, kind: Kind, uses: Sequence[_Use]) -> None:
         """Raise PlanError if what is stored has not each element of a tensor."""
         elements: dict[tuple[object, ...], int] = {}
-        for stored, number in uses:
+        for stored, number, _ in uses:
             if stored is not None:
                 geometry = stored.geometry
                 layout = geometry.whole.layouts[number]
@@ -563,14 +568,15 @@ class _Pair(NamedTuple):
     @classmethod
     def of(cls, tensor: _Tensor, part: Part, info: TensorInfo, names: _Names) -> _Pair:
         """The tensor, and what a holder has of it."""
-        stored, number = tensor.uses[part.number]
+        stored, number, _ = tensor.uses[part.number]
         function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
         if stored is not None and stored.constant is not None:
             value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
         elif stored is not None:
             function = stored.geometry.portions[number % len(stored.geometry.portions)].function
         return cls(
-            tensor, info, names.ranks[part.holder] if stored is not None else 0, None if names.is_own else info.name,
+            tensor, info, names.ranks[part.holder] if stored is not None else 0,
+            None if names.is_own and info.name == tensor.name else info.name,
             (tensor.original.dtype if tensor.original else info.dtype, info.dtype), function, part.zero,
             pattern(value, info.dtype), because,
         )  # fmt: skip

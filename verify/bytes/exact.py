@@ -67,7 +67,9 @@ def compare(
         )
     plain = shards.format.plain
     try:
-        arrangement = arrangement_of(_planned(original, shards), OWN) if plain else shards.arrangement
+        arrangement = shards.arrangement
+        if plain:
+            arrangement = arrangement_of(_planned(original, shards), OWN, twice=shards.twice)
         found = Structure(original, shards, arrangement)
         found.check()
         sums = folder.begun_sums(original, shards)

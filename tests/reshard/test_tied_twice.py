@@ -1,0 +1,155 @@
+"""A tied table that a trainer saved under both names is one tensor: compared, written once, and no extra one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from formats.errors import ReshardError
+from reshard.api import diff, load, merge, patch, split
+from reshard.source.opening import open_source
+from tests.support import LLAMA, change_tensor, contents, write_file, write_tied_twice
+from verify.bytes.exact import verify_exact
+
+CONFIG = LLAMA | {
+    "hidden_size": 64, "intermediate_size": 32, "vocab_size": 36, "num_hidden_layers": 1, "head_dim": 8,
+    "dtype": "bfloat16",
+}  # fmt: skip
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    return write_tied_twice(tmp_path / "both", CONFIG)
+
+
+@pytest.fixture
+def once(both: Path, tmp_path: Path) -> Path:
+    """The same checkpoint as transformers saves it."""
+    tensors = load_file(both / "model.safetensors")
+    del tensors[HEAD]
+    return in_safetensors(tmp_path / "once", tensors, both)
+
+
+def in_safetensors(folder: Path, tensors: dict[str, torch.Tensor], model: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    write_file(folder / "model.safetensors", [(name, "BF16", tuple(t.shape)) for name, t in tensors.items()])
+    data = (folder / "model.safetensors").read_bytes()
+    size = sum(t.nbytes for t in tensors.values())
+    content = b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors.values())
+    (folder / "model.safetensors").write_bytes(data[:-size] + content)
+    return folder
+
+
+def in_dcp(folder: Path, model: Path) -> Path:
+    """As FSDP2 saves it."""
+    dcp.save(load_file(model / "model.safetensors"), checkpoint_id=folder, no_dist=True)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {name for tensors in open_source(folder).ranks for name in tensors}
+
+
+FORMS = [(form, 2) for form in (None, "vllm", "megatron", "dcp", "dcp-transformers", "torchtitan")] + [
+    (None, 1),
+    ("vllm", 4),
+]
+
+
+@pytest.mark.parametrize(("form", "tp"), FORMS)
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_every_format_has_it_as_often_as_it_stores_it(
+    is_dcp: bool, form: str | None, tp: int, both: Path, once: Path, tmp_path: Path
+) -> None:
+    source, chosen = in_dcp(tmp_path / "dcp", both) if is_dcp else both, {"format": form} if form else {}
+    split(source, tmp_path / "out", tp=tp, **chosen)
+    split(once, tmp_path / "direct", tp=tp, **chosen)
+    kept = {HEAD} if form == "dcp" else set()  # it has the names of what was saved
+    assert names(tmp_path / "out") == names(tmp_path / "direct") | kept
+    report = verify_exact(open_source(both), tmp_path / "out")
+    assert report.verdict == "same" and not report.extra
+    report = verify_exact(open_source(once), tmp_path / "out")
+    assert not report.extra and not report.missing
+    assert diff(once, tmp_path / "out").same and diff(tmp_path / "out", both).same
+    merge(tmp_path / "out", tmp_path / "merged")
+    merged = contents(tmp_path / "merged")["model.safetensors"]
+    assert (merged == (both / "model.safetensors").read_bytes()) == (source == both), "the original's file again"
+    assert (HEAD in load_file(tmp_path / "merged/model.safetensors")) == (source == both)
+    assert {verify_exact(open_source(of), tmp_path / "merged").verdict for of in (once, both)} == {"same"}
+    assert HEAD not in load(tmp_path / "out", rank=0)
+
+
+@pytest.mark.parametrize("run", [
+    lambda source, out: split(source, out, tp=2),
+    lambda source, out: split(source, out, tp=2, format="vllm"),
+    lambda source, out: split(source, out, tp=2, format="dcp"),
+    lambda source, out: load(source, tp=2, rank=1),
+    lambda source, out: diff(source, source),
+])  # fmt: skip
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_copies_that_differ_are_named_and_refused(
+    run: Callable[[Path, Path], object], is_dcp: bool, both: Path, tmp_path: Path
+) -> None:
+    change_tensor(both / "model.safetensors", HEAD, at=4607)
+    source = in_dcp(tmp_path / "dcp", both) if is_dcp else both
+    with pytest.raises(ReshardError, match=f"'{HEAD}' in .* should be '{TABLE}' once more") as error:
+        run(source, tmp_path / "out")
+    assert error.value.hint is not None and '"tie_word_embeddings": false' in error.value.hint
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_verify_compares_the_copies_in_the_original_and_in_the_shards(both: Path, once: Path, tmp_path: Path) -> None:
+    split(both, tmp_path / "out", tp=2)
+    merge(tmp_path / "out", tmp_path / "merged")
+    change_tensor(tmp_path / "merged/model.safetensors", HEAD)
+    report = verify_exact(open_source(once), tmp_path / "merged")
+    assert report.verdict == "different" and report.first is not None and report.first.stored == HEAD
+    split(once, tmp_path / "direct", tp=2)
+    (tmp_path / "direct/reshard.json").unlink()
+    change_tensor(both / "model.safetensors", HEAD)
+    report = verify_exact(open_source(both), tmp_path / "direct")
+    assert report.verdict == "different" and report.first is not None
+    assert report.first.stored == HEAD and report.first.file == str(both / "model.safetensors")
+
+
+def test_a_delta_gives_the_files_again(both: Path, once: Path, tmp_path: Path) -> None:
+    for number, (base, other) in enumerate([(once, both), (both, once), (both, both)]):
+        delta, out = tmp_path / f"delta{number}", tmp_path / f"out{number}"
+        assert diff(base, other, out=delta).same
+        patch(base, delta=delta, out=out)
+        assert contents(out) == contents(other)
+
+
+@pytest.mark.parametrize(("settings", "is_one"), [
+    ({"tie_word_embeddings": False}, False),
+    ({"tie_word_embeddings": None}, False),  # llama's default
+    ({"tie_word_embeddings": None, "model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, True),
+    ({"tie_word_embeddings": False, "model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, False),
+])  # fmt: skip
+def test_config_json_or_the_model_type_says_that_it_is_tied(settings: dict, is_one: bool, both: Path) -> None:
+    config = {key: value for key, value in (CONFIG | settings).items() if value is not None}
+    (both / "config.json").write_text(json.dumps(config))
+    source = open_source(both)
+    assert (HEAD in source.names) is not is_one and dict(source.twice) == ({HEAD: TABLE} if is_one else {})
+
+
+def test_a_head_of_another_shape_is_one_of_its_own(both: Path, tmp_path: Path) -> None:
+    tensors = load_file(both / "model.safetensors")
+    tensors[HEAD] = tensors[HEAD].float()
+    folder = in_safetensors(tmp_path / "wide", {name: t for name, t in tensors.items() if name != HEAD}, both)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    write_file(folder / "model-00002-of-00002.safetensors", [(HEAD, "F32", tuple(tensors[HEAD].shape))])
+    index = dict.fromkeys(tensors, "model-00001-of-00002.safetensors") | {HEAD: "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert HEAD in open_source(folder).names

@@ -30,7 +30,7 @@ class Size(NamedTuple):
 CEILING = {
     "formats": Size(42, 7024, 742, 118),
     "reshard": Size(118, 17524, 1710, 241),
-    "verify": Size(55, 8005, 775, 130),
+    "verify": Size(55, 7970, 771, 128),
 }
 
 _NOT_CODE = {

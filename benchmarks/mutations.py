@@ -80,9 +80,9 @@ MUTATIONS = (
     Mutation("formats", "self._columns[: last - WIDTH] += part.columns[WIDTH - first :]", "pass", SUMS),
     Mutation("formats", "if last <= WIDTH:", "if True:", SUMS),
     # places: where an element lies
-    Mutation("reshard", "inner, end = math.prod(sizes[1:]), begin + length",
+    Mutation("formats", "inner, end = math.prod(sizes[1:]), begin + length",
              "inner, end = sizes[-1], begin + length", PLACES),
-    Mutation("reshard", "count = min(inner - rest, end - begin)", "count = inner - rest", PLACES),
+    Mutation("formats", "count = min(inner - rest, end - begin)", "count = inner - rest", PLACES),
     Mutation("reshard", "after[blocks[-1][-1]] + 1 == after[factor]", "True", PLACES),
     Mutation("reshard", "if is_next and factor not in starts:", "if is_next:", PLACES),
     Mutation("reshard", "parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])",
@@ -124,7 +124,8 @@ MUTATIONS = (
              "wrong = None", EXACT),
     Mutation("verify", "elif info.dtype != stored.dtype or info.shape != shape:",
              "elif info.shape != shape:", EXACT),
-    Mutation("verify", "for key in sorted(has.keys() | should.keys())\n", "for key in sorted(should.keys())\n", EXACT),
+    Mutation("verify", "for key in [*should, *(key for key in found if key not in should)]:",
+             "for key in should:", EXACT),
     # collectives and layers
     Mutation("verify", "return reduce_from_group(grads[0], ctx.group), None", "return grads[0], None", COLLECTIVES),
     Mutation("verify", "return torch.promote_types(dtype, torch.float32)", "return dtype", COLLECTIVES),

@@ -30,7 +30,7 @@ class Size(NamedTuple):
 CEILING = {
     "formats": Size(41, 7026, 739, 118),
     "reshard": Size(117, 17566, 1695, 241),
-    "verify": Size(55, 8058, 791, 130),
+    "verify": Size(55, 7983, 772, 128),
 }
 
 _NOT_CODE = {

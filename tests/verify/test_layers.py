@@ -20,8 +20,6 @@ from verify.forward.launch import run_ranks
 from verify.rank.collectives import Groups
 from verify.rank.group import Group, RankError, world
 from verify.rank.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     column_parallel,
     gather_logits,
     gathered_vectors,
@@ -109,20 +107,22 @@ def whole_mlp(hidden: int, ff: int, bias: bool, seed: int) -> nn.Module:
 
 def parallel_mlp(whole: nn.Module, group: Group, gather: bool = False) -> nn.Module:
     up, down, n = whole.up, whole.down, group.size
-    bias, kind = up.bias is not None, {"group": group, "dtype": torch.float64}
-    first = ColumnParallelLinear(up.in_features, up.out_features // n, bias, gather_output=gather, **kind)
+    bias = up.bias is not None
+    first = nn.Linear(up.in_features, up.out_features // n, bias).double()
+    first = gather_logits(first, group, up.out_features) if gather else column_parallel(first, group)
     if gather:
-        second = ColumnParallelLinear(down.in_features, down.out_features // n, bias, gather_output=True, **kind)
+        second = nn.Linear(down.in_features, down.out_features // n, bias).double()
+        second = gather_logits(second, group, down.out_features)
         load(second, **{name: own(p, 0, group) for name, p in down.named_parameters()})
     else:
-        second = RowParallelLinear(down.in_features // n, down.out_features, bias, **kind)
+        second = row_parallel(nn.Linear(down.in_features // n, down.out_features, bias).double(), group)
         load(second, weight=own(down.weight, 1, group), **({"bias": down.bias} if bias else {}))
     load(first, **{name: own(p, 0, group) for name, p in up.named_parameters()})
     return MLP(first, second)
 
 
 def compare_mlps(whole: nn.Module, mlp: nn.Module, of: Callable[[nn.Parameter], Tensor | None], group=None) -> None:
-    is_row = isinstance(mlp.down, RowParallelLinear)
+    is_row = mlp.down.in_features != whole.down.in_features
     for name, p in whole.named_parameters():
         dim = {"down.weight": 1, "down.bias": None}.get(name, 0) if is_row else 0
         close(of(mlp.get_parameter(name)), of(p) if dim is None else own(of(p), dim, group))
@@ -188,14 +188,13 @@ def attentions(batch: list[AttentionCase], hidden: int = 6) -> None:
         def of_kv(w: Tensor, kv_ranks=kv_ranks, replicas=replicas) -> Tensor:
             return w.chunk(kv_ranks, 0)[rank // replicas]
 
-        kind = {"group": world(), "dtype": torch.float64}
         own_q, own_kv = kv * group * case.head, kv * case.head
         here = Attention(
-            *(ColumnParallelLinear(hidden, size, case.bias, **kind) for size in (own_q, own_kv, own_kv)),
-            RowParallelLinear(own_q, hidden, case.bias, **kind),
+            *(column_parallel(nn.Linear(hidden, size, case.bias), world()) for size in (own_q, own_kv, own_kv)),
+            row_parallel(nn.Linear(own_q, hidden, case.bias), world()),
             kv,
             group,
-        )
+        ).double()
         for name, part in {"q": of_q, "k": of_kv, "v": of_kv}.items():
             load(here.get_submodule(name), **{k: part(p) for k, p in whole.get_submodule(name).named_parameters()})
         load(here.o, weight=of_q(whole.o.weight.t()).t(), **({"bias": whole.o.bias} if case.bias else {}))

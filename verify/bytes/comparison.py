@@ -465,7 +465,9 @@ class _Worker:
             pair = _Pair.of(tensor, part, info, self._names)
             if read.part in view.shared:
                 for block in (tile for each in read.blocks for tile in tiles(each, part.bits)):
-                    self._compare_shared(pair, block, (left, run.offset))
+                    of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
+                    found = self._tally.files.read_shared(info, of.begin, of.nbytes, self._add)
+                    self._compare(pair, block, (left, run.offset), (found, block.shard))
             else:
                 begin, end = read.begin * part.bits // 8, read.end * part.bits // 8
                 found = self._read("held", info.file, info.offset + begin, end - begin)
@@ -491,12 +493,6 @@ class _Worker:
         assert tensor.original is not None
         item = tensor.view.bits // 8
         return stating(self._tally.files, tensor.original, shape)[run.offset * item : run.end * item]
-
-    def _compare_shared(self, pair: _Pair, block: Block, ours: tuple[Array | None, int]) -> None:
-        """Compare a block of which other chunks have elements of the same range of bytes."""
-        of = strided(0, block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
-        found = self._tally.files.read_shared(pair.info, of.begin, of.nbytes, self._add)
-        self._compare(pair, block, ours, (found, block.shard))
 
     def _compare(self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]) -> None:
         """Compare a block; of both sides the bytes, and the element with which they begin."""

@@ -405,30 +405,22 @@ def boundary_problem(shards: Source, planned: Arrangement, rank: int) -> str | N
             if file in held:
                 held[file].extend(of_file)
     found = [sorted(of_file, key=lambda info: info.offset) for of_file in held.values()]
-    if [info.name for of_file in found for info in of_file] == order and are_full(
-        [[info.nbytes for info in of_file] for of_file in found], manifest.max_shard_size
-    ):
-        return None
     sizes = {info.name: info.nbytes for of_file in found for info in of_file}
-    needed = files_needed([sizes.get(name, 0) for name in order], manifest.max_shard_size)
-    what = f"{needed} files" if needed != len(files) else "tensors in another order"
+    ends = ends_of_files([sizes.get(name, 0) for name in order], manifest.max_shard_size)
+    expected = [order[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    if [[info.name for info in of_file] for of_file in found] == expected:
+        return None
+    what = f"{len(expected)} files" if len(expected) != len(files) else "tensors in another order"
     limit = f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size}"
     return f"{limit} gives {what} for rank {rank}, which has {len(files)}"
 
 
-def are_full(files: Sequence[Sequence[int]], max_size: int) -> bool:
-    """Whether files with tensors of these sizes hold at most ``max_size``, and each as much as possible."""
-    has_all = all(files) or len(files) == 1
-    fit = all(sum(sizes) <= max_size or len(sizes) == 1 for sizes in files)
-    return has_all and fit and all(sum(a) + b[0] > max_size for a, b in itertools.pairwise(files))
-
-
-def files_needed(sizes: Iterable[int], max_size: int) -> int:
-    """The number of files of at most ``max_size`` bytes, or of one tensor, for tensors of these sizes in order."""
-    count, used = 1, None
-    for size in sizes:
-        if used is not None and used + size > max_size:
-            count, used = count + 1, size
-        else:
-            used = (used or 0) + size
-    return count
+def ends_of_files(sizes: Sequence[int], max_size: int) -> list[int]:
+    """Where files end that hold as many of these tensors in order as ``max_size`` bytes allow, and one at least."""
+    ends, used = list[int](), 0
+    for number, size in enumerate(sizes):
+        if used + size > max_size and number > max(ends, default=0):
+            ends.append(number)
+            used = 0
+        used += size
+    return [*ends, len(sizes)]

@@ -25,7 +25,6 @@ from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, check_belonging, program_files, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
-from verify.bytes.atoms import Parts
 from verify.bytes.exact_report import ConfigDifference
 
 
@@ -60,7 +59,10 @@ class Structure:
         self._check_kept()
         documents = folder.documents(self.original, shards, plan)
         self._check_documents(documents)
-        self._check_side_files()
+        told = {difference.file for difference in self.configs}
+        for side_file in folder.changed_side_files(self.original, shards):  # config.json may differ as JSON already
+            if name_in(side_file, shards.path) not in told:
+                self.problems.append(f"{side_file}: is not the original's")
         side, present = {*self.original.side_files}, {*shards.side_files}
         if shards.format is HUGGING_FACE:
             self.missing += sorted(side - present)
@@ -90,7 +92,7 @@ class Structure:
         for stored in self.arrangement.stored:
             geometry = stored.geometry
             if geometry not in shapes:
-                shapes[geometry] = self._shape(stored, rank)
+                shapes[geometry] = geometry.shape(rank)
             shape = shapes[geometry]
             if shape is None:
                 continue
@@ -108,16 +110,6 @@ class Structure:
                 self.comparable.setdefault(stored.name, []).append(rank)
         if unknown := tensors.keys() - known:
             self.extra += [f"{where}: {name}" for name in tensors if name in unknown]
-
-    def _shape(self, stored: Stored, rank: int) -> tuple[int, ...] | None:
-        if stored.constant is not None:
-            return stored.geometry.shape(rank)
-        part = self._parts.of(stored, rank)
-        return part.shape if part is not None else None
-
-    @cached_property
-    def _parts(self) -> Parts:
-        return Parts(self.arrangement)
 
     def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
         for key, should, found in changes:
@@ -137,13 +129,6 @@ class Structure:
                 self._take(name, folder.changes(should, found))
             else:
                 self.problems.append(f"{path}: is not a JSON object")
-
-    def _check_side_files(self) -> None:
-        """Compare side files (a tokenizer) byte for byte; config.json too, unless it differs as JSON already."""
-        told = {difference.file for difference in self.configs}
-        for file in folder.changed_side_files(self.original, self.shards):
-            if name_in(file, self.shards.path) not in told:
-                self.problems.append(f"{file}: is not the original's")
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""

@@ -22,6 +22,7 @@ from reshard.pages.markup import (
     both_widths,
     circle,
     element,
+    facts,
     html_page,
     joined,
     line,
@@ -252,7 +253,7 @@ def page(document: Document) -> str:
     parts: list[Html | None] = [_header(document, headline), _setting(document)]
     for phase in dict.fromkeys(row["phase"] for row in document["rows"]):
         parts.append(_phase(document, phase, [row for row in document["rows"] if row["phase"] == phase]))
-    parts += [_links(document), _how()]
+    parts += [_links(document), element("h2", "What this is"), element("p", _HOW)]
     foot = element("footer", element("p", "Written by ", element("code", "reshard profile"), ". The same in numbers: ",
                    element("code", "--json"), "."), class_="muted")  # fmt: skip
     body = element("body", element("main", *parts), foot)
@@ -283,7 +284,16 @@ def _setting(document: Document) -> Html:
     if document["device"] == "cpu":
         pairs.append(("cores", f"{document['cores']} in all, {document['threads_per_rank']} a rank"))
     refused = [("not possible", f"tp {each['tp']}: {each['reason']}") for each in document["refused"]]
-    return element("dl", *(joined(element("dt", name), element("dd", text)) for name, text in (*pairs, *refused)))
+    return facts([*pairs, *refused])
+
+
+_HOW = (
+    "One layer of each kind ran on the ranks, with the embedding and the head, random values and real "
+    "collectives; the times of a layer count as often as there are such layers. A prediction has the rates "
+    "that fit the other degrees: a time to start a part, a time for an operation, and a time for a byte of "
+    "weights and cache. What ran is transformers' own code, which no engine's kernels and no CUDA graphs "
+    "make faster: compare degrees with each other, not with an engine."
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ phases
@@ -412,20 +422,6 @@ def _links(document: Document) -> Html | None:
         element("h2", "All-reduces of this node"),
         element("p", "Fitted to the times by size: latency + 2 (N − 1) / N × bytes / bandwidth. ", " ".join(text)),
         element("div", line_chart("Time of an all-reduce", lines, axes), class_="plots"),
-    )
-
-
-def _how() -> Html:
-    return joined(
-        element("h2", "What this is"),
-        element(
-            "p",
-            "One layer of each kind ran on the ranks, with the embedding and the head, random values and real "
-            "collectives; the times of a layer count as often as there are such layers. A prediction has the rates "
-            "that fit the other degrees: a time to start a part, a time for an operation, and a time for a byte of "
-            "weights and cache. What ran is transformers' own code, which no engine's kernels and no CUDA graphs "
-            "make faster: compare degrees with each other, not with an engine.",
-        ),
     )
 
 

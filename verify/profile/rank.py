@@ -272,7 +272,10 @@ class _Runner:
         taken = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self._cache = "cache_params" if "cache_params" in taken else "past_key_values"  # of Mamba's classes
-        self._watch()
+        for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
+            module.register_forward_pre_hook(self._before(part, is_first=not number), with_kwargs=True)
+            module.register_forward_hook(self._after(part))
+        blocks.last.register_forward_hook(lambda *_: meter.enter(HEAD))
 
     def measure(self, workload: Workload) -> Measured:
         """Time a workload on this rank, and see what memory it takes."""
@@ -361,13 +364,6 @@ class _Runner:
         return torch.randint(rows, (batch, seq), generator=torch.Generator().manual_seed(0)).to(self._device)
 
     # ----------------------------------------------------------------------------------------------- parts, memory
-
-    def _watch(self) -> None:
-        """Tell the meter which part runs, forward and backward."""
-        for number, (part, module) in enumerate(self._blocks.layers.items()):
-            module.register_forward_pre_hook(self._before(part, is_first=not number), with_kwargs=True)
-            module.register_forward_hook(self._after(part))
-        self._blocks.last.register_forward_hook(lambda *_: self._meter.enter(HEAD))
 
     def _before(self, part: str, *, is_first: bool) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

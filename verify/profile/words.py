@@ -45,57 +45,39 @@ class Profile(Result):
     @property
     def headline(self) -> str:
         """The recommended degree, and why."""
-        return _recommended(self)
+        best = self.recommended
+        return f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {best.reason[:1].upper()}{best.reason[1:]}."
 
     def to_text(self, width: int | None = None) -> str:
         """A table for each workload, and the recommendation."""
-        return "\n".join(_lines(self))
-
-
-def _lines(found: Profile) -> list[str]:
-    lines = [f"{found.source}: {_model(found)}", f"ranks: {_node(found)}"]
-    lines += [f"tp {degree} is not possible: {why}" for degree, why in found.refused]
-    for workload in dict.fromkeys(row.workload for row in found.rows):
-        rows = [row for row in found.rows if row.workload == workload]
-        lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
-        lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
-        lines += _differences(rows)
-    lines += ["", *(_link_text(link) for link in found.links), _recommended(found)]
-    return [*lines, *(f"For {workload} alone: tp {degree}." for workload, degree in found.recommended.alone)]
-
-
-def _recommended(found: Profile) -> str:
-    best = found.recommended
-    return f"Recommended: {f'tp {best.tp}' if best.tp else 'none'}. {best.reason[:1].upper()}{best.reason[1:]}."
-
-
-def _model(found: Profile) -> str:
-    kinds = ", ".join(f"{kind.part} ({kind.count} alike)" for kind in found.kinds)
-    return f"{human_count(found.parameters)} parameters, {found.dtype}; timed: {kinds}, embedding and head"
-
-
-def _node(found: Profile) -> str:
-    node = found.node
-    if node.device != "cpu":
-        return f"{found.device}, {found.backend}, a GPU each"
-    return (
-        f"{found.device}, {found.backend}, {plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"
-    )
+        kinds = ", ".join(f"{kind.part} ({kind.count} alike)" for kind in self.kinds)
+        node = self.node
+        ranks = (
+            "a GPU each" if node.device != "cpu"
+            else f"{plural(node.threads, 'thread')} each, {plural(node.cores, 'core')} in all"
+        )  # fmt: skip
+        lines = [
+            f"{self.source}: {human_count(self.parameters)} parameters, {self.dtype}; timed: {kinds}, embedding and "
+            "head",
+            f"ranks: {self.device}, {self.backend}, {ranks}",
+            *(f"tp {degree} is not possible: {why}" for degree, why in self.refused),
+        ]
+        for workload in dict.fromkeys(row.workload for row in self.rows):
+            rows = [row for row in self.rows if row.workload == workload]
+            lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
+            lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
+            lines += _differences(rows)
+        lines.append("")
+        for link in self.links:
+            latency, speed = human_time(link.latency), human_bytes(link.bandwidth)
+            lines.append(f"all-reduce over {link.ranks} ranks: {latency}, then {speed}/s")
+        alone = (f"For {workload} alone: tp {degree}." for workload, degree in self.recommended.alone)
+        return "\n".join([*lines, self.headline, *alone])
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    head = (
-        "tp",
-        "tokens/s",
-        "a step",
-        "collectives",
-        "weights",
-        "cache",
-        "activations",
-        "a rank",
-        "fits",
-        "prediction",
-    )
+    head = ("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits",
+            "prediction")  # fmt: skip
     return align([head, *map(_cells, rows)], right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
 
 
@@ -121,11 +103,6 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
         if row.measured is not None and row.measured.reduced != row.stated:
             each, stated = (nbytes // row.workload.tokens for nbytes in (row.measured.reduced, row.stated))
             yield f"tp {row.tp}: {human_bytes(each)} a token in all-reduces; the plan states {human_bytes(stated)}"
-
-
-def _link_text(link: Link) -> str:
-    latency, speed = human_time(link.latency), human_bytes(link.bandwidth)
-    return f"all-reduce over {link.ranks} ranks: {latency}, then {speed}/s"
 
 
 def error_text(error: float | None) -> str:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,62 +35,7 @@ from verify.rank.group import Group
 Module = TypeVar("Module", bound=nn.Module)
 
 
-# Layers
-
-
-class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which each rank has some of the outputs: ``[..., in] -> [..., out_local]``.
-
-    ``gather_output``: return all outputs, ``[..., out_local * ranks]``, on every rank.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features_local: int,
-        bias: bool = True,
-        *,
-        group: Group,
-        gather_output: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features_local, bias, device=device, dtype=dtype)
-        self.group = group
-        self.gather_output = gather_output
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply the ``x`` that all ranks have by this rank's rows of the weight."""
-        y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)
-        return gather_from_group(y, self.group) if self.gather_output else y
-
-
-class RowParallelLinear(nn.Linear):
-    """A linear layer of which each rank has some of the inputs: ``[..., in_local] -> [..., out]``.
-
-    Every rank has the whole bias. It is added once, after the partial products have been summed over the ranks.
-    """
-
-    def __init__(
-        self,
-        in_features_local: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: Group,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features_local, out_features, bias, device=device, dtype=dtype)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply this rank's part of the input by its columns of the weight, and sum over the ranks."""
-        y = reduce_from_group(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
-
-
-# Loaded modules. Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
+# Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
 # The module's own forward still does the arithmetic, whatever class it is; names of parameters stay as they are.
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from reshard.pages.markup import (
     both_widths,
     circle,
     element,
+    facts,
     html_page,
     joined,
     line,
@@ -240,7 +242,7 @@ def _header(document: Document, headline: str) -> Html:
         element("p", document.get("summary")),
         element("p", f"Hint: {error['hint']}") if error and error.get("hint") else None,
         *(element("p", note) for note in document.get("notes") or ()),
-        _pairs([("original", _code(document.get("original"))), ("shards", _code(document.get("shards")))]),
+        facts([("original", _code(document.get("original"))), ("shards", _code(document.get("shards")))]),
         class_=kind if kind in {"same", "different"} else "unchecked",
     )
 
@@ -284,7 +286,7 @@ def _exact(document: Document) -> Html | None:
         "section",
         element("h2", "Byte for byte"),
         element("p", words, class_="bad" if differs else None),
-        _pairs(counts),
+        facts(counts),
         _first(report.get("first")),
         _damages(report.get("damages") or ()),
         *(_list(title, report.get(key) or ()) for title, key in lists),
@@ -305,7 +307,7 @@ def _first(first: Document | None) -> Html | None:
         ("expected", joined(_code(_hex(first["expected"])), " from ", where or joined(
             _code(first["original_file"]), f" at byte {first['original_offset']:,}"))),
     ]  # fmt: skip
-    return joined(element("h3", "First difference"), _pairs(pairs))
+    return joined(element("h3", "First difference"), facts(pairs))
 
 
 def _hex(digits: str) -> str:
@@ -334,23 +336,20 @@ def _forward(document: Document) -> Html | None:
         return None
     factor = to_number(report.get("factor"))
     rows = report.get("layers") or ()
-    return element(
-        "section",
-        element("h2", "Forward, layer by layer"),
-        element("p", report.get("verdict"), class_=None if report.get("is_same") else "bad"),
-        element("p", _explanation(report), class_="muted"),
-        _power(report),
-        _places(rows, factor, "layer", "Layers, in the order of computation") if rows else None,
-        _logits(report.get("logits"), report),
-    )
-
-
-def _explanation(report: Document) -> str:
-    return (
+    explanation = (
         f"Error: how far the shards, in {report.get('dtype')}, are from the original in {report.get('exact_dtype')}. "
         f"Noise: how far the original is from that when it runs in {report.get('dtype')} itself. Both are relative to "
         "the size of the values. Ratio: the largest of error over noise, of all values, of any one token and of any "
         f"one channel. Up to {number(report.get('factor'), 'g')} is rounding."
+    )
+    return element(
+        "section",
+        element("h2", "Forward, layer by layer"),
+        element("p", report.get("verdict"), class_=None if report.get("is_same") else "bad"),
+        element("p", explanation, class_="muted"),
+        _power(report),
+        _places(rows, factor, "layer", "Layers, in the order of computation") if rows else None,
+        _logits(report.get("logits"), report),
     )
 
 
@@ -371,7 +370,7 @@ def _power(report: Document) -> Html | None:
     return joined(
         element("h3", "How small a fault is seen"),
         element("p", poor + wider, class_="bad") if power.get("is_poor") else None,
-        _pairs(pairs),
+        facts(pairs),
     )
 
 
@@ -411,11 +410,11 @@ def _places(rows: Sequence[Document], factor: float, what: str, caption: str) ->
 def _logits(logits: Document | None, report: Document) -> Html | None:
     if logits is None:
         return None
-    pairs = [
+    pairs: list[tuple[str, str, Callable[[Any], str]]] = [
         ("largest error", "max_error", number),
         ("error, relative", "relative_error", number),
         ("KL divergence, in nats a token", "kl", number),
-        ("same most likely token", "agreement", _percent),
+        ("same most likely token", "agreement", partial(number, form=".2%")),
     ]
     rows: list[list[object]]
     rows = [[_words(name), text(logits.get(key)), text(logits.get(f"own_{key}"))] for name, key, text in pairs]
@@ -435,10 +434,6 @@ def _logits(logits: Document | None, report: Document) -> Html | None:
         element("figure", legend, histogram_plot(bins)) if bins else element("p", "The logits are not finite."),
         _mismatches(logits.get("mismatches") or ()),
     )
-
-
-def _percent(value: object) -> str:
-    return number(value, ".2%")
 
 
 def _mismatches(mismatches: Sequence[Document]) -> Html | None:
@@ -469,7 +464,7 @@ def _setting(document: Document) -> Html:
     return element(
         "section",
         element("h2", "What was run on what"),
-        _pairs([(name, value) for name, value in pairs if value is not None]),
+        facts([(name, value) for name, value in pairs if value is not None]),
         _list("Weights that the model does not use", unused),
         _list("Weights to which a rank's config.json gives another shape", report.get("cut") or ()),
     )
@@ -484,10 +479,6 @@ def _code(text: object) -> Html:
 
 def _words(text: str) -> Html:
     return element("span", text)
-
-
-def _pairs(pairs: Iterable[tuple[str, object]]) -> Html:
-    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
 
 
 def _list(title: str, items: Sequence[object]) -> Html | None:

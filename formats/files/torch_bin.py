@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from formats.errors import CheckpointError
 from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, read_pickle, shown
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_zip import Entry, data_offset, read_directory
+from formats.files.zips import Entry, data_offset, read_directory
 from formats.store import FilePath, open_file, unreadable
 
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"

@@ -1,5 +1,4 @@
 """Where everything lies in a PyTorch file (``.pth``) of a state dict: a zip archive, laid out before it is written.
-Of one that is there the directory is read, wherever in a file the archive is.
 
 The archive has stored entries only: ``data.pkl``, a pickle of a dict of tensors, ``byteorder``, ``version``, and one
 entry for the bytes of each tensor, which begin at a multiple of 64 bytes as torch's own writer puts them. All bytes but
@@ -14,10 +13,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from formats.errors import PlanError
 from formats.files.checksum import Crc
@@ -192,96 +190,3 @@ def _tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
     if bare:
         return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(_DTYPES[dtype])))
     return Inert("torch._utils._rebuild_tensor_v2", arguments)
-
-
-# ----------------------------------------------------------------------------------------------- reading a directory
-
-Read = Callable[[int, int], bytes]
-"""Reads so many bytes of the archive from an offset on; fewer, where it ends."""
-
-MAX_DIRECTORY = 256 << 20
-"""Bytes of a directory; an entry has some 70."""
-_END, _END_64, _LOCATOR_64, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
-
-
-class Entry(NamedTuple):
-    """An entry: the offset of its header in the archive, the bytes of its data, and whether these are as they are."""
-
-    name: str
-    at: int
-    size: int
-    is_plain: bool
-
-
-def read_directory(read: Read, size: int) -> dict[str, Entry]:
-    """The entries of an archive of ``size`` bytes, by name, in their order.
-
-    Raises ValueError with the reason if there is none, or if it contradicts itself.
-    """
-    count, begin, length = _find_directory(read, size)
-    if not 0 <= begin <= begin + length <= size or length > MAX_DIRECTORY:
-        raise ValueError(f"its directory of {length:,} bytes from byte {begin:,} on is not in its {size:,} bytes")
-    content, place = read(begin, length), 0
-    found: dict[str, Entry] = {}
-    for _ in range(count):
-        fixed = content[place : place + 46]
-        if len(fixed) < 46 or fixed[:4] != _CENTRAL:
-            raise ValueError("its directory ends before its last entry")
-        flags, method = struct.unpack("<HH", fixed[8:12])
-        packed, plain, name, extra, comment = struct.unpack("<IIHHH", fixed[20:34])
-        (at,) = struct.unpack("<I", fixed[42:46])
-        behind = place + 46 + name
-        key = content[place + 46 : behind].decode("utf-8", "surrogateescape")
-        if _MOST_32 in (packed, plain, at):
-            plain, packed, at = _in_64_bits(content[behind : behind + extra], plain, packed, at)
-        if key in found:
-            raise ValueError("a record of the zip archive appears twice")
-        found[key] = Entry(key, at, plain, method == 0 and not flags & 1 and packed == plain)
-        place = behind + extra + comment
-    if place > length:
-        raise ValueError("its directory ends within an entry")
-    return found
-
-
-def data_offset(read: Read, entry: Entry) -> int | None:
-    """The offset of an entry's data in the archive; None if no entry begins where the directory says."""
-    local = read(entry.at, 30)
-    if len(local) < 30 or local[:4] != _LOCAL:
-        return None
-    name, extra = struct.unpack("<HH", local[26:30])
-    return int(entry.at + 30 + name + extra)
-
-
-def _find_directory(read: Read, size: int) -> tuple[int, int, int]:
-    """The number of entries, and offset and length (bytes) of the directory."""
-    end = size - 22
-    tail = read(max(0, end), 22)
-    if tail[:4] != _END or tail[20:] != b"\0\0":  # a comment may stand behind it
-        start = max(0, size - 22 - _MOST_16)
-        tail = read(start, size - start)
-        place = tail.rfind(_END)
-        if place < 0 or len(tail) < place + 22:
-            raise ValueError("its directory is missing")
-        end, tail = start + place, tail[place : place + 22]
-    count, length, begin = struct.unpack("<HII", tail[10:20])
-    locator = read(end - 20, 20) if end >= 20 else b""
-    if locator[:4] != _LOCATOR_64:
-        return count, begin, length
-    (there,) = struct.unpack("<Q", locator[8:16])
-    record = read(min(there, size), 56)
-    if len(record) < 56 or record[:4] != _END_64:
-        raise ValueError("its directory of 64 bits is missing")
-    count, length, begin = struct.unpack("<QQQ", record[32:56])
-    return count, begin, length
-
-
-def _in_64_bits(extra: bytes, *values: int) -> tuple[int, ...]:
-    """The values, of which those that 32 bits do not hold stand in an extra field."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, length = struct.unpack("<HH", extra[place : place + 4])
-        if kind == 1:
-            numbers = iter(struct.unpack(f"<{length // 8}Q", extra[place + 4 : place + 4 + length // 8 * 8]))
-            return tuple(next(numbers, value) if value == _MOST_32 else value for value in values)
-        place += 4 + length
-    return values

@@ -403,8 +403,9 @@ class _Moves:
         if stated is not None and states is not None:  # the values of this tensor count
             holders = sorted(held.spread(blocks_of(held, held) or ()).pieces)[: None if self._compare else 1]
             way = Restate(atom.tensor, held.stored.dtype, nbytes, holders, stated, states, sources, ranks)
-        names = tuple(placed.stored.name for placed in copies)
-        return Job(atom.tensor, way, sources, targets, nbytes, copies=names, holders=self._holders)
+        job = Job(atom.tensor, way, sources, targets, nbytes)
+        names = [placed.stored.name for placed in copies]
+        return job._replace(copies=names, holders=self._holders) if names else job
 
     def _way(
         self, atom: Atom, held: Placed, wanted: Placed, change: Change | None, ranks: frozenset[int],

@@ -336,8 +336,13 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     tied = without(store.checkpoint("llama"), tmp_path / "tied", "nothing")
     config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tied / "config.json").write_text(json.dumps(config))
+    alone = shutil.copytree(embeddings, tmp_path / "alone")
+    kept = {
+        name: each for name, each in load_file(alone / "adapter_model.safetensors").items() if "lm_head" not in name
+    }
+    save_file(kept, alone / "adapter_model.safetensors")
     with pytest.raises(PlanError, match=r"changes an embedding that is the head, too"):
-        merge(tied, tmp_path / "out", adapter=embeddings)
+        merge(tied, tmp_path / "out", adapter=alone)
     headless = without(store.checkpoint("llama"), tmp_path / "headless", "lm_head")
     with pytest.raises(MismatchError, match=r"changes 'lm_head.weight', which the base model lacks"):
         merge(headless, tmp_path / "out", adapter=embeddings)

@@ -18,9 +18,9 @@ from isal.isal_zlib import crc32
 
 from formats.files.checksum import sum_part
 from reshard.move.jobs import Job, Options, TargetFile, joined
-from reshard.move.mover import Account, Mover, Stretch, stretches_of
+from reshard.move.mover import Account, Mover, steps_of, stretches_of
 from reshard.move.reading import Sums
-from reshard.store.threads import work_together
+from reshard.store.threads import Shared, work_together
 from reshard.system import disk_errors, reserve
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -45,7 +45,7 @@ def move(
     files, busy, sizes = _Files(options, sums, targets, finished, progress), bytearray(len(targets)), options.sizes
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
-    stretches = [Stretch(part, sizes) for part in stretches_of(jobs, count, sizes.small)]
+    stretches = [Shared(steps_of(part, sizes)) for part in stretches_of(jobs, count, sizes.small)]
 
     def carry_out(number: int, report: Callable[[Account], None]) -> None:
         Mover(files.sources, targets, options, busy, report).carry_out([*stretches[number:], *stretches[:number]])

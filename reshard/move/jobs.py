@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
@@ -105,11 +105,6 @@ class TargetPlace(NamedTuple):
 
     file: TargetFile
     offset: int
-
-
-def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
-    """A tensor's place in a rank's files; None if the rank does not hold it."""
-    return ranks[rank].get(name)
 
 
 class Job(NamedTuple):

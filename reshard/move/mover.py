@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -58,34 +57,21 @@ def windows(copies: Sequence[Copy], size: int) -> Iterator[Window]:
                 yield Window(begin, min(begin + size, last), found)
 
 
-class Stretch:
-    """Neighbouring jobs, from which threads draw steps."""
+_FEW = 256 << 20
+"""The slabs of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
 
-    _FEW = 256 << 20
-    """The steps of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
 
-    def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
-        self._jobs, self._sizes, self._lock = jobs, sizes, threading.Lock()
-        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
-        self._left = self._steps()
-
-    def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        """The steps that this thread takes; no other thread takes them. Small tensors share a step."""
-        while True:
-            with self._lock:
-                steps = next(self._left, None)
-            if steps is None:
-                return
-            yield steps
-
-    def _steps(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.is_small(self._sizes.small)):
-            for together in _together(jobs, self._sizes.together) if is_small else ([job] for job in jobs):
-                steps = ((job, slab) for job in together for slab in self._slabs(job))
-                yield from [[*steps]] if is_small else ([step] for step in steps)
-
-    def _slabs(self, job: Job) -> Iterable[Slab]:
-        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(self._sizes.step)
+def steps_of(jobs: Sequence[Job], sizes: Sizes) -> Iterator[Sequence[tuple[Job, Slab]]]:
+    """The steps of jobs. Small tensors share a step."""
+    kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
+    for is_small, alike in itertools.groupby(jobs, lambda job: job.is_small(sizes.small)):
+        for together in _together(alike, sizes.together) if is_small else ([job] for job in alike):
+            steps = (
+                (job, slab)
+                for job in together
+                for slab in (kept(job.transfer) if job.nbytes <= _FEW else job.transfer.slabs(sizes.step))
+            )
+            yield from [[*steps]] if is_small else ([step] for step in steps)
 
 
 def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[Sequence[Job]]:
@@ -162,11 +148,11 @@ class Mover:
         self._traffic, self._reported = Traffic(), time.monotonic()
         self._arena = _Arena(self._sizes.piece)
 
-    def carry_out(self, stretches: Sequence[Stretch]) -> None:
+    def carry_out(self, stretches: Sequence[Iterator[_Steps]]) -> None:
         """Carry out the steps that this thread draws."""
         try:
             for stretch in stretches:
-                for steps in self._requested(stretch.draw()):
+                for steps in self._requested(stretch):
                     if len(steps) != 1 or steps[0][0].is_small(self._sizes.small):
                         self._carry_out_together(steps)
                     else:

@@ -62,11 +62,6 @@ class WriteRequest(Access, Options):
     part: Share | None = None
     progress: Progress = no_progress
 
-    @property
-    def options(self) -> Options:
-        """Only how bytes are moved: this is sent to other processes."""
-        return Options(workers=self.workers, checksum=self.checksum, fsync=self.fsync, sizes=self.sizes)
-
 
 class Start(NamedTuple):
     """Where an output goes, when its command began (``time.monotonic``), and the requests made again before."""
@@ -125,8 +120,8 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
             try:
-                written = write_files(new, staging, request.options, request.progress)
-                committed = publish(new, written, staging, request.options)
+                written = write_files(new, staging, request, request.progress)
+                committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(_kept(new, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))

@@ -68,14 +68,14 @@ def joined(crc: Crc, runs: Iterable[Run]) -> int | None:
 class TargetFile:
     """A file to be written: its final path, its header, its size in bytes, and the sum of what was written.
 
-    A file that is ``done`` was finished by an earlier run. ``summed`` says whether its checksum is needed.
+    A file that is ``done`` was finished by an earlier run. ``name`` is relative to the output.
     """
 
     path: Path
     header: bytes
     size: int
     done: bool = False
-    summed: bool = True
+    name: str = ""
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
     crcs: tuple[Crc, ...] = ()
@@ -179,10 +179,6 @@ class Options:
     checksum: bool = True
     fsync: bool = False
     sizes: Sizes = field(default_factory=lambda: DEFAULT)
-
-    def sums(self, target: TargetFile) -> bool:
-        """Whether the bytes written to a target are summed."""
-        return self.checksum and target.summed
 
     @property
     def threads(self) -> int:

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7030, 739, 118),
-    "reshard": Size(117, 17567, 1695, 241),
-    "verify": Size(55, 7983, 772, 128),
+    "formats": Size(42, 7032, 740, 118),
+    "reshard": Size(117, 17656, 1705, 244),
+    "verify": Size(55, 7985, 772, 128),
 }
 
 _NOT_CODE = {

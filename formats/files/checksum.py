@@ -125,7 +125,11 @@ class PartialSum:
         """The checksum as 16 hex digits. Raises RuntimeError unless the parts that came in have the file's size."""
         if not self.is_complete:
             raise RuntimeError(f"{self.seen} of the {self.size} bytes of a file were summed")
-        words = np.append(self._columns, np.uint64(self.size))
+        return self.digest()
+
+    def digest(self) -> str:
+        """16 hex digits of the parts that have come in: of all parts, the checksum."""
+        words = np.append(self._columns, np.uint64(self.seen))
         return blake2b(words.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
 

@@ -134,10 +134,10 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     with --same-ranks, E and T are one degree, as in vLLM with --enable-expert-parallel. A format that any number of
     ranks can load needs no degree. A LoRA adapter is converted to a format of adapters, such as peft, as a whole.
 
-    If a run is interrupted, the same command keeps the files that were finished, and begins the others again: a smaller
-    --max-shard-size loses less. Several processes, also on machines that share a disk, can write one OUT: --rank gives
-    each its ranks, --part its share of the files. With 'auto', Slurm, torchrun, MPI or another launcher says which
-    ranks or part.
+    If a run is interrupted or killed, the same command goes on from there: at most 64 MB a thread are lost (with
+    --no-checksum, all unfinished files). Several processes, also on machines that share a disk, can write one OUT:
+    --rank gives each its ranks, --part its share of the files. With 'auto', Slurm, torchrun, MPI or another launcher
+    says which ranks or part.
     """
     check_degrees(given)
     if not has_degree(given) and not (given["format"] and _is_for_any_mesh(given["format"])):

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from formats.quantization.dequantizing import e4m3_values
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
-from reshard.store.threads import share
+from reshard.store.threads import Shared, work_together
 from reshard.text import Result, align, human_bytes, plural, shape_text
 from reshard.transforms.tensors import Content, Opened, tensors_of
 
@@ -208,7 +207,7 @@ class Keeper(Protocol):
 
 
 Progress = Callable[[int, int], None]
-"""Called with the compared bytes so far, and the total, from any thread."""
+"""Called with the compared bytes so far, and the total."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -220,16 +219,15 @@ def differences(
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
     left, right = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
-    for side, names in ((a, left), (b, right)):
-        names.update({second: names[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
+    for side, named in ((a, left), (b, right)):
+        named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
     alike = {name: known for name, tensor in left.items() if (known := _known(tensor, right.get(name))).kind == SAME}
     sizes = {name: tensor_bytes(name, left[name].dtype, left[name].shape) for name in alike}
-    total, done, lock, found = sum(sizes.values()), 0, threading.Lock(), dict[str, Distance]()
+    total, done, found = sum(sizes.values()), 0, dict[str, Distance]()
     opened, elsewhere = Opened(), a.is_elsewhere or b.is_elsewhere
     contents = [tensors_of(side) for side in (a, b)] if alike else []
 
-    def compare(names: Iterator[str]) -> None:
-        nonlocal done
+    def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
             dtype, distant = left[name].dtype, Distance()
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
@@ -241,12 +239,16 @@ def differences(
                     left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
                     wrong = left_codes != right_codes
                     distant = distant.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
-                with lock:
-                    done += pair.left.size
-                    progress(done, total)
+                report(pair.left.size)
             found[name] = distant
 
-    share(alike, _WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare)
+    def compared(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    names = Shared(alike)
+    work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
     tensors = [
         _measured(alike[name], sizes[name], found[name]) if name in alike else _known(tensor, right.get(name))
         for name, tensor in left.items()

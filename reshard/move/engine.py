@@ -8,22 +8,23 @@ it releases Python's lock. The calling thread opens and finishes the files, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import FileIO
 
 import numpy as np
 from isal.isal_zlib import crc32
 
-from formats.files.checksum import sum_part
+from formats.files.checksum import PartialSum, sum_part
 from reshard.move.jobs import Job, Options, TargetFile, joined
-from reshard.move.mover import Account, Mover, Stretch, stretches_of
-from reshard.move.reading import Sums
-from reshard.store.threads import work_together
+from reshard.move.mover import Account, Mover, Steps, stretches_of
+from reshard.move.reading import Sums, Wanted
+from reshard.publishing.journal import Finished, Moved, Read
+from reshard.source.source import SourceFile
+from reshard.store.threads import Shared, work_together
 from reshard.system import disk_errors, reserve
-
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 def move(
@@ -32,33 +33,59 @@ def move(
     targets: Sequence[TargetFile],
     options: Options,
     *,
-    finished: Callable[[TargetFile, str | None], None],
+    finished: Callable[[str, Finished], None],
+    moved: Callable[[Moved], None] = lambda moved: None,
+    earlier: Iterable[Moved] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> None:
+) -> int:
     """Carry out jobs in order, from the files of ``sums`` to ``targets``. Adds what is read to ``sums``.
 
-    ``finished`` is called with each complete target file and its checksum, ``progress`` with the bytes written since
-    its last call. Raises CheckpointError if a file cannot be read or written; MismatchError if replicas differ or
-    padding is not zero. Before any error or KeyboardInterrupt leaves this function, unfinished files are removed. No
-    thread writes any more then; one that waits for a remote answer ends with that.
+    ``finished`` is called with the name of each complete target file, ``moved`` with steps that are complete while
+    their files may not be, ``progress`` with the bytes written since its last call. What ``earlier`` runs have moved is
+    not moved again, if it is still there; returns the bytes of it. Raises CheckpointError if a file cannot be read or
+    written; MismatchError if replicas differ or padding is not zero. Before any error or KeyboardInterrupt leaves this
+    function, files are removed that a next run cannot use. A thread that waits for a remote answer ends with that, and
+    writes no more.
     """
     files, busy, sizes = _Files(options, sums, targets, finished, progress), bytearray(len(targets)), options.sizes
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
-    stretches = [Stretch(part, sizes) for part in stretches_of(jobs, count, sizes.small)]
+    steps, complete, taken_over = Steps(jobs, sizes), set[tuple[int, int]](), 0
 
-    def carry_out(number: int, report: Callable[[Account], None]) -> None:
-        Mover(files.sources, targets, options, busy, report).carry_out([*stretches[number:], *stretches[:number]])
+    def mover(report: Callable[[Account], None]) -> Mover:
+        return Mover(files.sources, targets, options, busy, report)
+
+    def take_over(account: Account) -> None:
+        nonlocal taken_over
+        if complete.isdisjoint(account.steps):  # else two runs have done the same
+            complete.update(account.steps)
+            taken_over += account.nbytes
+            files.take(account)
+
+    def take(account: Account) -> None:
+        if account.steps and options.checksum:
+            moved(files.moved(account))
+        files.take(account)
 
     try:
-        first = Mover(files.sources, targets, options, busy, files.take)
+        first, before = mover(files.take), iter(earlier)
+        is_resumed = [*itertools.islice(before, 1)]
         for target in targets:
             if not target.done:
-                files.create(target)
+                files.create(target, is_new=not is_resumed)
                 for offset, content in ((0, target.header), *target.fixed):
                     first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
         first.report()
-        work_together(count, carry_out, files.take)
+        if is_resumed:
+            records = Shared(itertools.chain(is_resumed, before))
+            work_together(count, lambda _, report: mover(report).take_over(records, steps), take_over)
+        stretches = [Shared(steps.left(part, complete)) for part in stretches_of(jobs, count, sizes.small)]
+        work_together(
+            count,
+            lambda number, report: mover(report).carry_out([*stretches[number:], *stretches[:number]]),
+            take,
+        )
+        return taken_over
     finally:
         files.close()
 
@@ -71,19 +98,37 @@ class _Files:
         options: Options,
         sums: Sums,
         targets: Sequence[TargetFile],
-        finished: Callable[[TargetFile, str | None], None],
+        finished: Callable[[str, Finished], None],
         progress: Callable[[int], None],
     ) -> None:
         self._options, self._sums, self._targets = options, sums, targets
         self.sources = list(sums.of)
         self._finished, self._progress = finished, progress
+        self._begun = set[TargetFile]()
+        """The files of which a step may be complete: a journal says so."""
 
-    def create(self, target: TargetFile) -> None:
-        """Create a target file of full size."""
+    def create(self, target: TargetFile, *, is_new: bool) -> None:
+        """Create a target file of full size, or open that of an earlier run of the same work."""
         with disk_errors(target.staged):
-            target.staged.unlink(missing_ok=True)  # a run that was killed may still be writing to it
-            target.opened = FileIO(os.open(target.staged, _FLAGS, 0o666), "r+")
+            if is_new:
+                target.staged.unlink(missing_ok=True)
+            elif not target.staged.exists() and target.path.is_file():  # it was touched, or is not noted as finished
+                target.path.rename(target.staged)
+            if target.staged.exists():
+                self._begun.add(target)
+            target.opened = FileIO(os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
             reserve(target.opened.fileno(), target.size)
+
+    def moved(self, account: Account) -> Moved:
+        """What a journal says of the steps in a report."""
+        self._begun.update(self._targets[number] for number in account.written)
+        written = {self._targets[number].name: part.digest() for number, part in account.written.items()}
+        reads = ((self.sources[number], wanted, part) for (number, wanted), part in account.read.items())
+        return Moved(tuple(account.steps), self._options.sizes.step, written, self._reads(reads))
+
+    def _reads(self, reads: Iterable[tuple[SourceFile, Wanted, PartialSum]]) -> tuple[Read, ...]:
+        names = [target.name for target in self._targets]
+        return tuple(Read(of.name, frozenset(names[n] for n in wanted), part.to_text()) for of, wanted, part in reads)
 
     def take(self, account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
@@ -93,8 +138,8 @@ class _Files:
         for number, runs in account.runs.items():
             self._targets[number].runs += runs
         for number, part in account.written.items():
-            file = self._targets[number]
-            file.sum.merge(part)
+            self._targets[number].sum.merge(part)
+        for file in (self._targets[number] for number in account.written):
             if file.crcs and file.sum.seen == file.size - file.late:
                 self._write_crcs(file)
             if file.sum.is_complete:
@@ -118,7 +163,7 @@ class _Files:
                 content = value.to_bytes(4, "little")
                 for offset in crc.places:
                     os.pwrite(opened.fileno(), content, offset)
-                    target.sum.add(offset, 4, sum_part(content, offset) if self._options.sums(target) else None)
+                    target.sum.add(offset, 4, sum_part(content, offset) if self._options.checksum else None)
         self._progress(target.late)
 
     def _finish(self, target: TargetFile) -> None:
@@ -129,12 +174,15 @@ class _Files:
                 if self._options.fsync:
                     os.fsync(opened.fileno())
             target.staged.rename(target.path)
-        self._finished(target, target.sum.value() if self._options.sums(target) else None)
+        checksum = target.sum.value() if self._options.checksum else None
+        reads = self._reads(self._sums.wanted_by(self._targets.index(target)))
+        self._finished(target.name, Finished(target.size, checksum, reads))
 
     def close(self) -> None:
-        """Let go of all files, and remove unfinished ones: a next run cannot use them, and they may fill the disk."""
+        """Let go of all files, and remove those that are of no use to a next run: they may fill the disk."""
         for target in self._targets:
             if target.opened is not None:
                 target.opened = None
-                with contextlib.suppress(OSError):
-                    target.staged.unlink()
+                if target not in self._begun:
+                    with contextlib.suppress(OSError):
+                        target.staged.unlink()

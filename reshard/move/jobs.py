@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
@@ -68,14 +68,14 @@ def joined(crc: Crc, runs: Iterable[Run]) -> int | None:
 class TargetFile:
     """A file to be written: its final path, its header, its size in bytes, and the sum of what was written.
 
-    A file that is ``done`` was finished by an earlier run. ``summed`` says whether its checksum is needed.
+    A file that is ``done`` was finished by an earlier run. ``name`` is relative to the output.
     """
 
     path: Path
     header: bytes
     size: int
     done: bool = False
-    summed: bool = True
+    name: str = ""
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
     crcs: tuple[Crc, ...] = ()
@@ -105,11 +105,6 @@ class TargetPlace(NamedTuple):
 
     file: TargetFile
     offset: int
-
-
-def place_in(ranks: Mapping[int, Mapping[str, TargetPlace]], name: str, rank: int) -> TargetPlace | None:
-    """A tensor's place in a rank's files; None if the rank does not hold it."""
-    return ranks[rank].get(name)
 
 
 class Job(NamedTuple):
@@ -187,10 +182,6 @@ class Options:
     checksum: bool = True
     fsync: bool = False
     sizes: Sizes = field(default_factory=lambda: DEFAULT)
-
-    def sums(self, target: TargetFile) -> bool:
-        """Whether the bytes written to a target are summed."""
-        return self.checksum and target.summed
 
     @property
     def threads(self) -> int:

@@ -10,14 +10,14 @@ Fills what a slab writes in memory: for one who wants the bytes and no file.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,7 +29,9 @@ from formats.files.checksum import Part, PartialSum, sum_part
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within
 from reshard.move.reading import Bytes, Reader, Wanted, pieces
 from reshard.move.slabs import Copy, Region, Slab, Way
+from reshard.publishing.journal import Moved
 from reshard.source.source import SourceFile, SourcePlace
+from reshard.store.remote import joined
 from reshard.store.retries import Traffic
 from reshard.store.threads import StoppedError
 from reshard.system import disk_error
@@ -58,56 +60,59 @@ def windows(copies: Sequence[Copy], size: int) -> Iterator[Window]:
                 yield Window(begin, min(begin + size, last), found)
 
 
-class Stretch:
-    """Neighbouring jobs, from which threads draw steps."""
+_FEW = 256 << 20
+"""The slabs of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
 
-    _FEW = 256 << 20
-    """The steps of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
+
+class Step(NamedTuple):
+    """A slab of a job; ``number`` has those of the job and of the slab."""
+
+    job: Job
+    slab: Slab
+    number: tuple[int, int]
+
+
+class Steps:
+    """The steps of all jobs."""
 
     def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
-        self._jobs, self._sizes, self._lock = jobs, sizes, threading.Lock()
+        self._jobs, self._sizes = jobs, sizes
         self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
-        self._left = self._steps()
 
-    def draw(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        """The steps that this thread takes; no other thread takes them. Small tensors share a step."""
-        while True:
-            with self._lock:
-                steps = next(self._left, None)
-            if steps is None:
-                return
-            yield steps
+    def of(self, number: int, first: int = 0, last: int | None = None) -> Iterator[Step]:
+        """The steps of a job, from ``first`` to before ``last``."""
+        job = self._jobs[number]
+        slabs = self._kept(job.transfer) if job.nbytes <= _FEW else job.transfer.slabs(self._sizes.step)
+        return (Step(job, slab, (number, i)) for i, slab in enumerate(itertools.islice(slabs, first, last), first))
 
-    def _steps(self) -> Iterator[Sequence[tuple[Job, Slab]]]:
-        for is_small, jobs in itertools.groupby(self._jobs, lambda job: job.is_small(self._sizes.small)):
-            for together in _together(jobs, self._sizes.together) if is_small else ([job] for job in jobs):
-                steps = ((job, slab) for job in together for slab in self._slabs(job))
+    def left(self, numbers: Iterable[int], complete: Container[tuple[int, int]]) -> Iterator[Sequence[Step]]:
+        """The steps of some jobs that are not ``complete``, as they are carried out: small tensors together."""
+        for is_small, alike in itertools.groupby(
+            numbers, lambda number: self._jobs[number].is_small(self._sizes.small)
+        ):
+            for together in self._together(alike) if is_small else ([number] for number in alike):
+                steps = (step for number in together for step in self.of(number) if step.number not in complete)
                 yield from [[*steps]] if is_small else ([step] for step in steps)
 
-    def _slabs(self, job: Job) -> Iterable[Slab]:
-        return self._kept(job.transfer) if job.nbytes <= self._FEW else job.transfer.slabs(self._sizes.step)
+    def _together(self, numbers: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Groups of small tensors that are moved together."""
+        group, room = list[int](), self._sizes.together
+        for number in numbers:
+            group.append(number)
+            room -= self._jobs[number].nbytes
+            if room <= 0:
+                yield group
+                group, room = [], self._sizes.together
+        if group:
+            yield group
 
 
-def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[Sequence[Job]]:
-    """Cut a sequence of jobs into ``count`` parts of about equal work."""
+def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[range]:
+    """Cut a sequence of jobs into ``count`` parts of about equal work: the numbers of the jobs of each."""
     ends = list(itertools.accumulate(job.work(small) for job in jobs))
     total = ends[-1] if ends else 0
     cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
-    return (jobs[first:last] for first, last in itertools.pairwise(cuts))
-
-
-def _together(jobs: Iterable[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Groups of small tensors that are moved together."""
-    found: list[Job] = []
-    room = most
-    for job in jobs:
-        found.append(job)
-        room -= job.nbytes
-        if room <= 0:
-            yield found
-            found, room = [], most
-    if found:
-        yield found
+    return itertools.starmap(range, itertools.pairwise(cuts))
 
 
 SECONDS = 5.0
@@ -119,13 +124,13 @@ AHEAD = 64 << 20
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-_Steps = Sequence[tuple[Job, Slab]]
-
 
 @dataclass
 class Account:
     """What a thread has moved since its last report."""
 
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """The steps that are complete: all that was read and written is of these."""
     read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
     """Sums of bytes read, by the source's number and the numbers of the targets that wanted them."""
     written: dict[int, PartialSum] = field(default_factory=dict)
@@ -158,30 +163,32 @@ class Mover:
         self._numbers = {file: number for number, file in enumerate(targets)}
         self._wanted: Wanted | None = frozenset()
         self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
-        self._account = Account()
+        self._account, self._shown = Account(), 0
         self._traffic, self._reported = Traffic(), time.monotonic()
         self._arena = _Arena(self._sizes.piece)
 
-    def carry_out(self, stretches: Sequence[Stretch]) -> None:
+    def carry_out(self, stretches: Sequence[Iterator[Sequence[Step]]]) -> None:
         """Carry out the steps that this thread draws."""
         try:
             for stretch in stretches:
-                for steps in self._requested(stretch.draw()):
-                    if len(steps) != 1 or steps[0][0].is_small(self._sizes.small):
+                for steps in self._requested(stretch):
+                    if len(steps) != 1 or steps[0].job.is_small(self._sizes.small):
                         self._carry_out_together(steps)
                     else:
-                        self._carry_out(*steps[0])
-                    self._report_if_due()
+                        self._carry_out(steps[0].job, steps[0].slab)
+                    self._account.steps += [step.number for step in steps]
+                    if self._account.nbytes >= self._sizes.step or self._is_late():
+                        self.report()
+            self.report()
         finally:
             self._reader.close()
-            self.report()
 
-    def _requested(self, drawn: Iterable[_Steps]) -> Iterator[_Steps]:
+    def _requested(self, drawn: Iterable[Sequence[Step]]) -> Iterator[Sequence[Step]]:
         """The drawn steps, each when what it and the next ones read of remote files was requested."""
         if not any(file.remote for file in self._sources):
             yield from drawn
             return
-        ahead, waiting = self._reader.ahead, deque[_Steps]()
+        ahead, waiting = self._reader.ahead, deque[Sequence[Step]]()
         for steps in drawn:
             self._reader.request(self._reads_of(steps))
             waiting.append(steps)
@@ -193,29 +200,29 @@ class Mover:
             ahead.done()
 
     @staticmethod
-    def _reads_of(steps: _Steps) -> Iterator[tuple[SourcePlace, Region]]:
+    def _reads_of(steps: Sequence[Step]) -> Iterator[tuple[SourcePlace, Region]]:
         """What some steps read for targets that are not complete."""
-        for job, slab in steps:
+        for job, slab, _ in steps:
             if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
                 yield from ((job.source(region.rank), region) for region in slab.reads)
 
-    def _report_if_due(self) -> None:
-        if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
-            self.report()
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._reported >= SECONDS
 
     def report(self) -> None:
         """Report what was moved since the last report."""
         account, self._account = self._account, Account()
         now = self._reader.traffic
         account.traffic, self._traffic = now.since(self._traffic), now
+        account.nbytes, self._shown = account.nbytes - self._shown, 0
         self._send(account)
         self._reported = time.monotonic()
 
-    def _carry_out_together(self, steps: Sequence[tuple[Job, Slab]]) -> None:
+    def _carry_out_together(self, steps: Sequence[Step]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""
         reads, writes = _Runs[tuple[SourceFile, Wanted | None]](), _Runs[int]()
         ready = []
-        for job, slab in steps:
+        for job, slab, _ in steps:
             places = [(number, region, job.target(region.rank)) for number, region in enumerate(slab.writes)]
             wanted = frozenset([self._numbers[place.file] for _, _, place in places])
             left = [each for each in places if not each[2].file.done]
@@ -309,7 +316,9 @@ class Mover:
             self._busy[number] = 1
             move(waiting.popleft()[1])
             self._busy[number] = 0
-            self._report_if_due()
+            if self._is_late():  # within a step only how far it is
+                self._send(Account(nbytes=self._account.nbytes - self._shown))
+                self._shown, self._reported = self._account.nbytes, time.monotonic()
 
     def _write_zeros(self, job: Job, region: Region, copy: Copy) -> None:
         if self._is_done(job, region.rank):
@@ -353,7 +362,7 @@ class Mover:
 
     def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
         """Write at ``offset`` of a file; ``part`` is the sum of the data, if known. Returns the sum, if wanted."""
-        if not self._options.sums(target):
+        if not self._options.checksum:
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
@@ -366,12 +375,59 @@ class Mover:
                 position += os.pwrite(opened.fileno(), view[position:end], offset + position)
         except OSError as error:
             raise disk_error("write", target.path, error) from error
-        for begin, end, is_whole in parts_within(target.crcs, offset, size) if target.crcs else ():
-            runs = self._account.runs.setdefault(self._numbers[target], [])
-            add_run(runs, begin, view[begin - offset : end - offset], is_whole=is_whole)
-        self._account.nbytes += size
-        _sum_of(self._account.written, self._numbers[target], target.size).add(offset, size, part)
+        self._add_written(target, offset, data, part)
         return part
+
+    def _add_written(self, target: TargetFile, offset: int, data: Bytes, part: Part | None) -> None:
+        """Take into account what a file has from ``offset`` on, and its sum."""
+        for begin, end, is_whole in parts_within(target.crcs, offset, data.size) if target.crcs else ():
+            runs = self._account.runs.setdefault(self._numbers[target], [])
+            add_run(runs, begin, data.data[begin - offset : end - offset], is_whole=is_whole)
+        self._account.nbytes += data.size
+        _sum_of(self._account.written, self._numbers[target], target.size).add(offset, data.size, part)
+
+    # -- what earlier runs have moved
+
+    def take_over(self, earlier: Iterable[Moved], steps: Steps) -> None:
+        """Report what earlier runs have moved, as far as the files still have it."""
+        names = {target.name: number for number, target in enumerate(self._targets) if not target.done}
+        numbers = {target.name: number for number, target in enumerate(self._targets)}
+        files = {file.name: number for number, file in enumerate(self._sources)}
+        for moved in earlier:
+            known = moved.steps if moved.size == self._sizes.step else ()
+            mine = [step for job, slab in known for step in steps.of(job, slab, slab + 1)]
+            self._add_again(mine)
+            sums, expected = self._account.written, {names[of]: is_ for of, is_ in moved.written.items() if of in names}
+            if not sums or any(expected.get(number) != of.digest() for number, of in sums.items()):
+                self._account = Account()
+                continue
+            for read in moved.reads:
+                wanted = frozenset(numbers[name] for name in read.targets)
+                if not wanted or not wanted.isdisjoint(names.values()):  # else a finished file has these sums
+                    key = files[read.source], wanted
+                    self._account.read[key] = PartialSum.from_text(read.sum, self._sources[key[0]].size)
+            self._account.steps = [step.number for step in mine]
+            self.report()
+
+    def _add_again(self, steps: Iterable[Step]) -> None:
+        """Take into account what unfinished files have where steps write."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for job, slab, _ in steps:
+            for region in slab.writes:
+                place = job.target(region.rank)
+                if not place.file.done:
+                    found = ((place.offset + offset, n) for offset, _, n in region.ranges(0, region.nbytes))
+                    ranges.setdefault(self._numbers[place.file], []).extend((at, at + n) for at, n in found)
+        for number, of in ranges.items():
+            target = self._targets[number]
+            for begin, end in joined(of, 0):
+                for offset in range(begin, end, self._sizes.piece):
+                    self._arena.clear()
+                    data = self._arena.take(min(self._sizes.piece, end - offset), offset)
+                    assert target.opened is not None
+                    with contextlib.suppress(OSError):  # what cannot be read is written again
+                        data = data[: os.preadv(target.opened.fileno(), [data.data], offset)]
+                        self._add_written(target, offset, data, sum_part(data, offset))
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
         if self._wanted is None:

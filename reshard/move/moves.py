@@ -29,7 +29,7 @@ from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
-from reshard.move.jobs import Job, TargetPlace, place_in
+from reshard.move.jobs import Job, TargetPlace
 from reshard.move.slabs import Check, Copy, Region, Rows, Slab, Slices, Transfer, Way, rows_of
 from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
 from reshard.placement.geometry import Geometry
@@ -296,9 +296,12 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     here, there = same_atoms(source.arrangement, target)
     moves = _Moves(source, compare=compare or bool(here.copies))
     check_atoms(here, there)
-    origin, goal, again = source.places, partial(place_in, places), dict[Atom, list[Placed]]()
+    origin, again = source.place_of, dict[Atom, list[Placed]]()
     for atom, placed in here.copies:
         again.setdefault(atom, []).append(placed)
+
+    def goal(name: str, rank: int) -> TargetPlace | None:
+        return places[rank].get(name)
 
     @cache
     def whole() -> Mapping[Atom, Placed]:
@@ -311,7 +314,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         held, wanted = here.placed.get(atom), there.placed.get(atom)
         if held is None or held.portion.function is not None:
             held = whole()[atom]
-            sources: Places = partial(_same_on_all, _place_in_kept(source, held, atom.tensor))
+            sources: Places = _on_all(_place_in_kept(source, held, atom.tensor))
         else:
             sources = _places(origin, held)
         ranks = frozenset[int]()
@@ -328,7 +331,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
             place = places[KEPT_RANK][atom.tensor]
             place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
-            yield moves.job(atom, held, whole()[atom], sources, partial(_same_on_all, place), frozenset({0}))
+            yield moves.job(atom, held, whole()[atom], sources, _on_all(place), frozenset({0}))
     for atom, wanted in there.copies:
         held, ranks = here.placed[atom], _ranks_of(wanted, places)
         if ranks:
@@ -336,8 +339,8 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             yield job._replace(again=True)
 
 
-def _same_on_all(place: Place, rank: int) -> Place:
-    return place
+def _on_all(place: Place) -> Callable[[int], Place]:
+    return lambda rank: place
 
 
 def _place_of_copies(places: Sequence[Places], ranks: int, number: int) -> SourcePlace | None:
@@ -479,11 +482,13 @@ def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
 
 def _places(of: Callable[[str, int], Place | None], placed: Placed) -> Callable[[int], Place | None]:
     """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank."""
-    return partial(of, placed.stored.name) if placed.is_alone else partial(_place_within, of, placed)
+    if placed.is_alone:
+        return partial(of, placed.stored.name)
 
+    def within(rank: int) -> Place | None:
+        place = of(placed.stored.name_on(rank), rank)
+        if place is None or not placed.stored.geometry.has(rank, placed.number):
+            return None
+        return place._replace(offset=place.offset + placed.first(rank))
 
-def _place_within(of: Callable[[str, int], Place | None], placed: Placed, rank: int) -> Place | None:
-    place = of(placed.stored.name_on(rank), rank)
-    if place is None or not placed.stored.geometry.has(rank, placed.number):
-        return None
-    return place._replace(offset=place.offset + placed.first(rank))
+    return within

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from reshard.move.moves import Change, Edit
 
-STREAM_SLAB = 64 << 20
-"""The budget in bytes of a slab that is moved piece by piece: it bounds work, not memory."""
+STREAM_SLAB = 32 << 20
+"""The budget in bytes of a slab that is moved piece by piece: it bounds what a killed run loses, not memory."""
 
 BLOCK_SLAB = 8 << 20
 """The largest budget in bytes of a slab that is rearranged, so that it stays in the processor's cache."""

@@ -1,7 +1,9 @@
-"""The journals of a staging folder: which files are finished, their checksums, and what they were made from.
+"""The journals of a staging folder: which files are finished, which parts of the others are, their checksums, and what
+they were made from.
 
 A later run keeps a finished file if its state (size, time, inode) is unchanged. A restart of the machine may lose
-written bytes; after one, the checksum must be right too.
+written bytes; after one, the checksum must be right too. Of an unfinished file it keeps the parts whose checksums are
+right: they are always read again.
 
 The files of an output that one process writes, and how far the processes are that write one together.
 """
@@ -10,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -49,14 +52,34 @@ class Finished:
 
     def to_document(self, name: str) -> dict[str, Any]:
         """What a journal says of the file of this name."""
-        reads = [[read.source, sorted(read.targets), read.sum] for read in self.reads]
-        return {"name": name, "size": self.size, "checksum": self.checksum, "reads": reads}
+        return {"name": name, "size": self.size, "checksum": self.checksum, "reads": _to_lists(self.reads)}
 
 
 def read_finished(entry: Mapping[str, Any]) -> Finished:
     """A finished file, as a journal describes it. Raises ValueError, KeyError or TypeError."""
-    reads = tuple(Read(source, frozenset(targets), total) for source, targets, total in entry["reads"])
-    return Finished(entry["size"], entry["checksum"], reads)
+    return Finished(entry["size"], entry["checksum"], _to_reads(entry["reads"]))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Steps of the work that are complete, each by the numbers of its job and of its slab.
+
+    ``size`` is that of a step in bytes, because the slabs depend on it. ``written`` has for each file the
+    ``PartialSum.digest`` of the bytes that were written to it.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    size: int
+    written: Mapping[str, str]
+    reads: tuple[Read, ...] = ()
+
+
+def _to_lists(reads: Iterable[Read]) -> list[Any]:
+    return [[read.source, sorted(read.targets), read.sum] for read in reads]
+
+
+def _to_reads(lists: Iterable[Any]) -> tuple[Read, ...]:
+    return tuple(Read(source, frozenset(targets), total) for source, targets, total in lists)
 
 
 @dataclass(frozen=True)
@@ -80,18 +103,29 @@ class Journals:
         return sorted(self.work.glob(f"{JOURNAL}*"))
 
     def begin(self, label: str, files: int) -> IO[str]:
-        """A new journal of a share of so many files."""
-        path = self.path(label)
-        path.unlink(missing_ok=True)
-        journal = open_new(path, "a")
+        """Begin a run in the journal of a share of so many files."""
+        journal = open_new(self.path(label), "a")
         begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self.inputs], "files": files}
         begin |= {"planned": sorted(self.planned), "boot": boot_id(), "host": platform.node()}
-        journal.write(json.dumps(begin) + "\n")
+        journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
         return journal
 
     def note(self, journal: IO[str], name: str, finished: Finished) -> None:
         """Add a finished file to a journal."""
         journal.write(json.dumps(finished.to_document(name) | {"state": _state(self.work / name)}) + "\n")
+
+    def note_moved(self, journal: IO[str], moved: Moved) -> None:
+        """Add steps that are complete to a journal."""
+        entry = {"steps": moved.steps, "size": moved.size, "written": moved.written, "reads": _to_lists(moved.reads)}
+        journal.write(json.dumps(entry) + "\n")
+
+    def moved(self, wanted: Collection[str]) -> Iterator[Moved]:
+        """What runs with the same inputs and plan have written of the files ``wanted``; read as it is asked for."""
+        for _, entry in self._entries("steps"):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                if not entry["written"].keys().isdisjoint(wanted):
+                    steps = tuple((job, slab) for job, slab in entry["steps"])
+                    yield Moved(steps, entry["size"], entry["written"], _to_reads(entry["reads"]))
 
     def found(self, wanted: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
         """Which of the files ``wanted`` were finished by runs with the same inputs and plan, and are unchanged.
@@ -99,23 +133,35 @@ class Journals:
         A file that was written before a restart of this machine must have its checksum. It is not known whether another
         machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
-        for path in self.all():
+        for begin, entry in self._entries("name"):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                begin, *entries = read_journal(path)
-                inputs = [read_stamp(document, "") for document in begin["inputs"]]
-                if {*begin["planned"]} != self.planned or not _are_same(inputs, self.inputs):
-                    continue
-                is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
-                for entry in (entry for entry in entries if entry["name"] in wanted):
+                if entry["name"] in wanted:
+                    is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
                     file, expected = self.work / entry["name"], entry["checksum"]
                     if _is_untouched(file, entry) and (is_safe or (expected and file_checksum(file) == expected)):
                         yield entry["name"], read_finished(entry)
 
+    def _entries(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
+        for path in self.all():
+            for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    inputs = [read_stamp(document, "") for document in begin["inputs"]]
+                    if {*begin["planned"]} == self.planned and _are_same(inputs, self.inputs):
+                        yield from entries
 
-def read_journal(path: Path) -> list[Any]:
-    """The lines of a journal; none, if there is no such file."""
-    lines = path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+
+def read_journal(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The entries of a journal whose first key is ``kind``, each with what its run began with; none without a file."""
+    begin: dict[str, Any] = {}
+    if path.is_file() and not path.is_symlink():
+        with path.open() as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # the last line of a run that was killed may not have ended
+                    if line.startswith('{"inputs"'):
+                        begin = json.loads(line)
+                    if line.startswith(f'{{"{kind}"'):
+                        yield begin, json.loads(line)
 
 
 def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
@@ -184,11 +230,10 @@ def parts_of(work: Path) -> list[Progress]:
     found = dict[str, Progress]()
     for path in sorted(work.glob(f"{LOCK}part-*")):
         label = path.name.removeprefix(LOCK)
-        begin: dict[str, Any] = {}
-        entries: list[Any] = []
-        with contextlib.suppress(ValueError):
-            begin, *entries = read_journal(work / f"{JOURNAL}{label}")
-        found[label] = Progress(label, len(entries), int(begin.get("files", 0)), is_locked(path))
+        journal = work / f"{JOURNAL}{label}"
+        files = [int(entry.get("files", 0)) for _, entry in read_journal(journal, "inputs")] or [0]
+        names = {entry["name"] for _, entry in read_journal(journal, "name")}
+        found[label] = Progress(label, len(names), files[-1], is_locked(path))
     return [*found.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(found))]
 
 

@@ -3,8 +3,8 @@
 The output is built in the staging folder ``OUT.partial``. Files named ``.reshard-*`` there are not part of the output:
 
 - the task, an empty file; its name tells another run whether it may use the finished files;
-- a journal for each share of the files, with those that are finished, their checksums, and the sums of the source bytes
-  read for them;
+- a journal for each share of the files, with those that are finished, and the parts of the others that are, their
+  checksums, and the sums of the source bytes read for them;
 - a lock for each share, which says what it writes or that it has ended, and the common lock;
 - an older output, or an older rank, that is being replaced.
 
@@ -22,9 +22,8 @@ the steps of this code, so a call that is added here may need its model there (`
 An empty file, named ``PUBLISHED`` and the task, stays in an output if a process may come late: it tells that process
 that nothing is left to do.
 
-Guarantees: POSIX rename is atomic. A later run keeps a finished file if its state (size, time, inode) is unchanged. A
-restart of the machine may lose written bytes; after one, the checksum must be right too. Published output survives a
-power loss only with ``fsync``.
+Guarantees: POSIX rename is atomic. What a later run keeps, ``journal.py`` says. Published output survives a power loss
+only with ``fsync``.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checksum import Stamp
 from reshard.publishing.existing import Existing, existing_in
-from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Journals, is_locked
+from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Journals, Moved, is_locked
 from reshard.store.staging_names import (
     COMMON,
     PUBLISHED,
@@ -281,7 +280,7 @@ class Staging:
         )
 
     def _begin(self) -> None:
-        """Keep this share's files that earlier runs have finished, and begin a new journal."""
+        """Keep this share's files that earlier runs have finished, and go on with the journal."""
         self.finished |= self._journals.found(self.share.files)
         self._journal = self._journals.begin(self.share.label, len(self.share.files))
         for name, finished in self.finished.items():
@@ -314,8 +313,20 @@ class Staging:
         """Add a completed file to the journal."""
         assert self._journal is not None
         self.finished[name] = finished
-        self._journals.note(self._journal, name, finished)
-        self._journal.flush()
+        with disk_errors(self.work):
+            self._journals.note(self._journal, name, finished)
+            self._journal.flush()
+
+    def note_moved(self, moved: Moved) -> None:
+        """Add complete steps to the journal."""
+        assert self._journal is not None
+        with disk_errors(self.work):
+            self._journals.note_moved(self._journal, moved)
+            self._journal.flush()
+
+    def moved(self, files: Collection[str]) -> Iterator[Moved]:
+        """What earlier runs have written of unfinished files, as far as these still have it."""
+        return self._journals.moved(files)
 
     # -- publishing
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,13 +90,6 @@ class SourcePlace(NamedTuple):
 
 Places = Callable[[int], SourcePlace | None]
 """The place of a tensor in the files of a rank; None if the rank does not hold it."""
-
-
-def _place_of(
-    ranks: Sequence[Mapping[str, TensorInfo]], files: Mapping[FilePath, SourceFile], name: str, rank: int
-) -> SourcePlace | None:
-    info = ranks[rank].get(name)
-    return SourcePlace(files[info.file], info.offset) if info else None
 
 
 @dataclass(frozen=True)
@@ -290,10 +283,10 @@ class Source:
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
-    @property
-    def places(self) -> Callable[[str, int], SourcePlace | None]:
-        """The places of tensors, by name and rank."""
-        return partial(_place_of, self.ranks, self.files)
+    def place_of(self, name: str, rank: int) -> SourcePlace | None:
+        """The place of a tensor in the files of a rank; None if the rank does not hold it."""
+        info = self.ranks[rank].get(name)
+        return SourcePlace(self.files[info.file], info.offset) if info else None
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""

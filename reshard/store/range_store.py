@@ -43,10 +43,6 @@ class RangeStore(Store):
         self.kept: dict[str, dict[int, bytes]] = {}
         self._opened: dict[str, Read] = {}
 
-    def __getstate__(self) -> dict[str, object]:
-        """Without open connections: another process opens them again."""
-        return {**self.__dict__, "_opened": {}}
-
     @cached_property
     def _stats(self) -> Mapping[str, Stat]:
         return {name: _stat(content) for name, content in self.files.items()}

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -23,28 +22,15 @@ a lock does not end the wait. So Ctrl-C takes this long at most.
 """
 
 
-def share(items: Iterable[S], count: int, work: Callable[[Iterator[S]], None]) -> None:
-    """Have ``count`` threads call ``work``, each with an iterator that takes the next of the items that all share.
+class Shared(Iterator[S]):
+    """Items that threads share: each is taken by one of them."""
 
-    Raises the first error; then the other threads get no more items, and are waited for.
-    """
-    left, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    def __init__(self, items: Iterable[S]) -> None:
+        self._left, self._lock = iter(items), threading.Lock()
 
-    def own() -> Iterator[S]:
-        while not stopped.is_set():
-            with lock:
-                found = [*islice(left, 1)]
-            if not found:
-                return
-            yield found[0]
-
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(work, own()) for _ in range(count)]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        finally:
-            stopped.set()
+    def __next__(self) -> S:
+        with self._lock:
+            return next(self._left)
 
 
 class StoppedError(Exception):

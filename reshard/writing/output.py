@@ -69,8 +69,7 @@ class NewFile:
     """A weight file to be written: its header, and tensors of one rank.
 
     ``name`` is relative to the output, ``size`` is in bytes, with the header. ``places`` gives the names of its tensors
-    and their offsets in the file. The file must have the checksum ``expected``, if that is known. Without ``summed`` no
-    checksum is computed.
+    and their offsets in the file. The file must have the checksum ``expected``, if that is known.
     """
 
     name: str
@@ -79,7 +78,6 @@ class NewFile:
     size: int
     places: Callable[[], Iterable[tuple[str, int]]]
     expected: str | None = None
-    summed: bool = True
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets."""
     crcs: tuple[Crc, ...] = ()
@@ -91,10 +89,9 @@ class Output:
     """What is written of a source in a format: an arrangement of its model, divided into files.
 
     ``ranks`` are those that are written. ``folders`` are the folders of ranks that are added to an output; none, if it
-    is written as a whole. ``is_cut_by_size``: a smaller ``max_shard_size`` makes more and smaller files of the same
-    model. ``files`` are the weight files of the model, ``states`` what is written with it from sources of their own:
-    states of training. ``documents`` are the small files besides those of the source and of ranks, without the
-    manifest.
+    is written as a whole. ``files`` are the weight files of the model, ``states`` what is written with it from sources
+    of their own: states of training. ``documents`` are the small files besides those of the source and of ranks,
+    without the manifest.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class Output:
         self._others = list(training.archives()) if training is not None and state is None else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
-        self.is_cut_by_size = format.files.has_parts and not is_restored
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
         if is_restored:
             self._files[0] = self._restored()
@@ -204,10 +200,7 @@ class Output:
         if infos:
             name = min(infos)
             raise MismatchError(f"{source.path}: tensor '{name}' is in the manifest's source files, but in no shard")
-        return [
-            NewFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum, summed=f.checksum is not None)
-            for f in record.files
-        ]
+        return [NewFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in record.files]
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         """The files of a rank, or those with a number of chunks."""
@@ -248,7 +241,7 @@ class Output:
             )
         if self._adapter is not None:
             name = name.replace(MODEL, ADAPTER)
-        return _safetensors(name, rank, tensors, self._metadata(rank, tensors), summed=self.format is not HUGGING_FACE)
+        return _safetensors(name, rank, tensors, self._metadata(rank, tensors))
 
     def _metadata(self, rank: int, tensors: Sequence[Tensor]) -> dict[str, str]:
         if self.format is HUGGING_FACE:
@@ -535,9 +528,7 @@ def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
     return files
 
 
-def _safetensors(
-    name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str], *, summed: bool = True
-) -> NewFile:
+def _safetensors(name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> NewFile:
     """A safetensors file of these tensors."""
     header = build_header([tensor[:3] for tensor in tensors], metadata)
 
@@ -546,4 +537,4 @@ def _safetensors(
         return ((tensor.name, offset) for tensor, offset in zip(tensors, offsets, strict=False))
 
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    return NewFile(name, rank, header, size, places, summed=summed)
+    return NewFile(name, rank, header, size, places)

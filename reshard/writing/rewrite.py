@@ -25,7 +25,7 @@ from reshard.move.moves import KEPT_RANK, jobs_of
 from reshard.move.reading import Reader, Sums, checksum_of
 from reshard.placement.stored import Placed, Stored
 from reshard.publishing.existing import check_place
-from reshard.publishing.journal import WHOLE, FileShare, Finished, Read
+from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.access import Access
 from reshard.source.source import Source, SourceFile
@@ -33,7 +33,7 @@ from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import tidy
 from reshard.system import Share
-from reshard.text import human_bytes, plural
+from reshard.text import human_bytes
 from reshard.version import __version__
 from reshard.writing.output import NewFile, Output
 from reshard.writing.summary import Progress, Spent, State, Summary, no_progress
@@ -61,11 +61,6 @@ class WriteRequest(Access, Options):
     dry_run: bool = False
     part: Share | None = None
     progress: Progress = no_progress
-
-    @property
-    def options(self) -> Options:
-        """Only how bytes are moved: this is sent to other processes."""
-        return Options(workers=self.workers, checksum=self.checksum, fsync=self.fsync, sizes=self.sizes)
 
 
 class Start(NamedTuple):
@@ -124,11 +119,12 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
+            targets = _targets(new, staging)
             try:
-                written = write_files(new, staging, request.options, request.progress)
-                committed = publish(new, written, staging, request.options)
+                written = write_files(new, targets, staging, request, request.progress)
+                committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(new, staging)) from None
+                raise KeyboardInterrupt(_kept(targets, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
@@ -141,17 +137,15 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     )  # fmt: skip
 
 
-def _kept(new: Output, staging: Staging) -> str:
-    """What an interrupted run leaves to the next: whole files."""
-    files, sizes = staging.share.files, staging.share.planned
-    kept, of = len(files & staging.finished.keys()), plural(len(files), "file")
-    if kept:
-        return f"{kept} of {of} {'is' if kept == 1 else 'are'} kept: the same command goes on from there"
-    text = f"0 of {of} were finished: nothing is kept"
-    if not files or not new.is_cut_by_size:
-        return text
-    smaller = human_bytes(10 ** (len(str(max(sizes[name] for name in files) // 4)) - 1))
-    return f"{text}; --max-shard-size {smaller.replace('.00', '').replace(' ', '')} makes smaller steps"
+def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
+    """What an interrupted run leaves to the next."""
+    mine = [target for target in targets if target.name in staging.share.files]
+    is_there = {target.name for target in mine if target.name in staging.finished}
+    kept = sum(t.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists())
+    if not kept:
+        return "nothing is kept"
+    total = human_bytes(sum(target.size for target in mine))
+    return f"{human_bytes(kept)} of {total} are kept: the same command goes on from there"
 
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
@@ -241,17 +235,23 @@ class Written:
     """Seconds of moving bytes."""
 
 
-def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
+def _targets(new: Output, staging: Staging) -> dict[TargetFile, NewFile]:
+    """The files that are written, in the staging folder."""
+    return {
+        TargetFile(staging.path(f.name), f.header, f.size, name=f.name, fixed=f.fixed, crcs=f.crcs): f
+        for f in new.all_files()
+    }
+
+
+def write_files(
+    new: Output, targets: Mapping[TargetFile, NewFile], staging: Staging, options: Options, progress: Progress
+) -> Written:
     """Write the weight files of an output into the staging folder.
 
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files = new.source, new.all_files()
-    targets = {
-        TargetFile(staging.path(f.name), f.header, f.size, summed=f.summed, fixed=f.fixed, crcs=f.crcs): f
-        for f in files
-    }
+    source, files = new.source, [*targets.values()]
     jobs = _jobs(new, targets)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
     mine = {target: file for target, file in targets.items() if file.name in staging.share.files}
@@ -264,15 +264,7 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         nbytes += written
         progress(State(nbytes, total, traffic.again + sums.traffic.again))
 
-    def finished(target: TargetFile, checksum: str | None) -> None:
-        number = numbers[target]
-        reads = tuple(
-            Read(of.name, frozenset(files[other].name for other in wanted), read.to_text())
-            for of, wanted, read in sums.wanted_by(number)
-        )
-        staging.note_finished(files[number].name, Finished(target.size, checksum, reads))
-
-    numbers, of_ranks = {target: number for number, target in enumerate(targets)}, dict[int, list[NewFile]]()
+    of_ranks = dict[int, list[NewFile]]()
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
@@ -282,7 +274,10 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         for target, file in targets.items():
             target.done = file.name not in batch or file.name in staging.finished
         start = time.monotonic()
-        move(jobs, sums, [*targets], options, finished=finished, progress=moved)
+        todo -= move(
+            jobs, sums, [*targets], options, finished=staging.note_finished, moved=staging.note_moved,
+            earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
+        )  # fmt: skip
         moving += time.monotonic() - start
         traffic = traffic.plus(sums.traffic)
     read = [job.name for job in jobs] if source.format.plain else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -389,8 +390,8 @@ class Name:
     def lstat(self) -> os.stat_result:
         raise FileNotFoundError(self.text)  # only asked for the size of what is there
 
-    def open(self, mode: str) -> File:
-        return File(self, mode)
+    def open(self, mode: str = "r") -> File | io.StringIO:
+        return io.StringIO(self.read_text()) if mode == "r" else File(self, mode)
 
 
 def existing(out: Name) -> Existing:

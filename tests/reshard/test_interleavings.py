@@ -17,7 +17,7 @@ import pytest
 
 from formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished
+from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Moved
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import PUBLISHED, STATE, tidy
 from tests.marks import thorough
@@ -41,8 +41,15 @@ class Process:
         building = Staging(Name(OUT), task, share, overwrite=self.overwrite, check=self._check)  # type: ignore[arg-type]
         Run.current.staging = building
         with building as staging:
-            for name in sorted(share.files - staging.finished.keys()):
-                staging.path(name).write_text(NEW)
+            left = share.files - staging.finished.keys()
+            moved = {name: content for of in staging.moved(left) for name, content in of.written.items()}
+            for name in sorted(left):
+                place = staging.path(name)
+                begun = place.with_name(f"{place.name}.incomplete")
+                if name not in moved or not begun.is_file() or begun.read_text() != moved[name]:
+                    begun.write_text(NEW)
+                    staging.note_moved(Moved(((0, 0),), 1, {name: NEW}))
+                begun.rename(place)
                 staging.note_finished(name, Finished(1, None))
             if not staging.is_last():
                 return False
@@ -260,7 +267,8 @@ KILL, ANY = ("kill",), ("kill", INTERRUPT)
 @pytest.mark.parametrize(
     ("processes", "how"),
     [
-        (parts(["a"], ["b"]), {"faults": KILL}),
+        (parts(["a"], ["b"]), {"faults": KILL, "detail": Detail.NOTICED}),
+        pytest.param(parts(["a"], ["b"]), {"faults": KILL}, marks=thorough),
         pytest.param(ranks(2), {"faults": KILL, "detail": Detail.NOTICED}, marks=thorough),
         pytest.param(parts(["a", "b"], []), {"faults": KILL, "detail": Detail.NOTICED}, marks=thorough),
         pytest.param(parts(["a"], ["b"]), {"faults": ANY}, marks=thorough),

@@ -203,6 +203,8 @@ def test_what_a_resumed_run_reads_again_is_what_the_killed_run_read(tmp_path, mo
     source = write_checkpoint(tmp_path / "source")
     unseen(monkeypatch)
     run_killed(monkeypatch, 1, lambda: split(source, tmp_path / "out", tp=8, **ONE))
+    for begun in (tmp_path / "out.partial").rglob("*.incomplete"):
+        begun.unlink()
     before = (source / "model.safetensors").stat()
     change_tensor(source / "model.safetensors", "model.layers.0.self_attn.k_proj.weight")
     os.utime(source / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -397,12 +399,13 @@ def test_a_source_changed_while_it_is_read(what, how, ranks, tmp_path, monkeypat
     real = writing.move
 
     def move(*arguments, **options):
-        real(*arguments, **options)
+        nbytes = real(*arguments, **options)
         content = (source / what).read_bytes()
         if how != "overwritten":
             (source / what).unlink()
         if how != "removed":
             (source / what).write_bytes(content)
+        return nbytes
 
     monkeypatch.setattr(writing, "move", move)
     with pytest.raises((MismatchError, CheckpointError), match=what):
@@ -416,8 +419,9 @@ def test_shards_changed_while_they_are_merged(tmp_path, monkeypatch):
     real = writing.move
 
     def move(*arguments, **options):
-        real(*arguments, **options)
+        nbytes = real(*arguments, **options)
         (tmp_path / "shards/reshard.json").touch()
+        return nbytes
 
     monkeypatch.setattr(writing, "move", move)
     with pytest.raises(MismatchError, match=r"reshard\.json was changed while it was read"):

@@ -6,34 +6,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from formats.errors import MismatchError
-from reshard.store.threads import StoppedError, share, work_together
+from reshard.store.threads import Shared, StoppedError, work_together
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_each_item_is_taken_once(count: int) -> None:
     found: list[int | None] = []
     items = [None, *range(100)]
-    share(items, count, found.extend)
+    shared = Shared(items)
+    work_together(count, lambda number, report: [*map(report, shared)], found.append)
     assert sorted(found, key=str) == sorted(items, key=str)
 
 
 def test_the_first_error_ends_the_others() -> None:
-    taken: list[int] = []
+    taken, shared = list[int](), Shared(range(10_000))
 
-    def work(numbers: Iterator[int]) -> None:
-        for number in numbers:
-            taken.append(number)
+    def work(_: int, report: Callable[[int], None]) -> None:
+        for number in shared:
+            report(number)
             if number == 3:
                 raise ValueError("three")
             time.sleep(0.002)
 
     with pytest.raises(ValueError, match="three"):
-        share(range(10_000), 4, work)
+        work_together(4, work, taken.append)
     assert len(taken) < 200
 
 

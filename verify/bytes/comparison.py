@@ -28,7 +28,7 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
 from reshard.placement.stored import Stored
 from reshard.source.source import Source
-from reshard.store.threads import share
+from reshard.store.threads import Shared, work_together
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.reading import Files, coarse, differing, expected, pattern, repeated, stating
@@ -109,15 +109,18 @@ class Comparison:
         """Compare; the report has only ``first`` and ``damages``. Raises CheckpointError if a file cannot be read."""
         tally = self._tally
 
-        def work(units: Iterator[_Unit | Sequence[_Tensor]]) -> None:
+        units = Shared(self._todo)
+
+        def work(_: int, report: Callable[[None], None]) -> None:
             with _Worker(tally, self._names) as worker:
                 for unit in units:
+                    report(None)
                     if isinstance(unit, _Unit):
                         worker.compare(unit.tensor, unit.chunk)
                     else:
                         worker.compare_small(unit)
 
-        share(self._todo, workers, work)
+        work_together(workers, work, lambda _: None)
         if tally.done != tally.total:  # a partial comparison must not pass
             raise RuntimeError(f"{tally.done} of the {tally.total} bytes of the shards were compared")
         mesh = self._arrangement.plan.mesh

@@ -14,7 +14,7 @@ from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
 from reshard.source.access import Access, find
-from reshard.source.source import Source
+from reshard.source.source import CASTS, Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from verify.bytes.exact import open_shards
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
-_OF_AN_ENGINE = {"engine": "name", "engine_python": "python", "engine_mesh": "meshes", "dtype": "dtype", "seed": "seed"}
+_OF_AN_ENGINE = {
+    "engine": "name", "engine_python": "python", "engine_mesh": "meshes", "compute_dtype": "dtype", "seed": "seed"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class VerifyRequest(Access, RunSettings):
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         if self.engine is None and (lonely := sorted(given & {"engine_python", "engine_mesh"})):
             raise refused(lonely[0], None, "no engine is asked for", instead=({"engine": None},))
-        computed = next((name for name in ("dequantize", "patch") if getattr(self, name)), None)
+        computed = next((name for name in ("dequantize", "patch", "dtype") if getattr(self, name)), None)
         if computed is not None and (not self.exact_only or self.engine is not None):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
             raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
-        of_a_run = given & {*_OF_A_RUN} - ({"dtype", "seed"} if self.engine is not None else set())
+        of_a_run = given & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
         if self.exact_only and of_a_run:
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
@@ -109,6 +111,10 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
             answer.notes.append(
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
             )
+        if answer.exit_code == 1 and (dtype := _other_dtype(original, shards)) is not None:
+            answer.notes.append(
+                f"These have weights in {dtype}, the original has none. If it was cast, give --dtype {dtype}, too."
+            )
     except ReshardError as error:
         answer.error = error
 
@@ -151,6 +157,15 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
         hint = f"give the model with --config BASE; {BYTES_ALONE}"
         raise CheckpointError(f"an adapter runs beside its base model: {error.message}", hint) from error
     return Unmerged(base, local_folder(original.path), is_alone=True)
+
+
+def _other_dtype(original: Source, shards: Source | ExactReport) -> str | None:
+    """The dtype, as ``--dtype`` calls it, that shards have and their original has not."""
+    if isinstance(shards, ExactReport) or original.cast is not None:
+        return None
+    theirs = {info.dtype for tensors in shards.ranks for info in tensors.values()}
+    own = {info.dtype for tensors in original.ranks for info in tensors.values()}
+    return next((name for name, dtype in CASTS.items() if dtype in theirs - own), None)
 
 
 def _lost_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> bool:

@@ -257,6 +257,9 @@ hub_options = together(
     option("--token", group=Group.WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
     option("--cache-dir", group=Group.RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
+cast_option = option(
+    "--dtype", group=Group.WHAT, metavar="NAME", help="Round weights to bf16 or fp16, or widen them to fp32."
+)
 dequantize_option = option(
     "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
 )
@@ -304,7 +307,6 @@ progress_option = option(
 )  # fmt: skip
 device_option = option("--device", group=Group.HOW, metavar="NAME", default="auto", show_default=True,
                        help="Ranks run on cpu, cuda, xpu or npu.")  # fmt: skip
-dtype_option = option("--dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
 
 
 def timeout_option(seconds: float) -> Callable[[_Function], _Function]:

@@ -97,6 +97,17 @@ def _place_of(
     return SourcePlace(files[info.file], info.offset) if info else None
 
 
+CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""The dtypes to which a source may be cast, as ``--dtype`` and as headers call them."""
+
+
+class Cast(NamedTuple):
+    """A dtype, as ``--dtype`` calls it, and what makes the record of the checkpoint that has it."""
+
+    dtype: str
+    record: Callable[[], SourceRecord]
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint to read from.
@@ -135,7 +146,9 @@ class Source:
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
-    """The changes that were made to the config.json that was given with it."""
+    """What a reader of an output must know: changes of the given config.json, or what was cast."""
+    cast: Cast | None = None
+    """What it is cast to. Then ``unsplit`` has the dtypes to which those of ``plan`` are cast."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
@@ -239,6 +252,8 @@ class Source:
     @cached_property
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
+        if self.cast is not None:
+            return self.cast.record()
         if self.checkpoint is not None:
             return self._record_of(self.checkpoint)
         if self.manifest is not None:

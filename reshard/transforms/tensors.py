@@ -24,9 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from formats.documents import json_bytes
 from formats.errors import CheckpointError
 from formats.files.checksum import Stamp, check_unchanged
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
@@ -350,7 +351,7 @@ class Tensor(NamedTuple):
 def tensors_of(source: Source) -> dict[str, Tensor]:
     """The tensors of the full checkpoint by name. Raises PlanError if one cannot be put together."""
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
-    if source.format is HUGGING_FACE:
+    if source.format is HUGGING_FACE and source.cast is None:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         return {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
@@ -382,6 +383,30 @@ def whole_of(source: Source) -> Whole:
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
     files = [SourceFileRecord(file.name, file.size, file.header) for file in merged.files]
     return Whole(files, merged.documents, source.side_files)
+
+
+def laid_anew(whole: Whole, tensors: Mapping[str, Tensor]) -> tuple[list[ComputedFile], dict[str, bytes]]:
+    """The files and the index with these tensors in place of those of the same names; a file of none of them is none.
+
+    Elements are aligned: the largest come first.
+    """
+    files = list[ComputedFile]()
+    for file in whole.files:
+        before = parse_header(file.header, Path(file.name), None)
+        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in before.tensors if name in tensors]
+        if kinds:
+            kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
+            header = build_header(kinds, before.metadata)
+            record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), header)
+            files.append(computed(record, {name: tensors[name].content for name, *_ in kinds}))
+    index = dict[str, bytes]()
+    there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
+    total = sum(file.size - len(file.header) for file in files)
+    for name, content in whole.index.items():
+        weight_map: dict[str, str] = json.loads(content)["weight_map"]
+        kept = {tensor: file for tensor, file in weight_map.items() if tensor in there}
+        index[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
+    return files, index
 
 
 class Piece(NamedTuple):

@@ -439,7 +439,7 @@ class Output:
     ) -> Manifest:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         source, record = self.source, self.source.record
-        if sums is not None and source.format is HUGGING_FACE:
+        if sums is not None and source.format is HUGGING_FACE and source.cast is None:
             of = {file.name: sums.checksum(file) for file in sums.of}
             files = tuple(dataclasses.replace(file, checksum=of[file.name]) for file in record.files)
             record = dataclasses.replace(record, files=files)

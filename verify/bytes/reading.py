@@ -227,12 +227,12 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
         block = row // grid.rows * blocks + row % grid.rows // grid.block_rows
         with np.errstate(all="ignore"):
             product = _VALUES[codes[at:end]] * scales[block][of_column[column : column + end - at]]
-            found[at:end] = _nearest(product.astype(np.float32))
+            found[at:end] = nearest(product.astype(np.float32))
         at = end
     return found
 
 
-def _nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     """The bits of the nearest bfloat16; of two as near, of the one that ends in 0. NaN is 0x7FC0."""
     bits = numbers.view(np.uint32)
     high, low = (bits >> 16).astype(np.uint16), bits & 0xFFFF

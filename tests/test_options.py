@@ -26,7 +26,8 @@ VALUES = {
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--compute-dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
-    "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
+    "--dtype": "fp32", "--link": "10GB/s", "--timeout": "7",
+    "--engine": "vllm", "--engine-mesh": "tp=2", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {
@@ -39,6 +40,7 @@ VACUOUS = {
     ("split", "--uneven"): "where boxes may have any size",
     ("split", "--no-checksum"): "where no manifest is written",
     ("merge", "--no-checksum"): "what is merged has no manifest",
+    ("plan", "--dtype"): "where only names are printed",
     ("plan", "--no-pad-vocab"): "where nothing is padded",
     ("plan", "--uneven"): "where boxes may have any size",
 }

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
+from formats.files.safetensors import CASTS
 from formats.mesh import Mesh
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
 from reshard.source.access import Access, find
-from reshard.source.source import CASTS, Source
+from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from verify.bytes.exact import open_shards

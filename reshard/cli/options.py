@@ -194,6 +194,13 @@ def format_names() -> Iterable[str]:
     return names_to_write()
 
 
+def dtypes() -> Iterable[str]:
+    """The dtypes to which weights are cast."""
+    from formats.files.safetensors import CASTS
+
+    return CASTS
+
+
 def model_types() -> Iterable[str]:
     """The model types that have rules."""
     from formats.notation.architecture_files import built_in_architectures
@@ -258,8 +265,9 @@ hub_options = together(
     option("--cache-dir", group=Group.RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
 cast_option = option(
-    "--dtype", group=Group.WHAT, metavar="NAME", help="Round weights to bf16 or fp16, or widen them to fp32."
-)
+    "--dtype", group=Group.WHAT, type=Value("dtype", known=dtypes), metavar="NAME",
+    help="Cast weights to bf16, fp16 or fp32.",
+)  # fmt: skip
 dequantize_option = option(
     "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
 )

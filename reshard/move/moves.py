@@ -162,10 +162,11 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
         here = slice(begin, begin + _CAST_AT_A_TIME)
         with np.errstate(over="ignore", invalid="ignore"):
             values = _as_float32(codes[here], dtype)
-            is_lost = target != "F32" and _round(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
+            is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
             if target == "F32":
                 found[here] = values
-                is_lost = dtype == "F64" and (np.isinf(values) & np.isfinite(codes[here])).any()
+            else:
+                is_lost |= _round(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
         if is_lost:
             why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
             raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)

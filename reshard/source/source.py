@@ -97,14 +97,11 @@ def _place_of(
     return SourcePlace(files[info.file], info.offset) if info else None
 
 
-CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""The dtypes to which a source may be cast, as ``--dtype`` and as headers call them."""
-
-
 class Cast(NamedTuple):
-    """A dtype, as ``--dtype`` calls it, and what makes the record of the checkpoint that has it."""
+    """A dtype, as ``--dtype`` calls it, the source without a cast, and what makes the record of what a merge writes."""
 
     dtype: str
+    source: Source
     record: Callable[[], SourceRecord]
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from formats.documents import json_bytes
 from formats.errors import listed, refused
 from formats.files.checkpoint import CONFIG, open_checkpoint
-from formats.files.safetensors import DTYPE_NAMES
+from formats.files.safetensors import CASTS, DTYPE_NAMES
 from formats.files.sharded import SourceRecord
 from formats.hints import synonym
 from formats.notation.adapters import SETTINGS
 from formats.store import StoredPath
 from reshard.model.model import Kind, Model
 from reshard.model.sizes import AxisSizes
-from reshard.source.source import CASTS, Cast, Source
+from reshard.source.source import Cast, Source
 from reshard.text import plural
 from reshard.transforms.tensors import laid_anew, store_of, tensors_of, whole_of
 
@@ -58,7 +58,7 @@ def cast(source: Source, name: str) -> Source:
         tuple(tensor._replace(kind=new.get(tensor.kind, tensor.kind)) for tensor in model.tensors),
         tuple(new.get(kind, kind) for kind in model.kinds),
     )  # fmt: skip
-    made = Cast(word, lambda: _record(source, opened, word))
+    made = Cast(word, source, lambda: _record(source, opened, word))
     opened = replace(source, unsplit=found, side_files=sides, note="; ".join(notes), cast=made)
     return opened
 

@@ -35,7 +35,7 @@ from formats.store import FilePath, local_path, open_file, unreadable
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
-from reshard.move.moves import jobs_of
+from reshard.move.moves import Change, jobs_of
 from reshard.move.reading import Reader
 from reshard.move.slabs import Region, Slab, Way
 from reshard.placement.arrangement import arrangement_of
@@ -350,8 +350,11 @@ class Tensor(NamedTuple):
 
 def tensors_of(source: Source) -> dict[str, Tensor]:
     """The tensors of the full checkpoint by name. Raises PlanError if one cannot be put together."""
+    if source.cast is not None:
+        before = tensors_of(source.cast.source)
+        return {name: _rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
-    if source.format is HUGGING_FACE and source.cast is None:
+    if source.format is HUGGING_FACE:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         return {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
@@ -362,6 +365,25 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         tensor.name: Tensor(tensor.dtype, tensor.shape, Gathered(tensor.name, jobs[tensor.name], files))
         for tensor in source.model.tensors
     }
+
+
+class Rounded(Computed):
+    """A tensor that is cast (``what``)."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read and cast the elements, of which the range may begin or end within one."""
+        (content,), change = self.inputs, self.what
+        first, last = begin // change.after, -(-end // change.after)
+        raw = content.read(opened, first * change.before, last * change.before)
+        found: NDArray[np.uint8] = change.elements()(np.frombuffer(raw, np.uint8).reshape(-1, change.before))
+        return found.reshape(-1).data[begin - first * change.after :][: end - begin]
+
+
+def _rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    change = Change(name, tensor.dtype, dtype, None, dtype)
+    return tensor._replace(dtype=dtype, content=Rounded((tensor.content,), change))
 
 
 @dataclass(frozen=True)

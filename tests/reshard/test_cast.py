@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import MismatchError, ReshardError
 from formats.files.safetensors import CASTS, read_header
+from formats.notation.adapters import SETTINGS
 from formats.notation.architecture_files import built_in_architectures, load_architecture
 from formats.transformers_internals import kept_in_float32, placements
 from reshard.api import diff, load, merge, split
@@ -145,7 +146,7 @@ def test_each_dtype(before: str, after: str, tmp_path: Path) -> None:
 
 def test_a_function_is_of_what_was_cast(tmp_path: Path) -> None:
     """vLLM stores -exp(A_log): of the rounded one, which stands beside the shards."""
-    model = made("bamba")
+    model = made("mamba")
     merge(model, tmp_path / "narrow", dtype="bf16", **ONE)
     for source, more in ((tmp_path / "narrow", {}), (model, {"dtype": "bf16"})):
         split(source, tmp_path / f"served-{len(more)}", tp=2, format="vllm", **more, **ONE)
@@ -199,10 +200,10 @@ def test_a_cast_to_its_own_dtype_changes_nothing(tmp_path: Path) -> None:
 
 def test_quantized_weights_and_scales_stay(tmp_path: Path) -> None:
     from tests.dequantize import METHODS
-    from tests.reshard.test_quantized import checkpoint
+    from tests.reshard.test_quantized import PACKINGS, checkpoint
 
-    for method in ("gptq", "fp8-block"):
-        folder, *_ = checkpoint(tmp_path / method, METHODS[method], "separate")
+    for method in ("gptq", "float8-block"):
+        folder, *_ = checkpoint(tmp_path / method, METHODS[method], PACKINGS[0])
         done = command("split", folder, tmp_path / f"{method}-out", "--tp", "2", "--dtype", "fp32")
         assert "uantized weights and their scales stay" in done.stdout, done.stderr
         merge(tmp_path / f"{method}-out", tmp_path / f"{method}-back", **ONE)
@@ -243,7 +244,7 @@ def test_a_weight_that_would_become_infinite(tmp_path: Path) -> None:
 
 def test_an_adapter_keeps_its_dtypes(tmp_path: Path) -> None:
     source = open_source(made("llama-biases"))
-    object.__setattr__(source.model, "config", {**source.model.config, "adapter_config.json": {}})
+    object.__setattr__(source.model, "config", {**source.model.config, SETTINGS: {}})
     from reshard.transforms.cast import cast as cast_source
 
     with pytest.raises(ReshardError, match="an adapter keeps its dtypes"):

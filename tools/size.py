@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7025, 742, 118),
-    "reshard": Size(118, 17535, 1711, 241),
-    "verify": Size(64, 8659, 839, 141),
+    "formats": Size(42, 7039, 744, 118),
+    "reshard": Size(119, 17735, 1722, 244),
+    "verify": Size(64, 8718, 842, 141),
 }
 
 _NOT_CODE = {

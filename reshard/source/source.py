@@ -277,7 +277,8 @@ class Source:
         document = to_document(self.model.architecture)
         used = self.model.used_templates
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
-        return document
+        kept = {part: when for part, when in document.pop("float32", {}).items() if any(part in name for name in used)}
+        return document | ({"float32": kept} if kept else {})
 
     def manifest_rules(self, format: Format) -> dict[str, Any]:
         """The rules as in a manifest of a format: all of them, if names there do not say which tensor each is of."""

@@ -207,8 +207,8 @@ class Measured:
         named = sum(found.is_named for found in seen)
         least = min(found.ratio for found in self.again)
         return [
-            f"The {len(self.again)} that were not seen, run once more with `--dtype float32`: {len(seen)} seen, {named}"
-            f" with the right layer; the smallest ratio is {least:.3g}.",
+            f"The {len(self.again)} that were not seen, run once more with `--compute-dtype float32`: {len(seen)} "
+            f"seen, {named} with the right layer; the smallest ratio is {least:.3g}.",
             "",
         ]
 
@@ -282,7 +282,7 @@ def main() -> None:
                 measured.faults += found
                 hidden = [each.case for each in found if not each.is_seen]
                 if hidden:
-                    measured.again += check(hidden, ForwardOptions(dtype="float32"))
+                    measured.again += check(hidden, ForwardOptions(compute_dtype="float32"))
                 for each in found:
                     if not each.is_named:
                         case = each.case

@@ -12,7 +12,12 @@ _WORDS = {
     "dcp-transformers": "fsdp2",
     "megatron": "mcore megatron-core torch-dist nemo",
     "peft": "lora",
+    # dtypes
+    "bf16": "bfloat16 torch.bfloat16",
+    "fp16": "float16 half torch.float16 torch.half f16",
+    "fp32": "float32 float torch.float32 torch.float f32",
     # options
+    "--dtype": "torch-dtype cast cast-dtype",
     "--as": "to format target-format output-format",
     "--tp": "tensor-parallel-size tp-size world-size num-shards",
     "--ep": "expert-parallel-size",
@@ -32,13 +37,11 @@ _WORDS = {
 SYNONYMS = {word: meant for meant, words in _WORDS.items() for word in words.split()}
 """A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
 
-_DTYPE = "reshard keeps the dtype of each tensor; --dequantize alone changes it, from fp8 to BF16"
 _QUANTIZE = "reshard does not quantize: quantize with llm-compressor, say, and split the result"
 _HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
 _GGUF = "convert_hf_to_gguf.py of llama.cpp makes GGUF of a Hugging Face folder, which 'reshard merge' writes"
 _OUT = "the output is an argument: reshard split SOURCE OUT"
 _ADVICE = {
-    _DTYPE: "dtype torch-dtype cast",
     _QUANTIZE: "quantize quantization",
     _HUB: "upload push-to-hub",
     f"reshard.live pushes weights between running programs (see 'reshard live --help'); {_HUB}": "push",

@@ -8,6 +8,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+from formats.files.safetensors import CASTS
 from formats.hints import SYNONYMS
 from formats.notation.format_file import adapter_format_names, format_names, names_to_write
 from reshard.cli.commands import COMMANDS, cli
@@ -24,7 +25,7 @@ def completed(*words: str) -> list[tuple[str, str]]:
     return [(item.type, item.value) for item in shell.get_completions([*words[:-1]], words[-1])]
 
 
-FREE = {"--revision", "--token", "--dtype", "--device", "--prompt"}
+FREE = {"--revision", "--token", "--dtype", "--compute-dtype", "--device", "--prompt"}
 """Options whose text nobody can complete."""
 
 
@@ -63,7 +64,7 @@ def test_names_are_completed() -> None:
         ("split a b -xy 2", "No such option '-xy'", "see 'reshard split --help'"),
         ("split a b --to vllm", "No such option '--to'", "did you mean '--as'?"),
         ("plan a --format vllm", "No such option '--format'", "did you mean '--as'?"),
-        ("split a b --dtype float16", "No such option '--dtype'", "reshard keeps the dtype of each tensor"),
+        ("split a b --torch-dtype float16", "No such option '--torch-dtype'", "did you mean '--dtype'?"),
         ("split a b --tensor_parallel_size 2", "No such option '--tensor_parallel_size'", "did you mean '--tp'?"),
         ("merge a b --as vllm", "No such option '--as'", "--as is an option of formats, plan, split;"),
         ("merge a b --to vllm", "No such option '--to'", "--as is an option of formats, plan, split;"),
@@ -105,7 +106,7 @@ def test_what_a_synonym_means_is_there(word: str) -> None:
     """Each entry of the table names a command, an option or a format that exists."""
     commands = [command for name in COMMANDS if (command := cli.get_command(click.Context(cli), name)) is not None]
     options = {option for each in commands for param in each.params for option in param.opts}
-    assert SYNONYMS[word] in {*COMMANDS, *options, *names_to_write()}
+    assert SYNONYMS[word] in {*COMMANDS, *options, *names_to_write(), *CASTS}
     assert word not in {*COMMANDS, *names_to_write()}
 
 

@@ -24,9 +24,9 @@ VALUES = {
     "--tp": "2", "--ep": "2", "--pp": "2", "--pp-layers": "1,2", "--rank": "0", "--max-shard-size": "3KB",
     "--part": "0/2", "--pad-vocab-to": "24", "--plan": "rules.toml", "--config": "model", "--revision": "main",
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
-    "--device": "cpu", "--dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
+    "--device": "cpu", "--compute-dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
-    "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
+    "--dtype": "fp32", "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {
@@ -39,6 +39,7 @@ VACUOUS = {
     ("split", "--uneven"): "where boxes may have any size",
     ("split", "--no-checksum"): "where no manifest is written",
     ("merge", "--no-checksum"): "what is merged has no manifest",
+    ("plan", "--dtype"): "where only names are printed",
     ("plan", "--no-pad-vocab"): "where nothing is padded",
     ("plan", "--uneven"): "where boxes may have any size",
 }

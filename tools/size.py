@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7032, 740, 118),
-    "reshard": Size(117, 17656, 1705, 244),
-    "verify": Size(55, 7985, 772, 128),
+    "formats": Size(42, 7046, 742, 118),
+    "reshard": Size(118, 17860, 1716, 247),
+    "verify": Size(55, 8042, 775, 128),
 }
 
 _NOT_CODE = {

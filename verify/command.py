@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
+from formats.files.safetensors import CASTS
 from formats.notation.adapters import SETTINGS
 from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_folder
@@ -131,7 +132,7 @@ def _compare_bytes(answer: Answer, original: Source, shards: Source | ExactRepor
 
 
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
-_OF_AN_ENGINE = {"engine_python": "python", "dtype": "dtype", "seed": "seed"}
+_OF_AN_ENGINE = {"engine_python": "python", "compute_dtype": "dtype", "seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,12 @@ class VerifyRequest(Access, RunSettings):
             raise refused("engine", self.engine, "the engine is vllm")
         if self.engine is None and self.engine_python is not None:
             raise refused("engine_python", None, "no engine is asked for", instead=({"engine": None},))
-        computed = next((name for name in ("dequantize", "patch") if getattr(self, name)), None)
+        computed = next((name for name in ("dequantize", "patch", "dtype") if getattr(self, name)), None)
         if computed is not None and (not self.exact_only or self.engine is not None):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
             raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
-        of_a_run = given & {*_OF_A_RUN} - ({"dtype", "seed"} if self.engine is not None else set())
+        of_a_run = given & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
         if self.exact_only and of_a_run:
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
@@ -202,6 +203,10 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
         if answer.exit_code == 1 and _lost_quantization(original, place, shards):
             answer.notes.append(
                 "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
+            )
+        if answer.exit_code == 1 and (dtype := _other_dtype(original, shards)) is not None:
+            answer.notes.append(
+                f"These have weights in {dtype}, the original has none. If it was cast, give --dtype {dtype}, too."
             )
     except ReshardError as error:
         answer.error = error
@@ -245,6 +250,15 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
         hint = f"give the model with --config BASE; {BYTES_ALONE}"
         raise CheckpointError(f"an adapter runs beside its base model: {error.message}", hint) from error
     return Unmerged(base, local_folder(original.path), is_alone=True)
+
+
+def _other_dtype(original: Source, shards: Source | ExactReport) -> str | None:
+    """The dtype, as ``--dtype`` calls it, that shards have and their original has not."""
+    if isinstance(shards, ExactReport) or original.cast is not None:
+        return None
+    theirs = {info.dtype for tensors in shards.ranks for info in tensors.values()}
+    own = {info.dtype for tensors in original.ranks for info in tensors.values()}
+    return next((name for name, dtype in CASTS.items() if dtype in theirs - own), None)
 
 
 def _lost_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> bool:

@@ -14,14 +14,14 @@ BYTES_ALONE = "--exact-only compares the bytes alone"
 class RunSettings:
     """How the model is run.
 
-    The forward pass runs on ``device`` (``auto``, ``cpu``, or what torch calls the accelerator) in ``dtype``
+    The forward pass runs on ``device`` (``auto``, ``cpu``, or what torch calls the accelerator) in ``compute_dtype``
     (``float32``, ``bfloat16`` or ``float16``), by default the checkpoint's own: ``batch`` x ``seq`` random tokens from
     ``seed``, or those of ``prompt``. ``backward`` compares gradients too; ``streamed`` runs one block at a time. A rank
     waits ``timeout`` seconds for the others.
     """
 
     device: str = "auto"
-    dtype: str | None = None
+    compute_dtype: str | None = None
     batch: int = 2
     seq: int = 32
     seed: int = 0

@@ -50,6 +50,8 @@ DTYPE_BITS: dict[str, int] = {
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes of weights that are not quantized, as config.json calls them."""
+CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Those to which weights may be cast, as ``--dtype`` calls them."""
 
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000

@@ -81,6 +81,8 @@ class _Node:
 class Architecture:
     """The rules of one family of models. Fields as in the file; see docs/reference/architecture-files.md.
 
+    ``float32`` has parts of the names of tensors that are not cast to a dtype of 16 bits, and where that holds.
+
     ``partial``: a user's plan that is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
     ``tensors`` that come from a base, not from the user's file. ``derived`` are those that follow from another line
     (see ``components.unfused``). ``stages`` gives the pipeline stage of a tensor: ``first``, ``last``, ``every`` (each
@@ -101,6 +103,7 @@ class Architecture:
     stages: Mapping[str, Expression] = field(default_factory=dict)
     layers: Expression = field(default_factory=lambda: read_expression("layer"))
     partial: bool = False
+    float32: Mapping[str, Expression] = field(default_factory=dict)
     inherited: frozenset[str] = field(compare=False, default=frozenset())
     derived: frozenset[str] = field(compare=False, default=frozenset())
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
@@ -124,6 +127,11 @@ class Architecture:
         shapes = (shape for rule in self.tensors[template] for shape in rule.shapes) if "{" not in template else ()
         axes = ([dim.axis for dim in shape.dims] for shape in shapes)
         return any(len(of) == 2 and None not in of and not {*of}.isdisjoint(self.pad) for of in axes)
+
+    def stays_float32(self, name: str, settings: Mapping[str, Any], dtype: str) -> bool:
+        """Whether a tensor of this name is not to be cast to ``bf16`` or ``fp16``."""
+        known = {**settings, "dtype": dtype}
+        return any(part in name and when.evaluate(known.get) for part, when in self.float32.items())
 
     def form(self, name: str) -> tuple[Hashable, Sequence[str]]:
         """A name without its numbers, and the numbers. Names of one form are covered by one line, and their numbers
@@ -328,6 +336,7 @@ def _architecture(name: str, fields: Record) -> Architecture:
         stages=stages,
         layers=layers,
         partial=fields.find("partial", truth, False),
+        float32=fields.find("float32", formulas, none),
         derived=frozenset(experts.keys() - own.keys()),
         _root=trie(tensors, prefixes),
         _stage_root=trie(stages, prefixes, later_wins=True),
@@ -426,6 +435,8 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
     if architecture.stages:
         stages = {"layers": architecture.layers, **architecture.stages}
         document["stages"] = {name: where.text for name, where in stages.items()}
+    if architecture.float32:
+        document["float32"] = {part: when.text for part, when in architecture.float32.items()}
     if architecture.partial:
         document["partial"] = True
     if architecture.sections:

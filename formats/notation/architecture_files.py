@@ -64,7 +64,7 @@ def _shared(path: Path) -> Mapping[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ bases
 
-_TABLES = ("sizes", "parallel", "config", "tensors", "modules", "stages")
+_TABLES = ("sizes", "parallel", "config", "tensors", "modules", "stages", "float32")
 _OWN = ("name", "model_types", "classes")
 """Keys that hold for a file alone, and not for those that build on it."""
 INSIDE = "language_model"

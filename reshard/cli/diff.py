@@ -14,6 +14,7 @@ from reshard.cli.options import (
     NewFolder,
     Place,
     access_options,
+    cast_option,
     debug_option,
     json_option,
     option,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
 )
 @option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
+@cast_option
 @report_option("Draw what differs where, as an HTML page.")
 @access_options
 @progress_option

@@ -194,6 +194,13 @@ def format_names() -> Iterable[str]:
     return names_to_write()
 
 
+def dtypes() -> Iterable[str]:
+    """The dtypes to which weights are cast."""
+    from formats.files.safetensors import CASTS
+
+    return CASTS
+
+
 def model_types() -> Iterable[str]:
     """The model types that have rules."""
     from formats.notation.architecture_files import built_in_architectures
@@ -257,6 +264,10 @@ hub_options = together(
     option("--token", group=Group.WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
     option("--cache-dir", group=Group.RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
 )
+cast_option = option(
+    "--dtype", group=Group.WHAT, type=Value("dtype", known=dtypes), metavar="NAME",
+    help="Cast weights to bf16, fp16 or fp32.",
+)  # fmt: skip
 dequantize_option = option(
     "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
 )
@@ -304,7 +315,6 @@ progress_option = option(
 )  # fmt: skip
 device_option = option("--device", group=Group.HOW, metavar="NAME", default="auto", show_default=True,
                        help="Ranks run on cpu, cuda, xpu or npu.")  # fmt: skip
-dtype_option = option("--dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
 
 
 def timeout_option(seconds: float) -> Callable[[_Function], _Function]:

@@ -19,6 +19,7 @@ from reshard.cli.options import (
     Place,
     Value,
     access_options,
+    cast_option,
     check_degrees,
     debug_option,
     dequantize_option,
@@ -67,6 +68,7 @@ _NOT_WITH_TP_PLAN = {
 @other_mesh_options
 @format_option("Show what 'split --as FORMAT' would write.")
 @dequantize_option
+@cast_option
 @padding_options
 @access_options
 @report_option("Draw what each rank holds, as an HTML page.")

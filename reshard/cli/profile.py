@@ -16,7 +16,6 @@ from reshard.cli.options import (
     Value,
     debug_option,
     device_option,
-    dtype_option,
     hub_options,
     json_option,
     option,
@@ -72,7 +71,7 @@ def memory(text: str) -> int:
 @option("--seq", group=Group.HOW, type=NUMBERS, default="512", show_default=True, metavar="N,..",
         help="Tokens in a sequence.")  # fmt: skip
 @device_option
-@dtype_option
+@option("--dtype", group=Group.WHAT, metavar="NAME", help="Dtype to run in; default: the model's own.")
 @option("--ranks", group=Group.HOW, type=click.IntRange(1), metavar="N",
         help="Ranks at most; default: one a GPU, or a core.")  # fmt: skip
 @option("--memory", group=Group.HOW, type=Value("size", memory), metavar="SIZE",

@@ -18,6 +18,7 @@ from reshard.cli.options import (
     NewFolder,
     Place,
     Value,
+    cast_option,
     check_degrees,
     dequantize_option,
     format_option,
@@ -117,6 +118,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @dequantize_option
+@cast_option
 @patch_option
 @option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
         help="Add a LoRA adapter to SOURCE's weights first.")  # fmt: skip
@@ -165,6 +167,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
 @click.argument("source", metavar="SHARDS", type=Place())
 @click.argument("out", type=NewFolder())
 @option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
+@cast_option
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
 def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> None:

@@ -21,11 +21,11 @@ from reshard.cli.options import (
     Command,
     Group,
     Place,
+    cast_option,
     config_option,
     debug_option,
     dequantize_option,
     device_option,
-    dtype_option,
     hub_options,
     json_option,
     option,
@@ -62,12 +62,13 @@ if TYPE_CHECKING:
         help="Also run SHARDS in the engine they are for.")  # fmt: skip
 @patch_option
 @dequantize_option
+@cast_option
 @option("--plan", "plan_file", group=Group.WHERE, type=FILE, metavar="FILE",
         help="The file with which SHARDS were split.")  # fmt: skip
 @config_option
 @hub_options
 @device_option
-@dtype_option
+@option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
 @option("--batch", group=Group.HOW, type=click.IntRange(1), default=2, show_default=True, metavar="N",
         help="Sequences at once.")  # fmt: skip
 @option("--seq", group=Group.HOW, type=click.IntRange(1), default=32, show_default=True, metavar="N",

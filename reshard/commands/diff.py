@@ -57,9 +57,14 @@ def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Sou
     recognised = [recognise(path) for path in paths]
     known = [each.kind != "program" or each.manifest is not None for each in recognised]
     opened: list[Source] = []
+    access, dtype = replace(access, dtype=None), access.dtype
     for path, has_model in sorted(zip(paths, known, strict=True), key=lambda each: not each[1]):
         if opened and not has_model and access.config is None:
             opened.append(open_source(path, plan_file=access.plan_file, model=opened[0].model))
         else:
             opened.append(open_found(path, replace(access, config=None if has_model else access.config)))
+    if dtype is not None:
+        from reshard.transforms.cast import cast  # numpy
+
+        opened = [cast(each, dtype) for each in opened]
     return (opened[1], opened[0]) if known == [False, True] else (opened[0], opened[1])

@@ -1,15 +1,16 @@
-"""One rank's tensors in memory, read straight from a checkpoint."""
+"""One rank's tensors in memory, or all of a checkpoint one after the other, read straight from it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, refused
 from formats.files.safetensors import tensor_bytes
-from formats.notation.format_file import OWN
-from reshard.mesh.plan import Degrees
+from formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.mesh.plan import Degrees, make_plan
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.mover import fill, room
 from reshard.move.moves import jobs_of
@@ -18,7 +19,7 @@ from reshard.move.slabs import Region
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access
-from reshard.source.source import Source
+from reshard.source.source import UNSPLIT, Source
 from reshard.transforms.opening import open_any
 
 if TYPE_CHECKING:
@@ -27,12 +28,7 @@ if TYPE_CHECKING:
 
 def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
-    from formats.torch_internals import TORCH_DTYPES
-
-    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
-    for name, (dtype, _) in tensors.items():
-        if dtype not in TORCH_DTYPES:
-            raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
+    tensors = _held(target, rank)
     rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
     memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
     places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
@@ -44,6 +40,17 @@ def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch
     finally:
         reader.close()
     return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in tensors.items()}
+
+
+def _held(target: Arrangement, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtypes and shapes of a rank's tensors, by name. Raises CheckpointError for a dtype that torch lacks."""
+    from formats.torch_internals import TORCH_DTYPES
+
+    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
+    for name, (dtype, _) in tensors.items():
+        if dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
+    return tensors
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -97,3 +104,43 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     tensors = load_rank(opened, arrangement_of(plan_for(opened.model, OWN, request), OWN), request.rank)
     opened.check_unchanged()
     return tensors
+
+
+@dataclass(frozen=True)
+class TensorsRequest(Access):
+    """What ``tensors`` takes: a checkpoint in any form. ``format`` is that of the names and shapes."""
+
+    source: str | Path = field(repr=False)  # a URL may have a password
+    _: KW_ONLY
+    format: str = HUGGING_FACE.name
+
+
+def tensors(request: TensorsRequest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and tensors of the full checkpoint, one after the other, in the order in which the source has them.
+
+    One tensor is in memory at a time, if the caller keeps none. Raises ReshardError, also while it goes on: copies on
+    several ranks are compared, and a source must not change meanwhile.
+    """
+    if request.format != HUGGING_FACE.name:
+        why, advice = "the tensors are those of the full checkpoint", "'reshard.load' gives one rank's"
+        raise refused("format", request.format, why, advice=advice)
+    opened = open_any(request.source, request)
+    target = arrangement_of(make_plan(opened.model, UNSPLIT), HUGGING_FACE)
+    kinds, nowhere = _held(target, 0), TargetPlace(TargetFile(Path(), b"", 0), 0)
+    jobs = dict[str, list[Job]]()
+    for job in jobs_of(opened, target, {0: dict.fromkeys(kinds, nowhere)}):
+        jobs.setdefault(job.name, []).append(job)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        reader = Reader()
+        try:
+            for name, parts in jobs.items():
+                data = room(tensor_bytes(name, *kinds[name]))
+                for job in parts:
+                    _load(opened, job, reader, data[job.target(0).offset :])
+                yield name, _tensor(data, *kinds[name])
+        finally:
+            reader.close()
+        opened.check_unchanged()
+
+    return stream()

@@ -1,11 +1,11 @@
 """The jobs that bring a source into the files of an output: the one place where jobs are made.
 
 Source and target are arrangements of one model (``reshard.placement.arrangement``), taken apart into the same atoms. An
-atom goes from one to the other as it is, or with a named change: its elements in another dtype or by a function
-(``Change``), scales of scale blocks of another size (``Regrid``), a stated shape (``Restate``). Any other difference
-between the two sides is refused here.
+atom goes from one to the other as it is, or with a named change: its elements in another dtype (rounded, if that was
+asked for) or by a function (``Change``), scales of scale blocks of another size (``Regrid``), a stated shape
+(``Restate``). Any other difference between the two sides is refused here.
 
-Changes of each element on its way: another dtype without loss, or the one function that some program stores.
+Changes of each element on its way: another dtype without loss, the one function that some program stores, or a cast.
 
 Changes to a tensor that is not moved as it is: only named changes are possible, others are refused.
 
@@ -14,16 +14,17 @@ Scales of scale blocks of another size (``Regrid``), or a shape that a tensor st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
 from formats.files.sharded import KEPT
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
@@ -45,12 +46,16 @@ Edit = Callable[[Block], Block]
 
 @dataclass(frozen=True)
 class Change:
-    """A change of each element, from ``before`` bytes to ``after``: by ``formats``' dtypes and a function's name."""
+    """A change of each element, from ``before`` bytes to ``after``: by ``formats``' dtypes and a function's name.
+
+    ``cast`` is the dtype to which it is rounded first; of a cast, ``name`` stands for all layers and experts.
+    """
 
     name: str
     dtype: str
     target: str
     function: str | None
+    cast: str | None = None
 
     @property
     def before(self) -> int:
@@ -64,7 +69,7 @@ class Change:
 
     def elements(self) -> Edit:
         """What does it. Raises PlanError."""
-        return conversion(self.name, self.dtype, self.target, self.function)
+        return conversion(self.name, self.dtype, self.target, self.function, self.cast)
 
 
 def _from_bf16(block: Block) -> NDArray[np.float32]:
@@ -111,11 +116,18 @@ _FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float
 }
 
 
-def conversion(name: str, dtype: str, target: str, function: str | None) -> Edit:
-    """The change of a tensor's elements from one dtype to another, or by a function.
+def conversion(name: str, dtype: str, target: str, function: str | None, cast: str | None = None) -> Edit:
+    """The change of a tensor's elements from one dtype to another, or by a function, after a ``cast`` to a dtype.
 
-    Raises PlanError for a change that is not known. The change raises MismatchError where it would lose something.
+    Raises PlanError for a change that is not known. Without a cast the change raises MismatchError where it would lose
+    something, with one where a finite value would become infinite.
     """
+    if cast is not None:
+        first = partial(_cast, name, dtype, cast)
+        if (target, function) == (cast, None):
+            return first
+        then = conversion(name, cast, target, function)
+        return lambda block: then(first(block))
     if dtype == "F32" and target in _FROM_F32 and function is None:
         return partial(_narrow, name, target)
     if target != "F32" or dtype not in _AS_F32 or function not in _FUNCTIONS:
@@ -127,6 +139,66 @@ def conversion(name: str, dtype: str, target: str, function: str | None) -> Edit
         return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
 
     return change
+
+
+# --------------------------------------------------------------------------------------------------------------- casts
+
+_CODES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_CAST_AT_A_TIME = 1 << 16
+"""So many elements: with what is computed of them they stay in the processor's cache."""
+_INFINITE = {"F16": 65520.0, "BF16": float(np.array(0x7F7F8000, "<u4").view("<f4"))}
+"""The smallest float32 that is rounded to infinity."""
+
+
+def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
+    """Elements in another dtype, bit for bit as torch's CPU kernels have them: by way of float32, rounded to nearest,
+    ties to even. Raises MismatchError where a finite value would become infinite.
+    """
+    if dtype == target:  # a program stores all as float32, say
+        return block
+    codes = np.ascontiguousarray(block).reshape(-1).view(_CODES[dtype])
+    found = np.empty(codes.size, _CODES[target])
+    for begin in range(0, codes.size, _CAST_AT_A_TIME):
+        here = slice(begin, begin + _CAST_AT_A_TIME)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = _as_float32(codes[here], dtype)
+            is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
+            if target == "F32":
+                found[here] = values
+            else:
+                is_lost |= _round(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
+        if is_lost:
+            why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
+            raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)
+    return found.view(np.uint8).reshape(*block.shape[:-1], found.itemsize)
+
+
+def _as_float32(codes: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (codes.astype("<u4") << np.uint32(16)).view("<f4")
+    values: NDArray[np.float32] = codes.astype("<f4", copy=False)
+    if dtype == "F16" and (nan := np.isnan(values)).any():  # numpy may leave a signalling NaN as it is
+        values.view("<u4")[nan] |= np.uint32(0x400000)
+    return values
+
+
+def _round(values: NDArray[np.float32], target: str, nan_of_bf16: int, out: NDArray[Any]) -> bool:
+    """Round values to 16 bits. Returns whether a finite value became infinite."""
+    bits, limit = values.view("<u4"), _INFINITE[target]
+    if target == "F16":
+        out[:] = values
+    else:
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += bits
+        rounded += np.uint32(0x7FFF)
+        out[:] = rounded.view("<u2")[1::2]  # the upper halves
+    if -limit < values.min() and values.max() < limit:  # also false for a NaN
+        return False
+    if (nan := np.isnan(values)).any():
+        sign, payload = bits[nan] >> np.uint32(16) & np.uint32(0x8000), bits[nan] >> np.uint32(13) & np.uint32(0x1FF)
+        out.view("<u2")[nan] = nan_of_bf16 if target == "BF16" else sign | payload | np.uint32(0x7E00)
+    return bool((np.isfinite(values) & (np.abs(values) >= limit)).any())
 
 
 # ------------------------------------------------------------------------------------------------------- scale blocks
@@ -294,7 +366,9 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``compare`` only one of several replicas is read. Raises PlanError if an atom cannot go from source to target.
     """
     here, there = same_atoms(source.arrangement, target)
-    moves = _Moves(source, compare=compare or bool(here.copies))
+    own = {tensor.name: tensor.dtype for tensor in source.plan.model.tensors} if source.cast else {}
+    casts = {t.name: t.dtype for t in target.plan.model.tensors if own.get(t.name, t.dtype) != t.dtype}
+    moves = _Moves(source, casts, compare=compare or bool(here.copies))
     check_atoms(here, there)
     origin, again = source.place_of, dict[Atom, list[Placed]]()
     for atom, placed in here.copies:
@@ -314,6 +388,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         held, wanted = here.placed.get(atom), there.placed.get(atom)
         if held is None or held.portion.function is not None:
             held = whole()[atom]
+            held = held._replace(stored=held.stored._replace(dtype=own.get(atom.tensor, held.stored.dtype)))
             sources: Places = _on_all(_place_in_kept(source, held, atom.tensor))
         else:
             sources = _places(origin, held)
@@ -377,10 +452,12 @@ def _alike(placed: Placed) -> tuple[Geometry, int, str]:
 
 
 class _Moves:
-    """Makes the jobs of a source's atoms; atoms that go the same way share it."""
+    """Makes the jobs of a source's atoms; atoms that go the same way share it. ``casts`` has the tensors that are cast,
+    and the dtypes.
+    """
 
-    def __init__(self, source: Source, *, compare: bool) -> None:
-        self._holders, self._compare = source.arrangement.ranks, compare
+    def __init__(self, source: Source, casts: Mapping[str, str], *, compare: bool) -> None:
+        self._holders, self._casts, self._compare = source.arrangement.ranks, casts, compare
         self._zeros = source.manifest is not None or not source.format.padding.free  # as padding
         self._known: dict[tuple[object, ...], tuple[Way, int]] = {}
         self._ways: dict[tuple[object, ...], Way] = {}
@@ -396,7 +473,7 @@ class _Moves:
         copies: Sequence[Placed] = (),
     ) -> Job:
         """The job that moves an atom to these ranks, and compares it with its ``copies`` in the source."""
-        change = _change(atom.tensor, held, wanted)
+        change = _change(atom.tensor, held, wanted, self._casts.get(atom.tensor))
         key = (*_alike(held), *_alike(wanted), change, ranks, *map(_alike, copies))
         if key not in self._known:
             nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
@@ -472,12 +549,14 @@ def _place_in_kept(source: Source, placed: Placed, tensor: str) -> SourcePlace:
     return SourcePlace(source.files[info.file], info.offset + placed.first(0))
 
 
-def _change(name: str, held: Placed, wanted: Placed) -> Change | None:
-    """The change of an atom's elements, if it is stored in another dtype or by a function."""
+def _change(name: str, held: Placed, wanted: Placed, cast: str | None) -> Change | None:
+    """The change of an atom's elements, if it is cast, stored in another dtype or by a function."""
     function = wanted.portion.function
-    if held.stored.dtype == wanted.stored.dtype and function is None:
+    if held.stored.dtype == wanted.stored.dtype and function is None and cast is None:
         return None
-    return Change(name, held.stored.dtype, wanted.stored.dtype, function)
+    if cast is not None:
+        name = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+    return Change(name, held.stored.dtype, wanted.stored.dtype, function, cast)
 
 
 def _places(of: Callable[[str, int], Place | None], placed: Placed) -> Callable[[int], Place | None]:

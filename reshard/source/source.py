@@ -92,6 +92,14 @@ Places = Callable[[int], SourcePlace | None]
 """The place of a tensor in the files of a rank; None if the rank does not hold it."""
 
 
+class Cast(NamedTuple):
+    """A dtype, as ``--dtype`` calls it, the source without a cast, and what makes the record of what a merge writes."""
+
+    dtype: str
+    source: Source
+    record: Callable[[], SourceRecord]
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint to read from.
@@ -130,9 +138,11 @@ class Source:
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
-    """The changes that were made to the config.json that was given with it."""
+    """What a reader of an output must know: changes of the given config.json, or what was cast."""
     twice: Mapping[str, str] = field(default_factory=dict)
     """The second names of tied tensors in its files, each with the first."""
+    cast: Cast | None = None
+    """What it is cast to. Then ``unsplit`` has the dtypes to which those of ``plan`` are cast."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
@@ -241,6 +251,8 @@ class Source:
     @cached_property
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
+        if self.cast is not None:
+            return self.cast.record()
         if self.checkpoint is not None:
             return self._record_of(self.checkpoint)
         if self.manifest is not None:
@@ -267,7 +279,8 @@ class Source:
         document = to_document(self.model.architecture)
         used = self.model.used_templates
         document["tensors"] = {name: rule for name, rule in document["tensors"].items() if name in used}
-        return document
+        kept = {part: when for part, when in document.pop("float32", {}).items() if any(part in name for name in used)}
+        return document | ({"float32": kept} if kept else {})
 
     def manifest_rules(self, format: Format) -> dict[str, Any]:
         """The rules as in a manifest of a format: all of them, if names there do not say which tensor each is of."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,7 @@ import numpy as np
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, NotationError, PlanError
 from formats.files.checkpoint import CONFIG, MODELOPT
-from formats.files.safetensors import DTYPE_BITS, build_header, parse_header, tensor_bytes
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape
 from formats.quantization.dequantizing import DTYPE, Stored, scaled_weights
@@ -25,12 +22,10 @@ from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
     Bytes,
     Computed,
-    ComputedFile,
     Kept,
     Opened,
     Tensor,
-    Whole,
-    computed,
+    laid_anew,
     store_of,
     tensors_of,
     whole_of,
@@ -79,10 +74,9 @@ def dequantize(source: Source) -> RangeStore:
         if name not in gone:
             found[name] = tensor
     whole = whole_of(source)
-    files = [*_files(whole, found)]
+    files, index = laid_anew(whole, found)
     sides = {name: content for name, content in whole.sides.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
-    index = {name: _index(content, files) for name, content in whole.index.items()}
     return store_of(source, f"{source.location} (dequantized)", files, {**sides, **index})
 
 
@@ -113,26 +107,3 @@ def _refuse_float16(others: Mapping[str, str], settings: Mapping[str, Any]) -> N
             f"{found}, but dequantized weights would be {DTYPE}: not one dtype",
             f"--dequantize is for models of which the other weights are {DTYPE} or F32",
         )
-
-
-def _files(whole: Whole, tensors: Mapping[str, Tensor]) -> Iterator[ComputedFile]:
-    """The files without scales; a file of nothing but scales is none. Elements are aligned: the largest come first."""
-    for file in whole.files:
-        before = parse_header(file.header, Path(file.name), None)
-        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in before.tensors if name in tensors]
-        if kinds:
-            kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
-            header = build_header(kinds, before.metadata)
-            size = len(header) + sum(tensor_bytes(*kind) for kind in kinds)
-            yield computed(
-                SourceFileRecord(file.name, size, header), {name: tensors[name].content for name, *_ in kinds}
-            )
-
-
-def _index(content: bytes, files: Sequence[ComputedFile]) -> bytes:
-    """The index without what is gone."""
-    weight_map: dict[str, str] = json.loads(content)["weight_map"]
-    there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
-    total = sum(file.size - len(file.header) for file in files)
-    kept = {name: file for name, file in weight_map.items() if name in there}
-    return json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"

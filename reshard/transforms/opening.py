@@ -31,7 +31,9 @@ def open_converted(source: str | Path, access: Access, name: str) -> Source:
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open what ``find`` has found, patched, then dequantized, then with the adapter in it. Raises ReshardError."""
+    """Open what ``find`` has found, patched, then dequantized, then with the adapter in it, then cast. Raises
+    ReshardError.
+    """
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
     is_part = bool(access.deltas or access.dequantize or access.adapter is not None)  # what comes of it is complete
     opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
@@ -59,4 +61,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.adapter import add_adapter  # numpy
 
         opened = transformed(add_adapter(opened, find(access.adapter, hub, Weights.FILES)))
+    if access.dtype is not None:
+        from reshard.transforms.cast import cast  # numpy
+
+        opened = cast(opened, access.dtype)
     return opened

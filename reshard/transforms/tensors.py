@@ -24,9 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from formats.documents import json_bytes
 from formats.errors import CheckpointError
 from formats.files.checksum import Stamp, check_unchanged
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
@@ -34,7 +35,7 @@ from formats.store import FilePath, local_path, open_file, unreadable
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
-from reshard.move.moves import jobs_of
+from reshard.move.moves import Change, jobs_of
 from reshard.move.reading import Reader
 from reshard.move.slabs import Region, Slab, Way
 from reshard.placement.arrangement import arrangement_of
@@ -352,6 +353,10 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
 
     A tied tensor that is there twice is compared as it is read.
     """
+    if source.cast is not None:
+        before = tensors_of(source.cast.source)
+        found = {name: _rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
+        return found | {second: found[first] for second, first in source.aliases.items()}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
     found, gathered = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
     if source.format is HUGGING_FACE:
@@ -366,6 +371,25 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     for name, tensor in gathered.items():
         found[name] = Tensor(tensor.dtype, tensor.shape, Gathered(name, jobs[name], files))
     return found | {second: found[first] for second, first in source.aliases.items()}
+
+
+class Rounded(Computed):
+    """A tensor that is cast (``what``)."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read and cast the elements, of which the range may begin or end within one."""
+        (content,), change = self.inputs, self.what
+        first, last = begin // change.after, -(-end // change.after)
+        raw = content.read(opened, first * change.before, last * change.before)
+        found: NDArray[np.uint8] = change.elements()(np.frombuffer(raw, np.uint8).reshape(-1, change.before))
+        return found.reshape(-1).data[begin - first * change.after :][: end - begin]
+
+
+def _rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    change = Change(name, tensor.dtype, dtype, None, dtype)
+    return tensor._replace(dtype=dtype, content=Rounded((tensor.content,), change))
 
 
 @dataclass(frozen=True)
@@ -387,6 +411,30 @@ def whole_of(source: Source) -> Whole:
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
     files = [SourceFileRecord(file.name, file.size, file.header) for file in merged.files]
     return Whole(files, merged.documents, source.side_files)
+
+
+def laid_anew(whole: Whole, tensors: Mapping[str, Tensor]) -> tuple[list[ComputedFile], dict[str, bytes]]:
+    """The files and the index with these tensors in place of those of the same names; a file of none of them is none.
+
+    Elements are aligned: the largest come first.
+    """
+    files = list[ComputedFile]()
+    for file in whole.files:
+        before = parse_header(file.header, Path(file.name), None)
+        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in before.tensors if name in tensors]
+        if kinds:
+            kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
+            header = build_header(kinds, before.metadata)
+            record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), header)
+            files.append(computed(record, {name: tensors[name].content for name, *_ in kinds}))
+    index = dict[str, bytes]()
+    there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
+    total = sum(file.size - len(file.header) for file in files)
+    for name, content in whole.index.items():
+        weight_map: dict[str, str] = json.loads(content)["weight_map"]
+        kept = {tensor: file for tensor, file in weight_map.items() if tensor in there}
+        index[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
+    return files, index
 
 
 class Piece(NamedTuple):

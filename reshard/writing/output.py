@@ -115,7 +115,10 @@ class Output:
         is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
         is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
         twice = source.twice if state is not None else source.aliases
-        self.arrangement = arrangement_of(plan, format, twice=twice if is_restored or is_named else {})
+        if not is_named:
+            restored = {name for file in source.record.files for name in file.tensors} if is_restored else ()
+            twice = {second: first for second, first in twice.items() if second in restored}
+        self.arrangement = arrangement_of(plan, format, twice=twice)
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
         self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
@@ -435,7 +438,7 @@ class Output:
     ) -> Manifest:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         source, record = self.source, self.source.record
-        if sums is not None and source.format is HUGGING_FACE:
+        if sums is not None and source.format is HUGGING_FACE and source.cast is None:
             of = {file.name: sums.checksum(file) for file in sums.of}
             files = tuple(dataclasses.replace(file, checksum=of[file.name]) for file in record.files)
             record = dataclasses.replace(record, files=files)

@@ -199,13 +199,16 @@ def _summary(
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float32, rounded once")
+    notes += [source.note] if source.note else []
+    if request.dtype is not None and new.states:
+        notes.append("states of training keep their dtypes")
     return Summary(
         command=new.command, source=source.location, out=where, source_mesh=source.plan.mesh, mesh=plan.mesh,
         tensors=tensors, files=len(share.files), written=0, complete=False, dry_run=request.dry_run,
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
-        note="; ".join([*notes, *([source.note] if source.note else [])]) or None, load=new.load_command(where),
+        note="; ".join(notes) or None, load=new.load_command(where),
     )  # fmt: skip
 
 

@@ -157,6 +157,28 @@ def test_the_optimizer_goes_with_it_by_name(case: str, tmp_path: Path) -> None:
     assert ("optimizer.param_groups.0.lr" in found.objects) == (case not in WITHOUT_OPTIMIZER | BY_PARAMETER)
 
 
+def test_the_optimizer_is_not_cast(tmp_path: Path) -> None:
+    case = "zero2-qwen2-w3"
+    summary = split(given(case), tmp_path / "out", format="dcp", config=config_of(case), dtype="bf16")
+    assert "states of training keep their dtypes" in str(summary)
+    found, values = load_dcp(tmp_path / "out"), numbers(case)
+    for key, value in values.items():
+        kind, _, name = key.partition("|")
+        stored = found.tensors[f"model.{name}" if kind == "weight" else f"optimizer.state.{name}.{kind}"]
+        rounded = bf16(value) if kind == "weight" else value  # as bits
+        np.testing.assert_array_equal(stored, rounded.astype(np.float64), err_msg=key)
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, kind=lambda case: case.partition("-")[0]))
+def test_it_is_cast_as_it_is_read(case: str, tmp_path: Path) -> None:
+    """Without a step in between: what verl's own merger does unasked."""
+    merge(given(case), tmp_path / "merged", config=config_of(case))
+    merge(tmp_path / "merged", tmp_path / "narrow", dtype="bf16")
+    merge(given(case), tmp_path / "direct", config=config_of(case), dtype="bf16")
+    assert raw(tmp_path / "direct") == raw(tmp_path / "narrow")
+    assert json.loads((tmp_path / "direct/config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_torch_loads_the_state_of_a_run(tmp_path: Path) -> None:
     split(given("zero3-llama-w3"), tmp_path / "out", tp=2, format="dcp", config=config_of("zero3-llama-w3"))
     found = load_file(fixtures() / "reference-llama-1.safetensors")

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from formats.errors import ReshardError
+from reshard import verify
 from reshard.api import diff, load, merge, patch, split
 from reshard.source.opening import open_source
 from tests.support import LLAMA, change_tensor, contents, write_file, write_tied_twice
@@ -153,3 +154,15 @@ def test_a_head_of_another_shape_is_one_of_its_own(both: Path, tmp_path: Path) -
     index = dict.fromkeys(tensors, "model-00001-of-00002.safetensors") | {HEAD: "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert HEAD in open_source(folder).names
+
+
+@pytest.mark.parametrize("form", [None, "vllm", "dcp"])
+def test_both_are_cast(both: Path, tmp_path: Path, form: str | None) -> None:
+    mesh = {} if form == "dcp" else {"tp": 2}
+    shards = tmp_path / "shards"
+    split(both, shards, format=form, dtype="fp32", **mesh)
+    merge(shards, tmp_path / "merged")
+    assert verify(both, shards, exact_only=True, dtype="fp32", quiet=True).verdict == "same"
+    merged, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", both))
+    assert merged.keys() == original.keys()
+    assert all(torch.equal(t.nan_to_num(), original[name].float().nan_to_num()) for name, t in merged.items())

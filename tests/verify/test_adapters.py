@@ -64,7 +64,7 @@ def test_the_sum_is_rounded_once_and_that_is_noise(tmp_path: Path) -> None:
     """In float32 the rounding of weights in bfloat16 is all that differs; a full checkpoint is one rank."""
     source, base = peft_adapters.made("llama", "linear", "bfloat16"), store.checkpoint("llama", "bfloat16")
     merge(base, tmp_path / "merged", adapter=source)
-    options = ForwardOptions(seq=16, draws=1, dtype="float32")
+    options = ForwardOptions(seq=16, draws=1, compute_dtype="float32")
     (report,) = compared("llama", source, {"merged": tmp_path / "merged"}, options)
     assert report.is_same and report.effect is not None and report.effect.is_seen
     assert max(row.noise for row in report.layers) > 1e-3

@@ -96,7 +96,7 @@ def test_the_same(model: Path) -> None:
     [
         ((), 1, "10 runs of 64 tokens"),
         (("--backward", "--batch", "3"), 2, "10 runs of 96 tokens"),
-        (("--dtype", "float32"), 2, "10 runs of 64 tokens"),
+        (("--compute-dtype", "float32"), 2, "10 runs of 64 tokens"),
         (("--streamed",), 1, "10 runs of 64 tokens"),
     ],
 )

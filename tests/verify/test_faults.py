@@ -49,7 +49,7 @@ def test_what_16_bits_hide_is_seen_in_float32(root: Path) -> None:
         for case in damaged(root, model, 2, "bfloat16", ["lower_precision", "lowest_exponent_bit"])
     ]
     assert len(cases) == 6
-    for found in check(cases, replace(QUICK, dtype="float32")):
+    for found in check(cases, replace(QUICK, compute_dtype="float32")):
         assert found.is_named and found.ratio > CLEAR, (found.case.model, found.case.fault, found.ratio)
 
 

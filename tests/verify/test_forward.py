@@ -257,8 +257,8 @@ def test_an_original_that_does_not_run_in_its_dtype_is_one_line(name: str) -> No
     original, shards = pairs([name], 2, "bfloat16")[0]
     with pytest.raises(RankError, match=r"runs the original in float32, but not in bfloat16: .* dtype") as error:
         run_forward(original, shards)
-    assert error.value.hint == "--dtype float32 compares the models in float32"
-    assert run_forward(original, shards, ForwardOptions(dtype="float32")).is_same
+    assert error.value.hint == "--compute-dtype float32 compares the models in float32"
+    assert run_forward(original, shards, ForwardOptions(compute_dtype="float32")).is_same
 
 
 def test_requests_that_make_no_sense() -> None:
@@ -266,7 +266,7 @@ def test_requests_that_make_no_sense() -> None:
     with pytest.raises(CheckpointError, match="is split: the forward needs the full checkpoint"):
         run_forward(shards, shards)
     with pytest.raises(ReshardError, match="dtype=int8 is not possible: it is float32, bfloat16 or float16"):
-        run_forward(original, shards, ForwardOptions(dtype="int8"))
+        run_forward(original, shards, ForwardOptions(compute_dtype="int8"))
     with pytest.raises(CheckpointError, match="no tokenizer for a prompt"):
         run_forward(original, shards, ForwardOptions(prompt="hello"))
 

@@ -222,7 +222,7 @@ def test_an_environment_that_forces_tf32_is_refused_on_gpus(gpus: Gpus, monkeypa
     gpus(1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(ReshardError, match="NVIDIA_TF32_OVERRIDE is set") as info:
-        run_forward(*store.pair("llama", tp=2), replace(QUICK, dtype="float32"))
+        run_forward(*store.pair("llama", tp=2), replace(QUICK, compute_dtype="float32"))
     assert info.value.hint == "unset it, or give --device cpu"
     assert compare._device(replace(QUICK, device="cpu")) == "cpu"
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -367,7 +367,7 @@ def test_what_a_device_cannot_compute_in_float64_is_computed_on_the_cpu(
     """The device meta stands for one: what was run there cannot be read."""
     kind = why.split()[0] if why.startswith("xpu") else "meta"
     monkeypatch.setattr(original, "has_float64", lambda device: device.type == "meta")
-    job = compare._job(*store.pair("llama", "float32", tp=2), replace(QUICK, dtype="float32"))
+    job = compare._job(*store.pair("llama", "float32", tp=2), replace(QUICK, compute_dtype="float32"))
     ((found, reason),) = run_ranks(original._run_exactly, 1, job, torch.device(kind))
     assert found.trace.states["logits"].dtype == torch.float64 and reason == f"float64 on the CPU: {why}"
 

@@ -69,8 +69,8 @@ def test_an_original_that_leaves_the_range_of_its_dtype(tmp_path: Path) -> None:
     original_and_shards = pair(original)
     with pytest.raises(RankError, match=r"is not a number from 'model\.layers\.1\.\S+' on, in float16") as error:
         run_forward(*original_and_shards)
-    assert error.value.hint == "--dtype float32 has a wider range"
-    assert run_forward(*original_and_shards, ForwardOptions(dtype="float32")).is_same
+    assert error.value.hint == "--compute-dtype float32 has a wider range"
+    assert run_forward(*original_and_shards, ForwardOptions(compute_dtype="float32")).is_same
 
 
 def test_gradients_of_an_original_that_are_not_numbers(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def loud(folder: Path) -> Path:
 
 def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
     original, shards = pair(loud(tmp_path / "full"))
-    float32 = ForwardOptions(dtype="float32")
+    float32 = ForwardOptions(compute_dtype="float32")
     poor, good = run_forward(original, shards), run_forward(original, shards, float32)
     assert poor.is_same and poor.power is not None and good.is_same and good.power is not None
     assert poor.power.is_poor and 0.09 < poor.power.noise < 0.3
@@ -116,8 +116,8 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
     assert poor.power.bias_ratio is not None and poor.power.bias_ratio < 1
     assert not good.power.is_poor and good.power.seen_from < 1e-4
     assert good.power.bias_ratio is not None and good.power.bias_ratio > 1000
-    assert power_in_words(poor).endswith("That is little power; --dtype float32 has more.")
-    assert "--dtype" not in power_in_words(good)
+    assert power_in_words(poor).endswith("That is little power; --compute-dtype float32 has more.")
+    assert "--compute-dtype" not in power_in_words(good)
     # The fault that it says would not be seen is not, and in float32 it is.
     damaged = Shards(shards.path, original)
     bias = f"{poor.power.bias_place}.bias"
@@ -147,7 +147,7 @@ def test_the_command_says_the_power(tmp_path: Path) -> None:
     done = command("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["forward"]["power"]["is_poor"]
-    assert "--dtype float32 has more" in document["summary"]
+    assert "--compute-dtype float32 has more" in document["summary"]
     assert "How small a fault is seen" in report.read_text(encoding="utf-8")
 
 

@@ -252,11 +252,11 @@ def test_it_says_whose_plan_and_how_small_a_fault_is_seen() -> None:
         "The bytes were compared with wrong.toml. It differs from the built-in rules of the model type phi3.",
         "[config] rms_norm_eps is 1 on rank 0, built in 1e-05",
         "17.37% of the values of logits", "69.49% of the values on",
-        "would have a ratio of 0.77 or more, least at model.layers.2.self_attn.o_proj", "--dtype float32",
+        "would have a ratio of 0.77 or more, least at model.layers.2.self_attn.o_proj", "--compute-dtype float32",
     ):  # fmt: skip
         assert expected in text, expected
     text = "".join(Reader(page(same())).words)
-    assert "1.49% of the values of logits" in text and "--dtype float32" not in text and "A plan of" not in text
+    assert "1.49% of the values of logits" in text and "--compute-dtype float32" not in text and "A plan of" not in text
 
 
 def test_long_lists_are_cut_but_what_differs_is_shown() -> None:

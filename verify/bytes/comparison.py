@@ -26,12 +26,12 @@ from formats.store import FilePath, by_name
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
-from reshard.placement.stored import Stored
+from reshard.placement.stored import Atom, Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from verify.bytes.reading import Files, coarse, differing, expected, pattern, repeated, stating
+from verify.bytes.reading import Files, cast, coarse, differing, expected, pattern, repeated, stating
 from verify.bytes.structure import ranks_of
 from verify.bytes.views import Array, Chunk, Part, View, array, flat_index, tiles
 
@@ -62,11 +62,12 @@ class _Use(NamedTuple):
 class _Tensor(NamedTuple):
     """A tensor of the original, and for each part of its view the tensor that has it (None: not to be compared).
 
-    A constant of a format has no original.
+    A constant of a format has no original. ``dtype`` is that to which the original is cast, or its own.
     """
 
     number: int
     name: str
+    dtype: str
     view: View
     original: TensorInfo | None
     uses: Sequence[_Use]
@@ -140,7 +141,11 @@ class _Tensors:
         self._original, self._shards, self._arrangement, self._held = original, shards, arrangement, held
         self._parts = Parts(arrangement)
         self._before = dict(
-            zip((t.kind for t in arrangement.plan.model.tensors), (t.kind for t in original.model.tensors), strict=True)
+            zip(
+                (t.kind for t in arrangement.plan.model.tensors),
+                (t.kind for t in original.plan.model.tensors),
+                strict=True,
+            )
         )
         self._views: dict[tuple[object, ...], View] = {}
 
@@ -148,7 +153,7 @@ class _Tensors:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
         there = self._original.ranks[0]
         for name, kept in self._shards.kept.items():
-            if name in there and (kept.dtype, kept.shape) == (there[name].dtype, there[name].shape):
+            if name in there and (kept.dtype, kept.shape) == (self._parts.kind(Atom(name)).dtype, there[name].shape):
                 yield name, kept
         yield from ((first, there[second]) for second, first in self._original.twice.items())
 
@@ -170,7 +175,7 @@ class _Tensors:
         for number, (info, kind) in enumerate(ordered):
             found = uses[info.name]
             view = self._view(kind, found)
-            yield _Tensor(number, info.name, view, info, found, tuple(self._infos(view, found)))
+            yield _Tensor(number, info.name, kind.dtype, view, info, found, tuple(self._infos(view, found)))
         yield from self._constants(len(ordered))
 
     def _infos(self, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
@@ -199,7 +204,7 @@ class _Tensors:
             )
             self._check(kind, uses)
             parts = [part for number, use in enumerate(uses) for part in self._parts_of(kind, number, use)]
-            self._views[key] = View(kind.shape, padded, DTYPE_BITS[kind.dtype], parts, repeats)
+            self._views[key] = View(kind.shape, padded, DTYPE_BITS[before.dtype], parts, repeats)
         return self._views[key]
 
     def _alike(self, use: _Use) -> Iterator[object]:
@@ -207,17 +212,19 @@ class _Tensors:
         if use.stored is not None:
             yield from (use.stored.geometry, use.number, use.stored.dtype, use.stored.atoms[use.number][1:])
         else:
-            yield None
+            yield use.info and use.info.dtype
 
     def _parts_of(self, kind: Kind, number: int, use: _Use) -> Iterator[Part]:
         """The parts that the holders of a stored tensor have."""
-        stored = use.stored
+        stored, is_own = use.stored, kind.dtype == self._before[kind].dtype
         if stored is None:
-            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[kind.dtype])
+            assert use.info is not None
+            dtype = use.info.dtype
+            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[dtype], dtype == self._before[kind].dtype)
             return
         atom, portions = stored.atoms[use.number], stored.geometry.portions
         function = portions[use.number % len(portions)].function
-        is_same, bits = stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
+        is_same, bits = is_own and stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
         zeros, sizes = self._arrangement.placed[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
         whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
@@ -253,7 +260,7 @@ class _Tensors:
                 view = views.setdefault(key, View(key[:1], key[:1], bits, [Part(0, 0, (_whole(key[:1]),), bits)]))
                 part = view.parts[0]._replace(holder=holder)
                 view = View(view.shape, view.padded, bits, [part])
-                yield _Tensor(begin, stored.name_on(holder), view, None, [_Use(stored, 0)], (info,))
+                yield _Tensor(begin, stored.name_on(holder), info.dtype, view, None, [_Use(stored, 0)], (info,))
 
 
 def _whole(shape: tuple[int, ...]) -> Block:
@@ -499,9 +506,11 @@ class _Worker:
 
     def _compare(self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]) -> None:
         """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left, bits = None, DTYPE_BITS[pair.dtypes[0]]
-        if ours[0] is not None and block.original is not None and not pair.zero:
+        left, info = None, pair.tensor.original
+        if info is not None and ours[0] is not None and block.original is not None and not pair.zero:
+            bits = DTYPE_BITS[info.dtype]
             left = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
+            left = cast(left, info.dtype, pair.dtypes[0])
         right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
         if left is not None:
             wrong = differing(left, right, pair.dtypes, pair.function)
@@ -550,8 +559,8 @@ class _Worker:
 class _Pair(NamedTuple):
     """A tensor and a part of it, as a report calls them.
 
-    ``dtypes`` are the original's and that in which it is stored. ``pattern`` are the bits that stand where nothing of
-    the original does, ``because`` says why.
+    ``dtypes`` are the original's, after any cast, and that in which it is stored. ``pattern`` are the bits that stand
+    where nothing of the original does, ``because`` says why.
     """
 
     tensor: _Tensor
@@ -576,7 +585,7 @@ class _Pair(NamedTuple):
         return cls(
             tensor, info, names.ranks[part.holder] if stored is not None else 0,
             None if names.is_own and info.name == tensor.name else info.name,
-            (tensor.original.dtype if tensor.original else info.dtype, info.dtype), function, part.zero,
+            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
             pattern(value, info.dtype), because,
         )  # fmt: skip
 

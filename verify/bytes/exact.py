@@ -92,6 +92,7 @@ def compare(
         configs=tuple(found.configs),
         problems=tuple(found.problems),
         not_compared=tuple(found.not_compared),
+        cast=original.cast.dtype if original.cast is not None else None,
     )
 
 

@@ -72,7 +72,7 @@ class ExactReport:
     about the content of tensors. ``format`` is the name of another program's format. ``ranks`` is None where no file
     says the mesh. Where the shards are not ``is_listed`` (on a web server), extra files were not looked for.
     ``not_compared`` has side files that cannot be checked without a manifest, and files that may belong there but are
-    absent.
+    absent. ``cast`` is the dtype to which the original was cast first.
     """
 
     mesh: str
@@ -88,6 +88,7 @@ class ExactReport:
     format: str | None = None
     is_listed: bool = True
     not_compared: tuple[str, ...] = ()
+    cast: str | None = None
 
     @property
     def verdict(self) -> Literal["same", "different"]:

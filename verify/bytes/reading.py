@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.checksum import PartialSum, sum_part
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.notation.axes import Run
 from formats.quantization.dequantizing import Grid
 from formats.store import FilePath, open_file, unreadable
@@ -229,12 +229,12 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
         block = row // grid.rows * blocks + row % grid.rows // grid.block_rows
         with np.errstate(all="ignore"):
             product = _VALUES[codes[at:end]] * scales[block][of_column[column : column + end - at]]
-            found[at:end] = _nearest(product.astype(np.float32))
+            found[at:end] = nearest(product.astype(np.float32))
         at = end
     return found
 
 
-def _nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     """The bits of the nearest bfloat16; of two as near, of the one that ends in 0. NaN is 0x7FC0."""
     bits = numbers.view(np.uint32)
     high, low = (bits >> 16).astype(np.uint16), bits & 0xFFFF
@@ -251,13 +251,55 @@ _SHAPE = re.compile(rb'("shape": \[)([^\]]*)\]')
 _INTEGERS = {"I32": "<i4", "I64": "<i8"}
 
 
+# ------------------------------------------------------------------------------------------------------------- casts
+
+_ROUNDED = {"F16": (10, -14, 0x7C00), "F32": (23, -126, 0x7F800000)}
+"""Bits of the mantissa, the smallest exponent, and the bits of infinity."""
+
+
+def cast(codes: Array, before: str, after: str) -> Array:
+    """Elements in another dtype, by way of float32, to nearest even; a NaN is that of torch."""
+    if before == after:
+        return codes
+    codes = np.atleast_1d(codes)
+    with np.errstate(all="ignore"):
+        wide = _rounded(codes.view("<f8"), "F32") if before == "F64" else widened(codes, (before, "F32"))
+        if before == "F64":
+            payload = codes >> np.uint64(29) & np.uint64(0x3FFFFF)
+            quiet = (codes >> np.uint64(63) << np.uint64(31) | payload | np.uint64(0x7FC00000)).astype("<u4")
+            wide = np.where(np.isnan(codes.view("<f8")), quiet, wide)
+        elif before == "F16":
+            wide = np.where(np.isnan(wide.view("<f4")), wide | np.uint32(0x400000), wide)
+        values = wide.view("<f4")
+        nan = np.isnan(values)
+        if after == "BF16":
+            return np.where(nan, np.uint16(0x7FC0 if before == "F16" else 0xFFFF), nearest(values))
+        if after == "F16":
+            quiet = wide >> np.uint32(16) & np.uint32(0x8000) | wide >> np.uint32(13) & np.uint32(0x1FF) | 0x7E00
+            return np.where(nan, quiet.astype("<u2"), _rounded(values, after))
+    return wide
+
+
+def _rounded(values: Array, dtype: str) -> Array:
+    """The bits of the nearest numbers of a dtype; of two as near, of the one that ends in 0."""
+    bits, smallest, infinity = _ROUNDED[dtype]
+    magnitude = np.abs(values.astype("<f8"))
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, smallest)
+    exponent[magnitude == 0] = smallest
+    steps = np.rint(np.ldexp(magnitude, bits - exponent))  # of the last place; the last one carries over
+    code = np.minimum((exponent - smallest) * 2.0**bits + steps, infinity)
+    code = np.where(np.isfinite(values), code, infinity).astype("<u4")
+    code |= np.signbit(values).astype("<u4") << np.uint32(DTYPE_BITS[dtype] - 1)
+    return code.astype(f"<u{DTYPE_BITS[dtype] // 8}")
+
+
 # ------------------------------------------------------------------------------------------------- dtypes, functions
 
 
 def differing(left: Array, right: Array, dtypes: tuple[str, str], function: str | None) -> Array | None:
     """Which elements are not what they should be; None if all are.
 
-    ``dtypes`` are the original's dtype and the stored one. Raises PlanError for an unknown change.
+    ``dtypes`` are the original's dtype, after any cast, and the stored one. Raises PlanError for an unknown change.
     """
     if function is not None:
         wrong = ~_is_near(left, right, dtypes, function)
@@ -278,13 +320,15 @@ def _in_words(array: Array) -> bool:
 def expected(left: Array, dtypes: tuple[str, str], function: str | None) -> bytes:
     """The bytes that should be stored for an element."""
     if function is not None:
-        wide = left if dtypes[0] == "F32" else widened(left, dtypes)
+        wide = widened(left, dtypes)
         return bytes((-np.exp(wide.view("<f4").astype(np.float64))).astype("<f4").tobytes())
     return bytes((left if dtypes[0] == dtypes[1] else widened(left, dtypes)).tobytes())
 
 
 def widened(left: Array, dtypes: tuple[str, str]) -> Array:
     """The original's elements, exactly, in the wider dtype in which they are stored. Raises PlanError."""
+    if dtypes == ("F32", "F32"):
+        return left
     if dtypes == ("BF16", "F32"):
         return left.astype("<u4") << np.uint32(16)
     if dtypes == ("F16", "F32"):
@@ -298,7 +342,7 @@ def _is_near(left: Array, right: Array, dtypes: tuple[str, str], function: str) 
     """
     if function != "-exp" or dtypes[1] != "F32":
         raise PlanError(f"the function '{function}' in {dtypes[1]} is not known")
-    original = left if dtypes[0] == "F32" else widened(left, dtypes)
+    original = widened(left, dtypes)
     values = np.ascontiguousarray(original).view("<f4").astype(np.float64)
     with np.errstate(over="ignore"):
         exact = -np.exp(values)

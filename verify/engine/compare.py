@@ -154,7 +154,7 @@ def check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
         raise CheckpointError(
             f"{runner} computes something else than transformers from the original itself: its log-probabilities "
             f"differ by {noise:.2g}, and they spread over {spread:.2g}",
-            "give --dtype float32; rounding, or a bug of one of them, hides whether the shards are right",
+            "give --compute-dtype float32; rounding, or a bug of one of them, hides whether the shards are right",
         )
 
 

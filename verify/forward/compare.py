@@ -153,7 +153,8 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
             base=original.base.ranks[0],
             foreign=None if shards.format.plain else Foreign(shards.format, held, shards.ranks, shards.chunks),
         )  # fmt: skip
-    return replace(job, adapter=original.adapter, stored=_dtype(original.base, job.plan, replace(options, dtype=None)))
+    stored = _dtype(original.base, job.plan, replace(options, compute_dtype=None))
+    return replace(job, adapter=original.adapter, stored=stored)
 
 
 def _plan_of_base(base: Source, shards: Source) -> Plan:
@@ -198,10 +199,10 @@ def _check_dequantizing(original: Source, config: Mapping[str, Any], options: Fo
 def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
     """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if options.dtype is not None:
-        if options.dtype not in known:
-            raise refused("dtype", options.dtype, "it is float32, bfloat16 or float16")
-        return known[options.dtype]
+    if options.compute_dtype is not None:
+        if options.compute_dtype not in known:
+            raise refused("compute_dtype", options.compute_dtype, "it is float32, bfloat16 or float16")
+        return known[options.compute_dtype]
     count: dict[torch.dtype, int] = {}
     for name, tensor in original.ranks[0].items():
         dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.entries else None

@@ -238,7 +238,7 @@ def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: Job
 
 
 def _no_numbers(job: Job, what: str, dtype: torch.dtype) -> CheckpointError:
-    hint = "--dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
+    hint = "--compute-dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
     return CheckpointError(f"{job.original}: the original's own {what}, in {dtype_name(dtype)}", hint)
 
 
@@ -277,7 +277,7 @@ def _refusing(job: Job) -> Iterator[None]:
         raise CheckpointError(
             f"{job.original}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
             f"{dtype_name(job.dtype)}: {' '.join(str(error).split())}",
-            "--dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
+            "--compute-dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
         ) from error
 
 

@@ -57,6 +57,7 @@ def in_words(
         parts.append(_difference_in_words(exact))
     elif exact is not None:
         by = f" by the plan {plan.name}" if plan is not None else ""
+        by = f" after a cast to {exact.cast}{by}" if exact.cast else by
         parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
         text = not_compared(exact.not_compared)
         parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
@@ -83,7 +84,7 @@ def power_in_words(forward: Any) -> str:
     if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
         text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
     if power.is_poor:
-        text += " That is little power" + ("; --dtype float32 has more." if forward.dtype != "float32" else ".")
+        text += " That is little power" + ("; --compute-dtype float32 has more." if forward.dtype != "float32" else ".")
     return text
 
 

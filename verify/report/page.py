@@ -366,7 +366,7 @@ def _power(report: Document) -> Html | None:
         where = _code(power.get("bias_place"))
         pairs.append(("a bias added twice", joined(f"would have a ratio of {ratio(bias)} or more, least at ", where)))
     poor = f"Faults that change much of the values may stay within {limit} times the noise."
-    wider = " In float32 (--dtype float32) they are seen." if report.get("dtype") != "float32" else ""
+    wider = " In float32 (--compute-dtype float32) they are seen." if report.get("dtype") != "float32" else ""
     return joined(
         element("h3", "How small a fault is seen"),
         element("p", poor + wider, class_="bad") if power.get("is_poor") else None,

@@ -1,0 +1,83 @@
+"""``--dtype``: a source as if its weights were in another dtype; ``reshard.move.moves`` rounds them on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from formats.documents import json_bytes
+from formats.errors import listed, refused
+from formats.files.checkpoint import CONFIG, open_checkpoint
+from formats.files.safetensors import CASTS, DTYPE_NAMES
+from formats.files.sharded import SourceRecord
+from formats.hints import synonym
+from formats.notation.adapters import SETTINGS
+from formats.store import StoredPath
+from reshard.model.model import Kind, Model
+from reshard.model.sizes import AxisSizes
+from reshard.source.source import Cast, Source
+from reshard.text import plural
+from reshard.transforms.tensors import laid_anew, store_of, tensors_of, whole_of
+
+
+def cast(source: Source, name: str) -> Source:
+    """A source whose model has the weights in the dtype of this name, and those that stay as they are.
+
+    Quantized weights, their scales and integers stay, and what the architecture's file keeps in float32. The dtype in
+    config.json follows. Raises SettingError for another name, and for an adapter.
+    """
+    dtype = CASTS.get(word := synonym(str(name)))
+    if dtype is None:
+        raise refused("dtype", str(name), f"the dtypes are {', '.join(CASTS)}")
+    if SETTINGS in source.model.config:
+        raise refused("dtype", word, "an adapter keeps its dtypes", advice="give it as you merge the adapter")
+    model, config = source.model, _restated(source.model.config, DTYPE_NAMES[dtype])
+    dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
+    new, stay, quantized = dict[Kind, Kind](), dict[str, int](), False
+    for kind in model.kinds:
+        if model.sizes.scheme.companion(kind.name, kind.dtype, dtypes) is not None:
+            quantized = True
+        elif kind.dtype in DTYPE_NAMES and kind.dtype != dtype:
+            if dtype != "F32" and model.architecture.stays_float32(kind.name, model.sizes.settings, word):
+                stay[kind.template] = stay.get(kind.template, 0) + kind.count
+            else:
+                new[kind] = replace(kind, dtype=dtype)
+    notes = [
+        f"weights were cast to {word}, rounded to nearest even" if new else f"no weight is in another dtype than {word}"
+    ]
+    if stay:
+        shown = listed([f"{template} ({plural(count, 'tensor')})" for template, count in stay.items()], 5)
+        notes.append(f"the model keeps these in float32, and they stay: {shown}")
+    notes += ["quantized weights and their scales stay"] if quantized else []
+    sides = dict(source.side_files)
+    if CONFIG in sides and (own := _restated(stated := source.read_config(), DTYPE_NAMES[dtype])) != stated:
+        sides[CONFIG] = json_bytes(own) + b"\n"
+    found = Model(
+        model.architecture, config, AxisSizes(model.architecture, config, model.sizes.measured),
+        tuple(tensor._replace(kind=new.get(tensor.kind, tensor.kind)) for tensor in model.tensors),
+        tuple(new.get(kind, kind) for kind in model.kinds),
+    )  # fmt: skip
+    made = Cast(word, source, lambda: _record(source, opened, word))
+    opened = replace(source, unsplit=found, side_files=sides, note="; ".join(notes), cast=made)
+    return opened
+
+
+def _restated(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A config.json with this dtype wherever it has one, but for that of a quantization."""
+    return {
+        key: name
+        if key in ("dtype", "torch_dtype") and value in DTYPE_NAMES.values()
+        else _restated(value, name)
+        if isinstance(value, dict) and key != "quantization_config"
+        else value
+        for key, value in config.items()
+    }
+
+
+def _record(source: Source, opened: Source, word: str) -> SourceRecord:
+    """The record of the checkpoint that a merge of it writes: its files, and the fingerprint of what is in them."""
+    whole, tensors = whole_of(source), tensors_of(opened)
+    files, index = laid_anew(whole, tensors)
+    store = StoredPath(store_of(source, f"{source.shown} (in {word})", files, {**opened.side_files, **index}))
+    return replace(source, path=store, checkpoint=open_checkpoint(store)).record

@@ -32,8 +32,8 @@ def main() -> None:
 
 def measure(name: str, source: str, target: str) -> None:
     from formats.notation.architecture_files import find_architecture
-    from reshard.live.meshes import held_on, target_of
-    from reshard.live.routing import between
+    from reshard.live.meshes import target_of, trainer_state
+    from reshard.live.routing import plan_push
     from reshard.live.sides import bound
     from reshard.model.binding import bind
     from reshard.model.model import FullTensor
@@ -41,9 +41,9 @@ def measure(name: str, source: str, target: str) -> None:
     config = dict(DEEPSEEK_V3) if name == "deepseek-v3" else read_config(name)
     config.pop("quantization_config", None)
     tensors = [FullTensor(*tensor, name) for tensor in in_bf16(deepseek_v3_tensors(config))]
-    live = held_on(bind(find_architecture(config, Path(name)), config, tensors), target_of(source))
+    live = trainer_state(bind(find_architecture(config, Path(name)), config, tensors), target_of(source))
     begin = time.process_time()
-    plan = between(bound(live, config), live, target_of(target))
+    plan = plan_push(bound(live, config), live, target_of(target))
     digest, parts = plan.digest, sum(map(len, plan.parts(0)))
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

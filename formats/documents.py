@@ -111,12 +111,12 @@ def sound(document: T) -> T:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"{twice!r} appears twice")
-    return found
+    return content
 
 
 def _refuse_constant(word: str) -> NoReturn:
@@ -261,14 +261,14 @@ class Record:
         return f"{self._where}.{key}" if self._where else key
 
 
-def record(read: Callable[[Record], T]) -> Reader[T]:
-    """An object that ``read`` reads field by field, and that has no others."""
+def record(read_fields: Callable[[Record], T]) -> Reader[T]:
+    """An object that ``read_fields`` reads field by field, and that has no others."""
 
     def reader(value: object, where: str) -> T:
         fields = Record(value, where)
-        found = read(fields)
+        value_read = read_fields(fields)
         fields.refuse_others()
-        return found
+        return value_read
 
     return reader
 
@@ -281,13 +281,13 @@ READERS: dict[Any, Reader[Any]] = {
 """The readers of values, by their types. Whoever has other types of values adds theirs."""
 
 
-def structure(kind: Callable[..., T], table: Record, **given: object) -> T:
+def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
     """A dataclass from a table: each field that is not given, by its type."""
     for name, key, of, default in _fields_of(kind):
-        if name not in given:
+        if name not in values:
             reader = _reader(of)
-            given[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
-    return kind(**given)
+            values[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+    return kind(**values)
 
 
 @cache
@@ -311,12 +311,12 @@ def _reader(kind: Any) -> Reader[Any]:
     """The reader of a value of this type. A tuple of one need not stand in a list."""
     if kind in READERS:
         return READERS[kind]
-    first, *others = get_args(kind)
-    if NoneType in others:
-        return _reader(Union[*(each for each in (first, *others) if each is not NoneType)])
+    first, *rest_kinds = get_args(kind)
+    if NoneType in rest_kinds:
+        return _reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)])
     if get_origin(kind) is tuple:
-        read = items(_reader(first))
-        return lambda value, where: read(value if isinstance(value, list) else [value], where)
+        read_items = items(_reader(first))
+        return lambda value, where: read_items(value if isinstance(value, list) else [value], where)
     if get_origin(kind) is frozenset:
         return lambda value, where: frozenset(items(_reader(first))(value, where))
-    return mapping(_reader(others[0]))
+    return mapping(_reader(rest_kinds[0]))

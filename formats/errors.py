@@ -104,8 +104,8 @@ def brief(value: object) -> str:
 
 def listed(things: Sequence[object], most: int = 20) -> str:
     """``0, 1, 2``; of more than ``most`` things the first ones, and how many there are."""
-    shown = ", ".join(str(thing) for thing in things[:most])
-    return shown if len(things) <= most else f"{shown}, … ({len(things):,} in all)"
+    first = ", ".join(str(thing) for thing in things[:most])
+    return first if len(things) <= most else f"{first}, … ({len(things):,} in all)"
 
 
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
@@ -117,7 +117,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
 
 
-def said(name: str, value: object) -> str:
+def setting_text(name: str, value: object) -> str:
     """A field of a request and its value, as a Python caller gives them."""
     return name if value is None else f"{name}={value}"
 
@@ -142,16 +142,16 @@ class Refusal:
     instead: tuple[Mapping[str, object], ...] = ()
     advice: str | None = None
 
-    def message(self, call: Callable[[str, object], str] = said) -> str:
+    def message(self, call: Callable[[str, object], str] = setting_text) -> str:
         """What is refused and why; ``call`` says how a field with a value is called."""
-        beside = " ".join(call(*each) for each in self.beside.items()) or (
+        settings = " ".join(call(*setting) for setting in self.beside.items()) or (
             self.format and f"the format '{self.format}'"
         )
-        return f"{call(self.name, self.value)} is not possible{f' with {beside}' if beside else ''}: {self.why}"
+        return f"{call(self.name, self.value)} is not possible{f' with {settings}' if settings else ''}: {self.why}"
 
-    def hint(self, call: Callable[[str, object], str] = said) -> str | None:
+    def hint(self, call: Callable[[str, object], str] = setting_text) -> str | None:
         """What to do about it."""
-        ways = ", or ".join(" ".join(call(*each) for each in settings.items()) for settings in self.instead)
+        ways = ", or ".join(" ".join(call(*setting) for setting in settings.items()) for settings in self.instead)
         if self.valid:
             ways = f"valid degrees: {', '.join(map(str, self.valid))}{', or ' if ways else ''}{ways}"
         elif ways:
@@ -170,21 +170,21 @@ class SettingError(PlanError):
         return SettingError, (self.refusal,)
 
 
-def refused(name: str, value: object, why: str, **more: Any) -> SettingError:
+def refused(name: str, value: object, why: str, **fields: Any) -> SettingError:
     """The error of a ``Refusal``."""
-    return SettingError(Refusal(name, value, why, **more))
+    return SettingError(Refusal(name, value, why, **fields))
 
 
-def need(what: str, *packages: str) -> None:
+def require(what: str, *packages: str) -> None:
     """Raise PlanError unless the packages that ``what`` needs are installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise PlanError(f"{what} needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
-def need_transformers(what: str, *beside: str) -> None:
+def require_transformers(what: str, *packages: str) -> None:
     """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it.
 
-    ``beside`` are further packages that are needed with it.
+    ``packages`` are further packages that are needed with it.
     """
-    need(what, "transformers", "accelerate", *beside)
+    require(what, "transformers", "accelerate", *packages)

@@ -58,23 +58,23 @@ def synonym(word: str) -> str:
     return SYNONYMS.get(_key(word), word)
 
 
-def meaning(word: str, known: Iterable[str]) -> str:
+def meaning(word: str, words: Iterable[str]) -> str:
     """``did you mean '--as'?``, or what else does it; nothing, if neither table has the word."""
-    found = {_key(each): each for each in known}.get(_key(synonym(word)))
-    return f"did you mean '{found}'?" if found is not None else ELSEWHERE.get(_key(word), "")
+    match = {_key(candidate): candidate for candidate in words}.get(_key(synonym(word)))
+    return f"did you mean '{match}'?" if match is not None else ELSEWHERE.get(_key(word), "")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """What a word means; else the known words that are written nearly so, if there are any."""
-    by_key = {_key(each): each for each in known}
+    by_key = {_key(candidate): candidate for candidate in words}
     near = difflib.get_close_matches(_key(word), by_key, n=3, cutoff=0.6)
-    similar = f"did you mean {' or '.join(repr(by_key[each]) for each in near)}?" if near else ""
+    similar = f"did you mean {' or '.join(repr(by_key[candidate]) for candidate in near)}?" if near else ""
     return meaning(word, by_key.values()) or similar
 
 
-def with_hint(hint: str, more: str) -> str:
+def with_hint(hint: str, further: str) -> str:
     """Two things to do in one line; either may be empty."""
-    return f"{hint}{' ' if hint.endswith('?') else '; '}{more}" if hint and more else hint or more
+    return f"{hint}{' ' if hint.endswith('?') else '; '}{further}" if hint and further else hint or further
 
 
 def _key(word: str) -> str:

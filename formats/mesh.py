@@ -39,8 +39,8 @@ class Mesh:
         if not self.same_ranks:
             return tuple(((name,), degree) for name, degree in self.degrees)
         stages = tuple(((name,), degree) for name, degree in self.degrees if name == "pp")
-        others = [(name, degree) for name, degree in self.degrees if name != "pp"]
-        largest = sorted(others, key=lambda dimension: -dimension[1])  # stable: of equal degrees, tp is first
+        dimensions = [(name, degree) for name, degree in self.degrees if name != "pp"]
+        largest = sorted(dimensions, key=lambda dimension: -dimension[1])  # stable: of equal degrees, tp is first
         return (*stages, (tuple(name for name, _ in largest), largest[0][1]))
 
     @property
@@ -65,11 +65,11 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension; the last dimension is fastest."""
-        degrees, found = dict(self.degrees), dict[str, int]()
+        degrees, place = dict(self.degrees), dict[str, int]()
         for names, degree in reversed(self._axes):
-            found |= {name: rank % degrees[name] for name in names}
+            place |= {name: rank % degrees[name] for name in names}
             rank //= degree
-        return {name: found[name] for name, _ in self.degrees}
+        return {name: place[name] for name, _ in self.degrees}
 
     @property
     def dimensions(self) -> tuple[str, ...]:
@@ -82,17 +82,17 @@ class Mesh:
         places = [[self.coordinates(other)[name] for name in fixed] for other in range(self.size)]
         return tuple(other for other in range(self.size) if places[other] == places[rank])
 
-    def varying(self, held: Sequence[object]) -> frozenset[str]:
-        """The ``dimensions`` along which ranks have different things; ``held`` is what each rank has."""
-        found = set()
+    def varying(self, contents: Sequence[object]) -> frozenset[str]:
+        """The ``dimensions`` along which ranks have different things; ``contents`` is what each rank has."""
+        dimensions = set()
         for name in self.dimensions:
             first: dict[tuple[int, ...], object] = {}
-            for rank, thing in enumerate(held):
-                here = self.coordinates(rank)
-                others = tuple(here[other] for other in self.dimensions if other != name)
-                if first.setdefault(others, thing) != thing:
-                    found.add(name)
-        return frozenset(found)
+            for rank, thing in enumerate(contents):
+                place = self.coordinates(rank)
+                remaining = tuple(place[other] for other in self.dimensions if other != name)
+                if first.setdefault(remaining, thing) != thing:
+                    dimensions.add(name)
+        return frozenset(dimensions)
 
     def unit(self, axis: str) -> int | None:
         """The indices of a unit of an axis that is dealt unevenly; None of any other."""
@@ -100,18 +100,18 @@ class Mesh:
 
     def check_ranks(self, ranks: Iterable[int], field: str = "rank") -> tuple[int, ...]:
         """The ranks, sorted. Raises SettingError, of this field of a request, for one that the mesh does not have."""
-        found = tuple(sorted({*ranks}))
-        for rank in found:
+        valid = tuple(sorted({*ranks}))
+        for rank in valid:
             if not 0 <= rank < self.size:
                 raise refused(field, rank, f"the ranks of {self} are 0 to {self.size - 1}")
-        return found
+        return valid
 
     def folder(self, rank: int) -> str:
         """``rank-02-of-04`` for tp alone, ``pp-00-of-02-tp-01-of-04`` for more than one dimension."""
         if len(self._axes) == 1:
             return f"rank-{rank:02d}-of-{self.size:02d}"
-        here = self.coordinates(rank)
-        return "-".join(f"{names[0]}-{here[names[0]]:02d}-of-{degree:02d}" for names, degree in self._axes)
+        place = self.coordinates(rank)
+        return "-".join(f"{names[0]}-{place[names[0]]:02d}-of-{degree:02d}" for names, degree in self._axes)
 
     def to_document(self) -> dict[str, int | bool | dict[str, int] | list[int]]:
         """``{"tp": 4}``."""

@@ -71,12 +71,12 @@ class Store(ABC):
     @cached_property
     def folders(self) -> Mapping[str, Sequence[str]]:
         """The names in each folder; the top is the folder without a name."""
-        found: dict[str, dict[str, None]] = {"": {}}
+        names_of: dict[str, dict[str, None]] = {"": {}}
         for file in self.list():
             parts = PurePosixPath(file).parts
             for depth, part in enumerate(parts):
-                found.setdefault("/".join(parts[:depth]), {})[part] = None
-        return {folder: sorted(names) for folder, names in found.items()}
+                names_of.setdefault("/".join(parts[:depth]), {})[part] = None
+        return {folder: sorted(names) for folder, names in names_of.items()}
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ def local_path(path: FilePath) -> Path | None:
 
 def local_folder(path: FilePath) -> Path:
     """The folder of a checkpoint on this machine. Raises CheckpointError if there is none."""
-    found = local_path(path)
-    if found is None:
+    folder = local_path(path)
+    if folder is None:
         raise CheckpointError(f"{path} is not a folder of this machine", "download it first, and give its folder")
-    return found
+    return folder
 
 
 def name_in(path: FilePath, folder: FilePath) -> str:
@@ -174,14 +174,14 @@ def is_in(path: FilePath, folder: FilePath) -> bool:
     return isinstance(folder, Path) and path.is_relative_to(folder)
 
 
-def by_name(paths: Iterable[FilePath]) -> list[FilePath]:
+def sorted_paths(paths: Iterable[FilePath]) -> list[FilePath]:
     """Files and folders by name: what lies in a folder comes together."""
     return sorted(paths, key=lambda path: str(path).split("/"))
 
 
-def like(folder: FilePath, pattern: str) -> list[FilePath]:
+def glob(folder: FilePath, pattern: str) -> list[FilePath]:
     """What lies below a folder under names like ``pattern`` (``*.safetensors``, ``rank-*/*.json``), in order."""
-    return by_name([*folder.glob(pattern)])
+    return sorted_paths([*folder.glob(pattern)])
 
 
 def location_of(path: FilePath) -> str:
@@ -203,12 +203,12 @@ def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
 
 def open_file(path: FilePath) -> BinaryIO:
     """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
-    here = local_path(path)
-    if here is None:
+    local = local_path(path)
+    if local is None:
         return _open_stored(cast(StoredPath, path))
     try:
-        _check_kind(path, here.stat().st_mode)  # before it is opened: to open a device may do something
-        descriptor = os.open(here, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        _check_kind(path, local.stat().st_mode)  # before it is opened: to open a device may do something
+        descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise unreadable(path, error) from None
     except ValueError as error:  # a zero byte in the name
@@ -239,33 +239,33 @@ def read_ranges(ranges: Sequence[tuple[FilePath, int, int]]) -> list[bytes]:
 
     Raises CheckpointError, also for a file that ends before.
     """
-    found: dict[tuple[FilePath, int, int], bytes] = {}
-    here: dict[FilePath, list[tuple[int, int]]] = {}
+    bytes_of: dict[tuple[FilePath, int, int], bytes] = {}
+    local: dict[FilePath, list[tuple[int, int]]] = {}
     stored: dict[Store, list[tuple[str, int, int]]] = {}
     for path, begin, end in dict.fromkeys(ranges):
         if isinstance(path, Path) or local_path(path) is not None:
-            here.setdefault(path, []).append((begin, end))
+            local.setdefault(path, []).append((begin, end))
         else:
             stored.setdefault(path.store, []).append((path.inner, begin, end))
-    for path, parts in here.items():
+    for path, parts in local.items():
         with open_file(path) as file:
-            found |= {(path, begin, end): _pread(path, file, begin, end) for begin, end in parts}
-    for store, wanted in stored.items():
-        contents = zip(wanted, store.read(wanted), strict=True)
-        found |= {(StoredPath(store, inner), begin, end): content for (inner, begin, end), content in contents}
-    return [found[each] for each in ranges]
+            bytes_of |= {(path, begin, end): _pread(path, file, begin, end) for begin, end in parts}
+    for store, inner_ranges in stored.items():
+        contents = zip(inner_ranges, store.read(inner_ranges), strict=True)
+        bytes_of |= {(StoredPath(store, inner), begin, end): content for (inner, begin, end), content in contents}
+    return [bytes_of[key] for key in ranges]
 
 
 def _pread(path: FilePath, file: BinaryIO, begin: int, end: int) -> bytes:
     try:
-        found = os.pread(file.fileno(), end - begin, begin)
+        content = os.pread(file.fileno(), end - begin, begin)
     except OSError as error:
         raise unreadable(path, error) from error
-    if len(found) != end - begin:
+    if len(content) != end - begin:
         raise CheckpointError(
             f"{path}: the file became shorter: it ends before byte {end}", "do not change the files while they are read"
         )
-    return found
+    return content
 
 
 def unreadable(path: FilePath, error: OSError) -> CheckpointError:

@@ -60,9 +60,9 @@ def unsaved_buffers(module: nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
-def renumber(held: nn.ModuleList, kept: Any) -> None:
+def renumber(modules: nn.ModuleList, numbers: Any) -> None:
     """Keep these modules of a list, under the numbers that they had in it."""
-    held._modules = {str(i): held[i] for i in kept}
+    modules._modules = {str(i): modules[i] for i in numbers}
 
 
 def collective_of(frame: FrameType) -> str | None:

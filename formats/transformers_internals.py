@@ -78,9 +78,9 @@ def has_first_values(of: Any) -> None:
 def model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a checkpoint was saved from, or else the one for causal language models."""
     for name in config.get("architectures") or ():
-        found = getattr(transformers, str(name), None)
-        if found is not None:
-            return found
+        cls = getattr(transformers, str(name), None)
+        if cls is not None:
+            return cls
     return transformers.AutoModelForCausalLM
 
 
@@ -93,9 +93,9 @@ def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config.json as ``AutoConfig.for_model`` takes them."""
-    kept = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
-    found: dict[str, Any] = json.loads(json.dumps(kept), object_hook=_special_float)
-    return found
+    plain = {key: value for key, value in config.items() if key not in {"transformers_version", "architectures"}}
+    settings: dict[str, Any] = json.loads(json.dumps(plain), object_hook=_special_float)
+    return settings
 
 
 def _special_float(value: dict[str, Any]) -> Any:
@@ -104,16 +104,16 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ModelTensor:
     """A parameter or buffer: the shape it is given, and the tensors on disk that it is made of."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
 
 
-def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placed]:
+def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ModelTensor]:
     """What tensors on disk of these shapes become in a model, by transformers' own rules of conversion."""
-    known = model.state_dict()
+    state = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -121,18 +121,18 @@ def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, P
     collected: dict[str, Any] = {}
     sources: dict[str, list[str]] = defaultdict(list)
     for name in sorted(shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
-        if target not in known:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if target not in state:
             continue
         new = WeightRenaming(name, target) if pattern is None else copy.deepcopy(by_pattern[pattern])
         entry = collected.setdefault(target, new)
         entry.add_tensor(target, name, pattern or name, torch.empty(shapes[name], device="meta"))
         sources[target].append(name)
-    placed: dict[str, Placed] = {}
+    tensors: dict[str, ModelTensor] = {}
     for target, entry in collected.items():
         for key, value in entry.convert(target, model=model, config=model.config).items():
             tensor = value[0] if isinstance(value, list) else value
-            placed[key] = Placed(tuple(tensor.shape), tuple(sources[target]))
-    return placed
+            tensors[key] = ModelTensor(tuple(tensor.shape), tuple(sources[target]))
+    return tensors

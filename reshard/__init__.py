@@ -51,12 +51,12 @@ __all__ = [
 
 def check_not_hidden(package: str) -> None:
     """Raise ImportError if another module of this name lies before the package that came with this one."""
-    own = Path(__file__).parents[1] / package
+    ours = Path(__file__).parents[1] / package
     spec = find_spec(package)
-    found = spec.origin if spec is not None else None
-    if found is not None and not Path(found).parent.samefile(own):
+    path = spec.origin if spec is not None else None
+    if path is not None and not Path(path).parent.samefile(ours):
         raise ImportError(
-            f"{found} hides the package '{package}' that belongs to reshard ({own}): rename it, or run from another "
+            f"{path} hides the package '{package}' that belongs to reshard ({ours}): rename it, or run from another "
             "folder",
             name=__name__,
         )
@@ -73,5 +73,5 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
     check_not_hidden(_PLACES[name].partition(".")[0])
-    found = globals()[name] = getattr(import_module(_PLACES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return value

@@ -43,13 +43,13 @@ class Share:
 
     def of_sizes(self, sizes: Sequence[int]) -> frozenset[int]:
         """This process's pieces of work of these sizes, by their numbers: the largest first, each to who has least."""
-        loads, mine = [0] * min(self.count, len(sizes)), set()  # of more processes the last have nothing
+        loads, numbers = [0] * min(self.count, len(sizes)), set()  # of more processes the last have nothing
         for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
             least = loads.index(min(loads))
             loads[least] += sizes[number] + 1  # so that empty pieces are dealt too
             if least == self.index:
-                mine.add(number)
-        return frozenset(mine)
+                numbers.add(number)
+        return frozenset(numbers)
 
 
 def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
@@ -72,8 +72,8 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
                 f"{launcher} says that this is process {environment[rank]} of {environment[size]}, which cannot be"
             )
         return share
-    known = ", ".join(rank for _, rank, _ in _LAUNCHERS)
-    raise PlanError(f"'auto' needs a launcher's variable, and none is set: {known}", "start it with srun or torchrun")
+    names = ", ".join(rank for _, rank, _ in _LAUNCHERS)
+    raise PlanError(f"'auto' needs a launcher's variable, and none is set: {names}", "start it with srun or torchrun")
 
 
 def _in_array(share: Share, environment: Mapping[str, str]) -> Share:

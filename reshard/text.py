@@ -73,8 +73,8 @@ def align(
         widths[widest] -= 1
     lines = []
     for line in cells:
-        shown = [shorten(cell, widths[i]) for i, cell in enumerate(line)]
-        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shown)]
+        shortened = [shorten(cell, widths[i]) for i, cell in enumerate(line)]
+        padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shortened)]
         lines.append("  ".join(padded).rstrip())
     return lines
 

@@ -20,7 +20,7 @@ import pytest
 import reshard
 import reshard.live
 from reshard.cli.commands import COMMANDS
-from reshard.cli.options import worded
+from reshard.cli.options import with_option_names
 from reshard.delta.differences import Diff
 from reshard.system import Share
 from tests.marks import thorough
@@ -138,7 +138,7 @@ def test_a_refusal_is_data_and_words() -> None:
     assert (refusal.name, refusal.value, refusal.tensor) == ("tp", 3, None)
     assert "kv" in refusal.axes and 2 in refusal.valid and 3 not in refusal.valid
     assert error.message.startswith("tp=3 is not possible: ") and "--" not in f"{error.message}{error.hint}"
-    assert worded(error, command_of("split")).message.startswith("--tp 3 is not possible: ")
+    assert with_option_names(error, command_of("split")).message.startswith("--tp 3 is not possible: ")
     again = pickle.loads(pickle.dumps(error))
     assert (again.refusal, again.message, again.hint) == (refusal, error.message, error.hint)
 
@@ -196,7 +196,7 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
 def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: dict[str, Any], message: str) -> None:
     name, *places = call.split()
     error = refusal_of(lambda: getattr(reshard, name)(*places, **fields))
-    assert worded(error, command_of(name)).message.startswith(message) and error.refusal.name in fields
+    assert with_option_names(error, command_of(name)).message.startswith(message) and error.refusal.name in fields
 
 
 def test_an_unknown_name_is_no_name() -> None:

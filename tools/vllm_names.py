@@ -255,7 +255,7 @@ def compare(case: Case, format: Format) -> str | None:
     """The first difference between what vLLM holds and what is written by a format; None: there is none."""
     try:
         arranged = arrangement_of(plan_for(case.model, format, Degrees()), format)
-        ours = {(0, each.name): (_as_bfloat16(each.dtype, each), shape, b"") for each, shape in arranged.held(0)}
+        ours = {(0, each.name): (_as_bfloat16(each.dtype, each), shape, b"") for each, shape in arranged.tensors_of(0)}
         built = case.built["tensors"]
         late = {key for key in case.held(1) if key[1] not in built}  # what vLLM registers as it loads
         want = {(0, name): (_DTYPES[dtype], (*shape,), b"") for name, (dtype, shape) in built.items()}

@@ -40,7 +40,7 @@ class Display(Protocol):
 
     def bytes(self) -> AbstractContextManager[Callable[[int, int], None]]:
         """For the comparison of bytes: to be called with the bytes that are done and the bytes in all."""
-        return nullcontext(lambda done, total: None)
+        return nullcontext(lambda compared, total: None)
 
     def phases(self) -> AbstractContextManager[Callable[[str], None]]:
         """For the forward pass: to be called with the name of each phase as it begins."""
@@ -152,7 +152,7 @@ class VerifyRequest(Access, RunSettings):
     engine_python: str | None = None
 
     def __post_init__(self) -> None:
-        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        stated = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         if self.engine not in {None, "vllm"}:
             raise refused("engine", self.engine, "the engine is vllm")
         if self.engine is None and self.engine_python is not None:
@@ -162,7 +162,7 @@ class VerifyRequest(Access, RunSettings):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
             raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
-        of_a_run = given & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
+        of_a_run = stated & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
         if self.exact_only and of_a_run:
             raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
         if self.streamed and self.backward:
@@ -171,16 +171,16 @@ class VerifyRequest(Access, RunSettings):
             raise refused(
                 "engine", self.engine, "an engine runs no base model with its adapter", beside={"adapter": None}
             )
-        if self.prompt is not None and (others := given & {"batch", "seq", "seed"}):
-            raise refused(min(others), None, "it is of random tokens", beside={"prompt": None})
+        if self.prompt is not None and (of_tokens := stated & {"batch", "seq", "seed"}):
+            raise refused(min(of_tokens), None, "it is of random tokens", beside={"prompt": None})
 
     def begin(self) -> Answer:
         """The answer, before anything is checked."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OF_A_RUN}
         answer = Answer(str(self.original), str(self.shards), {"exact_only": True} if self.exact_only else options)
         if self.engine is not None:
-            wanted = {option: getattr(self, name) for name, option in _OF_AN_ENGINE.items()}
-            answer.engine_options = {option: value for option, value in wanted.items() if value is not None}
+            engine_options = {option: getattr(self, name) for name, option in _OF_AN_ENGINE.items()}
+            answer.engine_options = {option: value for option, value in engine_options.items() if value is not None}
         return answer
 
 
@@ -279,8 +279,8 @@ def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _:
 
     Raises ReshardError.
     """
-    found = find(request.source, request, Weights.HEADERS)
-    folder = found.parent if found.name == "config.json" else found
+    path = find(request.source, request, Weights.HEADERS)
+    folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
     from verify.profile.run import profile as profile_folder  # torch

@@ -25,9 +25,9 @@ class Tested:
 @lru_cache(maxsize=1)
 def coverage() -> Mapping[str, Tested]:
     """The model types that the tests have a model of. The others share the rules of such a type."""
-    found = json.loads(FILE.read_text(encoding="utf-8"))
+    content = json.loads(FILE.read_text(encoding="utf-8"))
     return {
         model_type: Tested(verified == "forward", tuple(degrees))
-        for verified, types in found.items()
+        for verified, types in content.items()
         for model_type, degrees in types.items()
     }

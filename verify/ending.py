@@ -64,8 +64,8 @@ def one_line_when_interrupted(line: Callable[[], str]) -> Iterator[None]:
     """
 
     def end(number: int, _: object) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        for caught in _SIGNALS:
+            signal.signal(caught, signal.SIG_IGN)
         for undo in reversed(_to_undo):
             with suppress(Exception):
                 undo()
@@ -73,9 +73,9 @@ def one_line_when_interrupted(line: Callable[[], str]) -> Iterator[None]:
             os.write(2, line().encode())
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -58,11 +58,11 @@ def with_sound_config(plan: Plan) -> Plan:
     The built-in line of the model type is taken if its axes have the same sizes in the plan. Another line of the plan
     is kept if it names an axis and gives the original's number (if there is one) for the whole model.
     """
-    own = plan.model.architecture.config
+    lines = plan.model.architecture.config
     built_in = _built_in(plan.model)
-    if built_in is not None and (own == built_in.config or not _differing_configs(plan, built_in)):
+    if built_in is not None and (lines == built_in.config or not _differing_configs(plan, built_in)):
         return plan
-    chosen = {key: line for key, line in own.items() if _is_sound(plan, key, line)}
+    chosen = {key: line for key, line in lines.items() if _is_sound(plan, key, line)}
     return _with_config(plan, chosen | (_evaluable(plan, built_in) if built_in is not None else {}))
 
 
@@ -85,12 +85,12 @@ def _planned(architecture: Architecture, plan: Plan) -> Plan:
 
 def _is_same(model: Model, built_in: Architecture) -> bool:
     """Whether the rules are the same word for word; of a built-in rule's several shapes, a model keeps one."""
-    own = model.architecture
+    ours = model.architecture
     return (
-        (own.sizes, own.families, own.pad, own.config, own.layers, own.stages)
+        (ours.sizes, ours.families, ours.pad, ours.config, ours.layers, ours.stages)
         == (built_in.sizes, built_in.families, built_in.pad, built_in.config, built_in.layers, built_in.stages)
-        and own.section(model.config) == built_in.section(model.config)
-        and all(_is_narrowed(own.tensors[name], built_in.tensors.get(name, ())) for name in model.used_templates)
+        and ours.section(model.config) == built_in.section(model.config)
+        and all(_is_narrowed(ours.tensors[name], built_in.tensors.get(name, ())) for name in model.used_templates)
     )
 
 
@@ -103,16 +103,16 @@ def _is_narrowed(ours: Sequence[Rule], theirs: Sequence[Rule]) -> bool:
 
 
 def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
-    said: set[str] = set()
-    known: dict[tuple[int, int], bool] = {}
+    reported: set[str] = set()
+    alike: dict[tuple[int, int], bool] = {}
     for name, entry in plan.entries.items():
         other = theirs.entries[name]
         pair = id(entry.layout), id(other.layout)
-        if pair not in known:
+        if pair not in alike:
             ours, built_in = entry.layout, other.layout  # each rank's part, and the input dimensions
-            known[pair] = ours.boxes == built_in.boxes and ours.rule.input_dims == built_in.rule.input_dims
-        if not known[pair] and entry.template not in said:
-            said.add(entry.template)
+            alike[pair] = ours.boxes == built_in.boxes and ours.rule.input_dims == built_in.rule.input_dims
+        if not alike[pair] and entry.template not in reported:
+            reported.add(entry.template)
             if entry.layout.rule == other.layout.rule:
                 yield f"{entry.template} is on other pipeline stages than by the built-in rules"
             else:
@@ -120,20 +120,20 @@ def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
 
 
 def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:
-    said: set[str] = set()
+    reported: set[str] = set()
     for rank in range(plan.mesh.size):
         ours, built_in = dict(flat(rank_config(plan, rank))), dict(flat(rank_config(theirs, rank)))
         for key in sorted(ours.keys() | built_in.keys()):
-            if ours.get(key) != built_in.get(key) and key not in said:
-                said.add(key)
-                has, should = (each.get(key, "nothing") for each in (ours, built_in))
+            if ours.get(key) != built_in.get(key) and key not in reported:
+                reported.add(key)
+                has, should = (config.get(key, "nothing") for config in (ours, built_in))
                 yield f"[config] {key} is {has} on rank {rank}, built in {should}"
 
 
-def _modules(own: Architecture, built_in: Architecture) -> Iterator[str]:
-    for name in sorted(own.modules.keys() | built_in.modules.keys()):
-        if own.modules.get(name) != built_in.modules.get(name):
-            has, should = (_text(each.modules.get(name)) for each in (own, built_in))
+def _modules(ours: Architecture, built_in: Architecture) -> Iterator[str]:
+    for name in sorted(ours.modules.keys() | built_in.modules.keys()):
+        if ours.modules.get(name) != built_in.modules.get(name):
+            has, should = (_text(side.modules.get(name)) for side in (ours, built_in))
             yield f"[modules] {name} is {has}, built in {should}"
 
 
@@ -161,9 +161,9 @@ def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
     if not line.names & plan.model.architecture.sizes.keys():
         return False
     whole = Plan(plan.model, UNSPLIT, {}, {})
-    found = dict(flat(rank_config(_with_config(whole, {key: line}), 0)))
+    values = dict(flat(rank_config(_with_config(whole, {key: line}), 0)))
     original = dict(flat(plan.model.config))
-    return all(found[name] == value for name, value in original.items() if value != "null" and name in found)
+    return all(values[name] == value for name, value in original.items() if value != "null" and name in values)
 
 
 def _evaluable(plan: Plan, built_in: Architecture) -> dict[str, Expression]:

@@ -17,7 +17,7 @@ from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, rea
 from formats.errors import CheckpointError, brief
 from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.quantization.settings import quantization_settings, without_quantization
-from formats.store import FilePath, by_name, name_in, read_ranges, walk
+from formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -142,15 +142,15 @@ def is_adapter(name: str) -> bool:
 
 def names_in(folder: FilePath) -> list[str]:
     """The names of files in a folder and up to two levels below it, as far as they can be read."""
-    found: list[str] = []
+    names: list[str] = []
     for root, folders, files in walk(folder):
-        here = name_in(root, folder)
-        if here.count("/") == 1:
+        below = name_in(root, folder)
+        if below.count("/") == 1:
             folders.clear()
-        found += [name if here == "." else f"{here}/{name}" for name in files]
-        if len(found) > _MOST:
+        names += [name if below == "." else f"{below}/{name}" for name in files]
+        if len(names) > _MOST:
             break
-    return found[:_MOST]
+    return names[:_MOST]
 
 
 #: Endings of files that hold weights in some format; such files are never side files.
@@ -237,9 +237,9 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     files, tensors, aliases = _read_files(path, weights.names)
     if weights.file_of is not None:
         places = {file.path: file.name for file in files}
-        found = {name: places[info.file] for name, info in tensors.items()}
-        found |= {alias: found[kept] for alias, kept in aliases.items()}
-        _check_index(path / str(weights.index_name), weights.file_of, found)
+        file_of = {name: places[info.file] for name, info in tensors.items()}
+        file_of |= {alias: file_of[original] for alias, original in aliases.items()}
+        _check_index(path / str(weights.index_name), weights.file_of, file_of)
     return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
 
 
@@ -282,14 +282,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     SHA-256 over name, dtype and shape of all tensors, sorted by name, and the samples: two fine-tunes of one model
     differ. Raises ``CheckpointError`` if a file can no longer be read.
     """
-    wanted = samples(checkpoint)
-    found = {(file, begin): content for (file, begin, _), content in zip(wanted, read_ranges(wanted), strict=True)}
+    ranges = samples(checkpoint)
+    contents = {(file, begin): content for (file, begin, _), content in zip(ranges, read_ranges(ranges), strict=True)}
     digest = hashlib.sha256()
     kinds = {kind: json.dumps(kind)[1:] for kind in {(t.dtype, t.shape) for t in checkpoint.tensors.values()}}
     for name in sorted(checkpoint.tensors):
         info = checkpoint.tensors[name]
         digest.update(f"[{json.dumps(name)}, {kinds[info.dtype, info.shape]}".encode())  # [name, dtype, shape]
-        digest.update(found.get((info.file, _middle(info)[0]), b""))
+        digest.update(contents.get((info.file, _middle(info)[0]), b""))
     return digest.hexdigest()
 
 
@@ -333,10 +333,10 @@ def _find_other(folder: FilePath) -> _Weights:
     names = [name for name in names if not is_adapter(name)]
     if not names:
         refuse_foreign(folder, names_in(folder))
-        others = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
-        found = f"; found {', '.join(others[:3])}, which is no format read here" if others else ""
+        unread = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
+        instead = f"; found {', '.join(unread[:3])}, which is no format read here" if unread else ""
         raise CheckpointError(
-            f"{folder}: no weights: neither {MODEL}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{found}",
+            f"{folder}: no weights: neither {MODEL}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{instead}",
             "give the folder that holds config.json and the weights of a Hugging Face checkpoint",
         )
     if len(names) > 1:
@@ -376,8 +376,8 @@ def _read_index(folder: FilePath, name: str) -> _Weights:
                 "fetch the missing file, or write the index again",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
-    said = {tensor: plain[file] for tensor, file in file_of.items()}
-    return _Weights(tuple(sorted(set(plain.values()))), name, raw, said)
+    files = {tensor: plain[file] for tensor, file in file_of.items()}
+    return _Weights(tuple(sorted(set(plain.values()))), name, raw, files)
 
 
 def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
@@ -390,10 +390,10 @@ def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
     path = folder / MODELOPT
     if quantization_settings(config) or not path.is_file():
         return config
-    _, found = read_document(path, MAX_CONFIG, json_object)
-    if not isinstance(found.get("quantization"), dict):
+    _, content = read_document(path, MAX_CONFIG, json_object)
+    if not isinstance(content.get("quantization"), dict):
         return config
-    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+    return {**config, "quantization_config": {"quant_method": "modelopt", **content}}
 
 
 def _read_files(
@@ -405,14 +405,14 @@ def _read_files(
     aliases: dict[str, str] = {}
     for name in sorted(names):
         path = folder / name
-        found, tied, header = read_weights(path)
-        for tensor in (*found, *tied):
+        own_tensors, tied, header = read_weights(path)
+        for tensor in (*own_tensors, *tied):
             if tensor in tensors or tensor in aliases:
                 first = tensors[aliases.get(tensor, tensor)].file.name
                 raise CheckpointError(
                     f"{path}: tensor {tensor!r} is also in {first!r}", "remove the file that does not belong here"
                 )
-        tensors.update(found)
+        tensors.update(own_tensors)
         aliases.update(tied)
         raw, metadata = (header.raw, header.metadata) if header else (None, {})
         files.append(WeightFile(name, path, path.stat().st_size, raw, metadata))
@@ -429,33 +429,33 @@ def read_weights(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str],
     return (*read_bin(path), None)
 
 
-def _check_index(path: FilePath, said: dict[str, str], found: dict[str, str]) -> None:
+def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str]) -> None:
     """Check that the index and the files agree on the file of each tensor."""
-    if said == found:
+    if indexed == stored:
         return
     hint = "the index and the files are of different versions: fetch both again"
-    for name, file in said.items():
-        if name not in found:
+    for name, file in indexed.items():
+        if name not in stored:
             raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}, which lacks it", hint)
-        if found[name] != file:
+        if stored[name] != file:
             raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r} and lies in {found[name]!r}", hint
+                f"{path}: tensor {name!r} is said to lie in {file!r} and lies in {stored[name]!r}", hint
             )
-    name = next(name for name in found if name not in said)
-    raise CheckpointError(f"{path}: tensor {name!r} lies in {found[name]!r}, but the index does not name it", hint)
+    name = next(name for name in stored if name not in indexed)
+    raise CheckpointError(f"{path}: tensor {name!r} lies in {stored[name]!r}, but the index does not name it", hint)
 
 
 def find_side_files(folder: FilePath) -> tuple[FilePath, ...]:
     """Files that belong to the model and are no weights; folders with weights of their own are left out whole."""
-    found: list[FilePath] = []
-    for here, folders, files in walk(folder):
-        if here != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in files):
+    paths: list[FilePath] = []
+    for root, folders, files in walk(folder):
+        if root != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in files):
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if not weights and not name.startswith(".") and (here / name).is_file():
-                found.append(here / name)
+            if not weights and not name.startswith(".") and (root / name).is_file():
+                paths.append(root / name)
     config = folder / "config.json"
-    return (config, *by_name(file for file in found if file != config))
+    return (config, *sorted_paths(file for file in paths if file != config))

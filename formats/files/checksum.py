@@ -59,10 +59,10 @@ class Part:
 def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
     """Sum a part of a file that begins at ``offset`` bytes of it (only ``offset`` modulo 8 matters)."""
     phase = offset % WORD
-    held = np.frombuffer(data, dtype=np.uint8)
-    if phase or held.size % WORD:
-        held = np.frombuffer(b"".join((bytes(phase), held.data, bytes(-(phase + held.size) % WORD))), dtype=np.uint8)
-    words = held.view("<u8")
+    raw = np.frombuffer(data, dtype=np.uint8)
+    if phase or raw.size % WORD:
+        raw = np.frombuffer(b"".join((bytes(phase), raw.data, bytes(-(phase + raw.size) % WORD))), dtype=np.uint8)
+    words = raw.view("<u8")
     if words.size < WIDTH:
         return Part(phase, words.astype(np.uint64))  # a copy, as the data may change
     whole = words.size // WIDTH * WIDTH
@@ -112,9 +112,9 @@ class PartialSum:
         words = np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8")
         if words.size != WIDTH + 1:
             raise ValueError(f"{words.size} words are no sum")
-        found = cls(size)
-        found._columns, found.seen = words[:WIDTH].astype(np.uint64), int(words[WIDTH])
-        return found
+        partial = cls(size)
+        partial._columns, partial.seen = words[:WIDTH].astype(np.uint64), int(words[WIDTH])
+        return partial
 
     @property
     def is_complete(self) -> bool:
@@ -226,17 +226,17 @@ def read_stamp(value: object, where: str) -> Stamp:
 
 def stamp_of(path: FilePath, name: str) -> Stamp:
     """The state of a file now; ``name`` is what it is called relative to its folder. Raises CheckpointError."""
-    here = local_path(path)
+    local = local_path(path)
     try:
-        if here is None:
+        if local is None:
             stored = cast(StoredPath, path).stat()
             return Stamp(name, stored.st_size, 0, 0, 0, _host(), f"etag:{stored.version}", stored.made_of)
-        found = here.stat()
+        stat = local.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    etag = etag_of(here, name, found.st_mtime)
+    etag = etag_of(local, name, stat.st_mtime)
     content = f"etag:{etag}" if etag else None
-    return Stamp(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, _host(), content)
+    return Stamp(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, _host(), content)
 
 
 def check_unchanged(stamps: Mapping[FilePath, Stamp]) -> None:
@@ -253,8 +253,8 @@ def was_changed(path: FilePath) -> MismatchError:
 
 def stamps_in(folder: FilePath) -> dict[FilePath, Stamp]:
     """The state of each file in a folder and its direct subfolders; to be taken before any of them is read."""
-    found = (root / name for root, _, names in _two_levels(folder) for name in names)
-    return {file: stamp_of(file, name_in(file, folder)) for file in found if file.is_file()}
+    paths = (root / name for root, _, names in _two_levels(folder) for name in names)
+    return {file: stamp_of(file, name_in(file, folder)) for file in paths if file.is_file()}
 
 
 def _two_levels(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
@@ -265,9 +265,9 @@ def _two_levels(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[st
         yield root, folders, names
 
 
-def stamps_of(files: Iterable[FilePath], folder: FilePath, known: Mapping[FilePath, Stamp]) -> dict[FilePath, Stamp]:
+def stamps_of(files: Iterable[FilePath], folder: FilePath, stamps: Mapping[FilePath, Stamp]) -> dict[FilePath, Stamp]:
     """The states of these files of a folder: those that are known, and else what they are now."""
-    return {file: known.get(file) or stamp_of(file, name_in(file, folder)) for file in files}
+    return {file: stamps.get(file) or stamp_of(file, name_in(file, folder)) for file in files}
 
 
 @lru_cache(maxsize=1)

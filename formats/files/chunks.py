@@ -47,10 +47,10 @@ def read_chunks(path: FilePath, metadata: Mapping[str, str], shapes: Mapping[str
     A file without offsets has whole tensors. Raises CheckpointError that names the file.
     """
     try:
-        found = _OFFSETS(strict_json(metadata[OFFSETS_KEY]), OFFSETS_KEY) if OFFSETS_KEY in metadata else {}
-        at = {name: Chunk(found.get(name, (0,) * len(shape)), shape) for name, shape in shapes.items()}
+        offsets = _OFFSETS(strict_json(metadata[OFFSETS_KEY]), OFFSETS_KEY) if OFFSETS_KEY in metadata else {}
+        at = {name: Chunk(offsets.get(name, (0,) * len(shape)), shape) for name, shape in shapes.items()}
         for name, (offset, shape) in at.items():
-            if len(offset) != len(shape) or (OFFSETS_KEY in metadata and name not in found):
+            if len(offset) != len(shape) or (OFFSETS_KEY in metadata and name not in offsets):
                 raise Unfit(f"{OFFSETS_KEY}.{name} should have {len(shape)} offsets")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}", "the file's header is damaged: fetch or write it again") from None
@@ -72,10 +72,10 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     how often it is covered, so the sums are those of the whole tensor if, and only if, all is covered once. The time
     grows with the number of chunks alone. Dimensions that no chunk divides are left out.
     """
-    made, of = whole_shape(chunks.values()), chunks.values()
+    covered, of = whole_shape(chunks.values()), chunks.values()
     cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in of)]
-    if made != shape:
-        raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(made)}, it should be {list(shape)}")
+    if covered != shape:
+        raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
     if len(cut) > _MOST_CUT:
         raise MismatchError(f"{where}: tensor '{name}' is divided along {len(cut)} dimensions, more than {_MOST_CUT}")
     sums: Counter[tuple[int, ...]] = Counter()
@@ -85,10 +85,10 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
             sums[tuple(place for place, _ in corner)] += sign * math.prod(part for _, part in corner)
     if not any(sums.values()):
         return
-    full, found = math.prod(shape), sum(math.prod(at.shape) for at in chunks.values())
-    if found >= full:
+    full, count = math.prod(shape), sum(math.prod(at.shape) for at in chunks.values())
+    if count >= full:
         raise MismatchError(f"{where}: pieces of tensor '{name}' overlap")
-    raise MismatchError(f"{where}: {full - found:,} of {full:,} elements of tensor '{name}' are missing")
+    raise MismatchError(f"{where}: {full - count:,} of {full:,} elements of tensor '{name}' are missing")
 
 
 _MOST_CUT = 8
@@ -121,15 +121,15 @@ def from_list(
 
     What is behind the last tensor is padding. Raises CheckpointError if the list is too short.
     """
-    left = list(reversed([*parts]))
+    pending = list(reversed([*parts]))
     for name, shape in shapes.items():
         at, count, chunks = 0, math.prod(shape), list[tuple[Chunk, TensorInfo]]()
         while at < count:
-            if not left:
+            if not pending:
                 raise CheckpointError(f"the list ends {count - at:,} elements before the end of '{name}'")
-            info = left.pop()
-            here, there = min(count - at, info.shape[0]), max(info.shape[0] - count + at, 0)
-            chunks += flat_chunks(list_range(info, 0, here), shape, at)
-            left += [list_range(info, here, there)] if there else []
-            at += here
+            info = pending.pop()
+            taken, remaining = min(count - at, info.shape[0]), max(info.shape[0] - count + at, 0)
+            chunks += flat_chunks(list_range(info, 0, taken), shape, at)
+            pending += [list_range(info, taken, remaining)] if remaining else []
+            at += taken
         yield name, chunks

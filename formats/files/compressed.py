@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, need
+from formats.errors import CheckpointError, require
 
 if TYPE_CHECKING:
     import zstandard
@@ -48,9 +48,9 @@ class Frame(NamedTuple):
     nbytes: int
 
 
-def need_zstd() -> None:
+def require_zstd() -> None:
     """Raise PlanError if the package that compresses is not installed."""
-    need("a compressed delta", "zstandard")
+    require("a compressed delta", "zstandard")
 
 
 def compressor(nbytes: int) -> zstandard.ZstdCompressionObj:
@@ -63,10 +63,10 @@ def compressor(nbytes: int) -> zstandard.ZstdCompressionObj:
 class _Frame:
     """The content of a frame, from its beginning on."""
 
-    def __init__(self, frame: Frame, read: ReadRange) -> None:
+    def __init__(self, frame: Frame, read_range: ReadRange) -> None:
         import zstandard
 
-        self._name, self._at, self._end, self._read = frame.name, frame.begin, frame.end, read
+        self._name, self._at, self._end, self._read = frame.name, frame.begin, frame.end, read_range
         decompressor, self._error = zstandard.ZstdDecompressor(max_window_size=_WINDOW), zstandard.ZstdError
         self._stream = decompressor.stream_reader(cast(IO[bytes], self), read_size=STEP)
 
@@ -78,12 +78,12 @@ class _Frame:
     def take(self, count: int) -> Bytes:
         """The next bytes of the content. Raises CheckpointError if there are fewer."""
         try:
-            found = self._stream.read(count)
+            content = self._stream.read(count)
         except self._error as error:
             raise self.refused(f"cannot be decompressed: {error}") from None
-        if len(found) != count:
+        if len(content) != count:
             raise self.refused("has too few bytes")
-        return np.frombuffer(found, np.uint8)
+        return np.frombuffer(content, np.uint8)
 
     def skip(self, count: int) -> None:
         """Pass over bytes of the content."""
@@ -93,10 +93,10 @@ class _Frame:
     def check_ended(self) -> None:
         """Raise CheckpointError if there is more: a frame of a few bytes may hold terabytes."""
         try:
-            more = self._stream.read(1)
+            extra = self._stream.read(1)
         except self._error as error:
             raise self.refused(f"cannot be decompressed: {error}") from None
-        if more:
+        if extra:
             raise self.refused("has more bytes than its tensor's change")
 
     def refused(self, why: str) -> CheckpointError:
@@ -122,49 +122,49 @@ class Block(NamedTuple):
 class _Xor:
     """The blocks of a frame, one after the other."""
 
-    def __init__(self, frame: Frame, read: ReadRange) -> None:
-        self.next, self._nbytes, self._frame = 0, frame.nbytes, _Frame(frame, read)
+    def __init__(self, frame: Frame, read_range: ReadRange) -> None:
+        self.next, self._nbytes, self._frame = 0, frame.nbytes, _Frame(frame, read_range)
 
     def take(self) -> Block:
         """The next block."""
         begin, self.next = self.next * STEP, self.next + 1
-        found = Block(self._frame.take(min(STEP, self._nbytes - begin)), None)
-        if begin + found.values.size == self._nbytes:
+        block = Block(self._frame.take(min(STEP, self._nbytes - begin)), None)
+        if begin + block.values.size == self._nbytes:
             self._frame.check_ended()
-        return found
+        return block
 
 
 class _Overwrite:
     """The blocks of a frame, one after the other."""
 
-    def __init__(self, frame: Frame, read: ReadRange) -> None:
+    def __init__(self, frame: Frame, read_range: ReadRange) -> None:
         self.next, self._nbytes = 0, frame.nbytes
-        self._places, self._values = _Frame(frame, read), _Frame(frame, read)
-        self._left = int(self._places.take(_PLACE).view("<u4")[0])
-        if self._left > self._nbytes:
-            raise self._places.refused(f"has {self._left} places for {self._nbytes} bytes")
-        self._values.skip(_PLACE * (1 + self._left))
+        self._places, self._values = _Frame(frame, read_range), _Frame(frame, read_range)
+        self._remaining = int(self._places.take(_PLACE).view("<u4")[0])
+        if self._remaining > self._nbytes:
+            raise self._places.refused(f"has {self._remaining} places for {self._nbytes} bytes")
+        self._values.skip(_PLACE * (1 + self._remaining))
         self._ahead, self._last = np.zeros(0, "<u4"), -1
 
     def take(self) -> Block:
         """The next block."""
         begin, self.next = self.next * STEP, self.next + 1
         end = min(begin + STEP, self._nbytes)
-        found = [np.zeros(0, np.int64), *self._until(end)]
-        places = np.concatenate(found) - begin
+        positions = [np.zeros(0, np.int64), *self._until(end)]
+        places = np.concatenate(positions) - begin
         values = self._values.take(places.size)
         if end == self._nbytes:
-            if self._left or self._ahead.size:
+            if self._remaining or self._ahead.size:
                 raise self._places.refused(f"has a place behind its {self._nbytes} bytes")
             self._values.check_ended()
         return Block(values, places)
 
     def _until(self, end: int) -> Iterator[NDArray[np.int64]]:
         """The places before ``end`` that were not yet passed."""
-        while self._left or self._ahead.size:
+        while self._remaining or self._ahead.size:
             if not self._ahead.size:
-                count = min(self._left, STEP // _PLACE)
-                self._ahead, self._left = self._places.take(_PLACE * count).view("<u4"), self._left - count
+                count = min(self._remaining, STEP // _PLACE)
+                self._ahead, self._remaining = self._places.take(_PLACE * count).view("<u4"), self._remaining - count
                 if int(self._ahead[0]) <= self._last or (self._ahead[1:] <= self._ahead[:-1]).any():
                     raise self._places.refused("is not in ascending order")
                 self._last = int(self._ahead[-1])
@@ -189,7 +189,7 @@ class Changes:
         self._readers: OrderedDict[Key, _Xor | _Overwrite] = OrderedDict()
         self._blocks: OrderedDict[tuple[Key, int], Block] = OrderedDict()
 
-    def change(self, file: Hashable, frame: Frame, read: ReadRange, begin: int, content: Bytes) -> None:
+    def change(self, file: Hashable, frame: Frame, read_range: ReadRange, begin: int, content: Bytes) -> None:
         """Change ``content``, a tensor's bytes from ``begin`` on; ``file`` says which file, in which state, is read.
 
         Raises CheckpointError for a damaged frame.
@@ -197,29 +197,29 @@ class Changes:
         end = begin + content.size
         for number in range(begin // STEP, -(-end // STEP)):
             first, last = max(begin, number * STEP), min(end, (number + 1) * STEP)
-            block = self._block((file, frame), read, number)
+            block = self._block((file, frame), read_range, number)
             block.change(first - number * STEP, content[first - begin : last - begin])
 
-    def _block(self, key: Key, read: ReadRange, number: int) -> Block:
+    def _block(self, key: Key, read_range: ReadRange, number: int) -> Block:
         with self._locks[hash(key) % len(self._locks)]:
             with self._lock:
-                found, reader = self._blocks.get((key, number)), self._readers.get(key)
-            if found is not None:
-                return found
+                block, reader = self._blocks.get((key, number)), self._readers.get(key)
+            if block is not None:
+                return block
             if reader is None or reader.next > number:
-                reader = (_Xor if key[1].how == XOR else _Overwrite)(key[1], read)
+                reader = (_Xor if key[1].how == XOR else _Overwrite)(key[1], read_range)
             for at in range(reader.next, number + 1):
-                found = reader.take()
-                self._keep(self._blocks, (key, at), found, _BLOCKS)
+                block = reader.take()
+                self._keep(self._blocks, (key, at), block, _BLOCKS)
             self._keep(self._readers, key, reader, _READERS)
-            assert found is not None
-            return found
+            assert block is not None
+            return block
 
-    def _keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    def _keep(self, cache: OrderedDict[K, V], key: K, value: V, most: int) -> None:
         with self._lock:
-            kept[key] = value
-            while len(kept) > most:
-                kept.popitem(last=False)
+            cache[key] = value
+            while len(cache) > most:
+                cache.popitem(last=False)
 
 
 # --------------------------------------------------------------------------------------------------------- checksums
@@ -256,14 +256,14 @@ ADLER, XXH, BLAKE = "adler32", "xxh3-128", "blake3"
 def hasher(kind: str) -> Hasher:
     """What computes checksums of a kind. Raises PlanError if a package is not installed."""
     if kind == XXH:
-        need("a delta with checksums of xxh3-128", "xxhash")
+        require("a delta with checksums of xxh3-128", "xxhash")
         import xxhash
 
         return xxhash.xxh3_128()
     if kind == BLAKE:
-        need("a delta with checksums of blake3", "blake3")
+        require("a delta with checksums of blake3", "blake3")
         import blake3
 
-        found: Hasher = blake3.blake3()
-        return found
+        blake: Hasher = blake3.blake3()
+        return blake
     return Adler32()

@@ -34,8 +34,8 @@ from formats.files.pickles import (
     are_sizes,
     empty_dict,
     kind_of,
+    quote,
     read_pickle,
-    shown,
     size_of,
     write_pickle,
 )
@@ -123,25 +123,25 @@ def read_distributed(folder: FilePath) -> Distributed:
     pickled = read_file(path, LARGEST_PICKLE)
     metadata = _Metadata(path, read_pickle(pickled, _NAMES, path, "metadata of tensors is read"))
     shapes = dict(metadata.tensors())
-    wanted: dict[str, list[_Request]] = defaultdict(list)
+    requests_of: dict[str, list[_Request]] = defaultdict(list)
     for name, (dtype, shape, chunks) in shapes.items():
         check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
             place = metadata.range_of(name, at.offset)
-            wanted[place.file].append(_Request(place.offset, place.length, name, number, dtype, at))
+            requests_of[place.file].append(_Request(place.offset, place.length, name, number, dtype, at))
     for name in metadata.objects():
         place = metadata.range_of(name, None)
-        wanted[place.file].append(_Request(place.offset, place.length, name, None, "", None))
-    found: dict[tuple[str, int | None], TensorInfo | Blob] = {}
+        requests_of[place.file].append(_Request(place.offset, place.length, name, None, "", None))
+    contents: dict[tuple[str, int | None], TensorInfo | Blob] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
-    for file, requests in sorted(wanted.items()):
-        sizes[folder / file] = _look_into(folder / file, sorted(requests, key=lambda each: each[:2]), found, pickles)
+    for file, requests in sorted(requests_of.items()):
+        sizes[folder / file] = _look_into(folder / file, sorted(requests, key=lambda r: r[:2]), contents, pickles)
     tensors = {
-        name: Whole(name, dtype, shape, tuple((at, found[name, i]) for i, at in enumerate(chunks)))  # type: ignore[misc]
+        name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))  # type: ignore[misc]
         for name, (dtype, shape, chunks) in shapes.items()
     }
-    objects = {name: found[name, None] for name in metadata.objects()}
+    objects = {name: contents[name, None] for name in metadata.objects()}
     return Distributed(folder, tensors, objects, metadata.keys(), sizes)  # type: ignore[arg-type]
 
 
@@ -166,7 +166,7 @@ class _Metadata:
         version = root.get("version")
         if version not in (None, VERSION):
             raise CheckpointError(
-                f"{path} is of version {shown(version)} of torch's distributed checkpoints, {VERSION!r} is read",
+                f"{path} is of version {quote(version)} of torch's distributed checkpoints, {VERSION!r} is read",
                 "load it with the torch that wrote it, and save it again",
             )
         self._root = root
@@ -179,10 +179,10 @@ class _Metadata:
         return CheckpointError(f"{self._path}: {what}", _DAMAGED)
 
     def _dictionary(self, key: str) -> dict[object, object]:
-        found = self._root.get(key)
-        if not isinstance(found, dict):
-            raise self._wrong(f"its '{key}' is a {kind_of(found)}, not a dictionary")
-        return found
+        value = self._root.get(key)
+        if not isinstance(value, dict):
+            raise self._wrong(f"its '{key}' is a {kind_of(value)}, not a dictionary")
+        return value
 
     def _add_range(self, index: object, info: object) -> None:
         if not isinstance(index, Inert) or not isinstance(index.state, dict) or not isinstance(index.get("fqn"), str):
@@ -208,19 +208,19 @@ class _Metadata:
 
     def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
         """Where a chunk lies, by its offset, or an object."""
-        found = self._ranges.get((name, offset))
-        if found is None:
+        stored = self._ranges.get((name, offset))
+        if stored is None:
             what = f"the chunk of tensor '{name}' from {list(offset)} on" if offset is not None else f"'{name}'"
             raise self._wrong(f"{what} has no place in 'storage_data'")
-        return found
+        return stored
 
     def tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], list[Chunk]]]]:
         """The name, dtype, shape and chunks of each tensor."""
-        for name, found in self._entries(_TENSOR):
-            shape, chunks, properties = found.get("size"), found.get("chunks"), found.get("properties")
+        for name, entry in self._entries(_TENSOR):
+            shape, chunks, properties = entry.get("size"), entry.get("chunks"), entry.get("properties")
             if not are_sizes(shape) or not isinstance(chunks, list):
                 raise self._wrong(f"tensor '{name}' has no shape, or no chunks")
-            boxes = [self._chunk(name, each, shape) for each in chunks]
+            boxes = [self._chunk(name, chunk, shape) for chunk in chunks]
             if not boxes:
                 raise self._wrong(f"tensor '{name}' has no chunks")
             is_empty = 0 in shape
@@ -235,21 +235,21 @@ class _Metadata:
             if isinstance(properties, Inert) and properties.path in (_PROPERTIES, _OLD_PROPERTIES)
             else None
         )
-        found = [*state.values()] if isinstance(state, dict) else state
-        if not isinstance(found, (list, tuple)) or len(found) < 2 or not isinstance(found[0], Global):
+        fields = [*state.values()] if isinstance(state, dict) else state
+        if not isinstance(fields, (list, tuple)) or len(fields) < 2 or not isinstance(fields[0], Global):
             raise self._wrong(f"tensor '{name}' has no dtype")
-        if found[1] != "torch.strided":
-            raise self._wrong(f"tensor '{name}' is not stored row by row ({shown(found[1])})")
-        dtype = DTYPES.get(found[0].path)
+        if fields[1] != "torch.strided":
+            raise self._wrong(f"tensor '{name}' is not stored row by row ({quote(fields[1])})")
+        dtype = DTYPES.get(fields[0].path)
         if dtype is None:
-            raise self._wrong(f"tensor '{name}' is {found[0].path}, which is not read here")
+            raise self._wrong(f"tensor '{name}' is {fields[0].path}, which is not read here")
         return dtype
 
     def _chunk(self, name: str, chunk: object, shape: tuple[int, ...]) -> Chunk:
-        found = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) and chunk.path == _CHUNK else ()
-        if len(found) != 2 or not all(are_sizes(each) and len(each) == len(shape) for each in found):
+        extent = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) and chunk.path == _CHUNK else ()
+        if len(extent) != 2 or not all(are_sizes(sizes) and len(sizes) == len(shape) for sizes in extent):
             raise self._wrong(f"tensor '{name}' of shape {list(shape)} has a chunk that is none of it")
-        at = Chunk(*found)
+        at = Chunk(*extent)
         if any(end > length for end, length in zip(at.end, shape, strict=True)):
             raise self._wrong(f"a chunk of tensor '{name}' ends at {list(at.end)}, outside its shape {list(shape)}")
         return at
@@ -259,19 +259,19 @@ class _Metadata:
         return (name for name, _ in self._entries(_BYTES))
 
     def _entries(self, path: str) -> Iterator[tuple[str, Inert]]:
-        for name, found in self._named.items():
-            if not isinstance(name, str) or not isinstance(found, Inert) or found.path not in (_TENSOR, _BYTES):
-                raise self._wrong(f"its entry for {shown(name)} is a {kind_of(found)}")
-            if found.path == path:
-                yield name, found
+        for name, entry in self._named.items():
+            if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
+                raise self._wrong(f"its entry for {quote(name)} is a {kind_of(entry)}")
+            if entry.path == path:
+                yield name, entry
 
     def keys(self) -> dict[str, tuple[str | int, ...]]:
         """The keys that led to each name, where the planner says them."""
         planned = self._root.get("planner_data")
-        found = planned.items() if isinstance(planned, dict) else ()
+        entries = planned.items() if isinstance(planned, dict) else ()
         return {
             name: keys
-            for name, keys in found
+            for name, keys in entries
             if isinstance(name, str) and isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
         }
 
@@ -297,7 +297,7 @@ class _Request(NamedTuple):
 def _look_into(
     path: FilePath,
     requests: Sequence[_Request],
-    found: dict[tuple[str, int | None], TensorInfo | Blob],
+    contents: dict[tuple[str, int | None], TensorInfo | Blob],
     pickles: dict[bytes, object],
 ) -> int:
     """Find what lies in a file, by name and number; returns its size in bytes. ``pickles`` are those read before.
@@ -321,11 +321,11 @@ def _look_into(
                     )
                 key = (request.name, request.number)
                 if request.at is None:
-                    found[key] = Blob(path, request.offset, request.length)
+                    contents[key] = Blob(path, request.offset, request.length)
                 elif os.pread(file.fileno(), 2, request.offset) == b"PK":
-                    found[key] = _of_archive(path, file, request, pickles)
+                    contents[key] = _of_archive(path, file, request, pickles)
                 else:
-                    found[key] = _of_safetensors(path, request)
+                    contents[key] = _of_safetensors(path, request)
             return size
     except OSError as error:
         raise unreadable(path, error) from error
@@ -442,13 +442,13 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
 
 def _filled(archive: Archive, content: bytes) -> bytes:
     """The bytes of an archive with at most one tensor."""
-    found = bytearray(archive.size)
+    data = bytearray(archive.size)
     for offset, part in (*archive.fixed, *((offset, content) for _, offset in archive.places)):
-        found[offset : offset + len(part)] = part
+        data[offset : offset + len(part)] = part
     for crc in archive.crcs:
         for offset in crc.places:
-            found[offset : offset + 4] = zlib.crc32(content).to_bytes(4, "little")
-    return bytes(found)
+            data[offset : offset + 4] = zlib.crc32(content).to_bytes(4, "little")
+    return bytes(data)
 
 
 class Stored(NamedTuple):
@@ -471,7 +471,7 @@ def build_metadata(
     """
     dtypes = {dtype: path for path, dtype in DTYPES.items()}
     named: dict[str, Inert] = {}
-    placed: dict[Inert, Inert] = {}
+    ranges: dict[Inert, Inert] = {}
 
     def sizes(values: tuple[int, ...]) -> Inert:
         return Inert("torch.Size", (values,))
@@ -479,7 +479,7 @@ def build_metadata(
     def put(name: str, stored: Stored, number: int | None) -> None:
         index = {"fqn": name} if stored.at is None else {"fqn": name, "offset": sizes(stored.at.offset)}
         info = {"relative_path": stored.file, "offset": stored.offset, "length": stored.length}
-        placed[Inert(_INDEX, (), {**index, "index": number})] = Inert(_INFO, (), info)
+        ranges[Inert(_INDEX, (), {**index, "index": number})] = Inert(_INFO, (), info)
 
     for name, (dtype, shape, chunks) in tensors.items():
         layout, memory = Inert(_LAYOUT, ("torch.strided",)), Inert(_ENCODING, (0,))
@@ -498,7 +498,7 @@ def build_metadata(
     content = {
         "state_dict_metadata": named,
         "planner_data": {name: keys(name) for name in named},
-        "storage_data": placed,
+        "storage_data": ranges,
         "storage_meta": None,
         "version": VERSION,
     }

@@ -141,8 +141,8 @@ def index_text(version: int, names: Iterable[str]) -> bytes:
 
 def version_of(name: str) -> int:
     """The version of a folder ``weight_v000007``; 1 for another name."""
-    found = re.fullmatch(r"weight_v(\d{6})", name)
-    return max(1, int(found[1])) if found else 1
+    match = re.fullmatch(r"weight_v(\d{6})", name)
+    return max(1, int(match[1])) if match else 1
 
 
 def _packed(content: bytes) -> str:
@@ -160,12 +160,12 @@ def _change(fields: Record) -> Change:
     how = fields.get("how", text)
     if how not in (SAME, SPARSE, WHOLE, GONE, XOR):
         raise Unfit(f"'{how}' is no way to store a change")
-    found = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
-    if (found.base is None and how not in (WHOLE, GONE)) or (found.result is None and how != GONE):
+    change = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
+    if (change.base is None and how not in (WHOLE, GONE)) or (change.result is None and how != GONE):
         raise Unfit(f"a tensor that is '{how}' has no checksum")
-    if how == SAME and found.base != found.result:
+    if how == SAME and change.base != change.result:
         raise Unfit(f"a tensor that is '{SAME}' has two checksums")
-    return found
+    return change
 
 
 def _laid(fields: Record) -> Laid:
@@ -173,10 +173,10 @@ def _laid(fields: Record) -> Laid:
 
 
 def _sides(value: object, where: str) -> dict[str, bytes | None]:
-    found = mapping(optional(_unpacked))(value, where)
-    for name in found:
+    sides = mapping(optional(_unpacked))(value, where)
+    for name in sides:
         file_name(name, where)
-    return found
+    return sides
 
 
 def _documents(value: object, where: str) -> dict[str, bytes]:
@@ -216,11 +216,11 @@ def _read_slime(path: FilePath, base: Delta) -> Delta:
     if not settings:
         hint = "'reshard diff A B --out DELTA' writes one"
         raise CheckpointError(f"{path} is no delta: it has no {DELTA}, and no {INDEX} of slime's", hint)
-    for key, known in {
+    for key, values in {
         "delta_encoding": (XOR, OVERWRITE), "compression_format": ("zstd",), "checksum_format": (XXH, BLAKE, ADLER),
     }.items():  # fmt: skip
-        if settings.get(key) not in known:
-            raise CheckpointError(f"{path / INDEX}: {key} is none of {', '.join(known)}")
+        if settings.get(key) not in values:
+            raise CheckpointError(f"{path / INDEX}: {key} is none of {', '.join(values)}")
     named = index.get("weight_map")
     try:
         names = {file_name(name, "weight_map") for name in mapping(text)(named, "weight_map").values()}
@@ -247,21 +247,21 @@ def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
     lacking = {name for name, change in delta.changes.items() if change.how != GONE} ^ result.keys()
     if lacking:
         raise CheckpointError(f"{delta.path}: tensor '{min(lacking)}' is not in both the files and the changes")
-    found: dict[str, tuple[TensorInfo, ...]] = {}
+    contents: dict[str, tuple[TensorInfo, ...]] = {}
     for name, change in delta.changes.items():
         if change.how in (SAME, GONE):
             continue
         dtype, shape = result[name].dtype, result[name].shape
         values = stored.get(name if change.how in (XOR, OVERWRITE) else name + VALUES)
         changed = math.prod(values.shape) if values is not None else 0
-        own = stored_as(name, dtype, shape, change.how, changed)
-        for each in own:
-            info = stored.pop(each[0], None)
-            if info is None or (info.dtype, info.shape) != each[1:]:
-                there = "is not there" if info is None else f"is {info.dtype} {list(info.shape)}"
-                what = f"{each[1]} {list(each[2])}"
-                raise CheckpointError(f"{delta.path}: tensor '{each[0]}' should be {what} and {there}")
-            found[name] = (*found.get(name, ()), info)
+        expected = stored_as(name, dtype, shape, change.how, changed)
+        for entry in expected:
+            info = stored.pop(entry[0], None)
+            if info is None or (info.dtype, info.shape) != entry[1:]:
+                state = "is not there" if info is None else f"is {info.dtype} {list(info.shape)}"
+                what = f"{entry[1]} {list(entry[2])}"
+                raise CheckpointError(f"{delta.path}: tensor '{entry[0]}' should be {what} and {state}")
+            contents[name] = (*contents.get(name, ()), info)
     if stored:
         raise CheckpointError(f"{delta.path}: tensor '{min(stored)}' belongs to no change")
-    return found
+    return contents

@@ -23,14 +23,14 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.chunks import Chunk, from_list
 from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, Gathered
-from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, shown
+from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath, read_ranges
 
 _OTHERS = "bring the files of all ranks of one save together"
-_NAMES = SHARDS.also(*BESIDE)
+_NAMES = SHARDS.with_classes(*BESIDE)
 
 
 class Part(NamedTuple):
@@ -68,7 +68,7 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
 
     Raises CheckpointError and MismatchError if files are missing, or are not of one save.
     """
-    ranks = [_read(number, len(files), *each) for number, each in enumerate(files)]
+    ranks = [_read(number, len(files), *paths) for number, paths in enumerate(files)]
     gathered, first = Gathered(folder), ranks[0]
     for rank in ranks:
         other = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
@@ -87,31 +87,31 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
         _add_states(gathered, ranks)
     meshes = dict.fromkeys(part.mesh for part in first.parts.values() if part.place is not None)
     form = f"{len(ranks)} ranks{''.join(f', mesh {mesh}' for mesh in meshes if mesh)}"
-    return gathered.finish(f"{what}: FSDP, {form}", [file for each in files for file in each if file is not None])
+    return gathered.finish(f"{what}: FSDP, {form}", [file for paths in files for file in paths if file is not None])
 
 
 # -------------------------------------------------------------------------------------------------------- the files
 
 
-def _read(number: int, world: int, path: FilePath, beside: FilePath | None) -> _Rank:
+def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -> _Rank:
     with torch_file(path) as archive:
         state = archive.read(_NAMES, "tensors and their placements are read")
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary of tensors")
         parts = {name: part for name, value in state.items() if (part := _part(value, number, world, path, name))}
         rank = _Rank(path, parts, {name: _located(archive, path, name, part) for name, part in parts.items()})
-    if beside is None:
+    if optimizer is None:
         return rank
-    with torch_file(beside) as archive:
+    with torch_file(optimizer) as archive:
         saved = archive.read(_NAMES, "tensors and their placements are read")
-        found = saved.get("state") if isinstance(saved, dict) else None
-        if not isinstance(found, dict) or not isinstance(saved, dict):
-            raise CheckpointError(f"{beside}: holds a {kind_of(saved)}, not the state of an optimizer")
+        state_of = saved.get("state") if isinstance(saved, dict) else None
+        if not isinstance(state_of, dict) or not isinstance(saved, dict):
+            raise CheckpointError(f"{optimizer}: holds a {kind_of(saved)}, not the state of an optimizer")
         rank.groups = saved.get("param_groups")
-        for key, of in found.items():
+        for key, of in state_of.items():
             kinds = of.items() if isinstance(of, dict) else ()
-            parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, beside, key))}
-            rank.states[key] = {kind: (part, _located(archive, beside, kind, part)) for kind, part in parts.items()}
+            parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, optimizer, key))}
+            rank.states[key] = {kind: (part, _located(archive, optimizer, kind, part)) for kind, part in parts.items()}
     return rank
 
 
@@ -132,7 +132,7 @@ def _part(value: object, number: int, world: int, path: FilePath, name: object) 
         part = _of_dtensor if value.path in DTENSORS else _of_shards
         return part(value, shape, number, world)
     except (PlanError, ValueError, TypeError) as error:
-        raise MismatchError(f"{path}: tensor {shown(name)}: {error!s:.300}", _OTHERS) from None
+        raise MismatchError(f"{path}: tensor {quote(name)}: {error!s:.300}", _OTHERS) from None
 
 
 def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
@@ -140,14 +140,14 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -
     mesh = spec.get("mesh") if isinstance(spec, Inert) else None
     if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
         raise ValueError("it has no local tensor, or no mesh")
-    sizes, place, own = _mesh_shape(mesh), tuple(mesh.get("_coordinate_on_dim") or ()), mesh.get("_rank")
-    placements = [_placement(each, len(shape)) for each in spec.get("placements")]
+    sizes, place, stated_rank = _mesh_shape(mesh), tuple(mesh.get("_coordinate_on_dim") or ()), mesh.get("_rank")
+    placements = [_placement(value_of, len(shape)) for value_of in spec.get("placements")]
     if not (len(sizes) == len(place) == len(placements)) or any(map(int.__ge__, place, sizes)):
         raise ValueError(f"the rank is at {list(place)} of a mesh {list(sizes)} with {len(placements)} placements")
     if math.prod(sizes) > world:
         raise ValueError(f"it is on a mesh of {math.prod(sizes)} ranks, and there are files of {world}")
-    if own not in (None, number):
-        raise ValueError(f"the file is of rank {own}, its name says rank {number}")
+    if stated_rank not in (None, number):
+        raise ValueError(f"the file is of rank {stated_rank}, its name says rank {number}")
     runs = runs_of(shape, sizes, place, placements, local.shape)
     split = max((dim for dim, of in enumerate(runs) if len(of) > 1), default=0)
     if math.prod(local.shape[:split]) > 1:
@@ -170,8 +170,8 @@ def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
         return ranks.shape
     axes = layout.get("axes") if isinstance(layout, Inert) else None
     shape = layout.get("shape") if isinstance(layout, Inert) else None
-    found = [axis.get("shape") for axis in axes] if axes is not None else shape
-    sizes = tuple(math.prod(each) if isinstance(each, tuple) else each for each in found or ())
+    lengths = [axis.get("shape") for axis in axes] if axes is not None else shape
+    sizes = tuple(math.prod(length) if isinstance(length, tuple) else length for length in lengths or ())
     if not sizes or not are_sizes(sizes):
         raise ValueError("its mesh has no shape")
     return sizes
@@ -190,9 +190,9 @@ def _placement(placement: Inert, dims: int) -> Cut | None:
 def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
-    own, of = (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
-    if (own, of) != (number, world):
-        raise ValueError(f"the file is of rank {shown(own)} of {shown(of)}, its name says rank {number} of {world}")
+    rank, of = (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
+    if (rank, of) != (number, world):
+        raise ValueError(f"the file is of rank {quote(rank)} of {quote(of)}, its name says rank {number} of {world}")
     chunks = []
     for shard in shards:
         tensor, at = shard.get("tensor"), shard.get("metadata")
@@ -219,13 +219,13 @@ def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
     if not ways[0]:
         ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
     names: dict[Any, list[str]] = {}
-    found = [(key, kind, _numbered(ranks, key, kind)) for key, kind in kinds]
+    states = [(key, kind, _numbered(ranks, key, kind)) for key, kind in kinds]
     for way in ways:  # the first that fits; if none does, numbers stay
         named = [(key, kind, _states(ranks, key, kind, way.get(key, []), shapes)) for key, kind in kinds]
         if all(of for _, _, of in named):
-            names, found = way, named
+            names, states = way, named
             break
-    for key, kind, of in found:
+    for key, kind, of in states:
         for name, shape, chunks in of:
             gathered.add((*STATE, name or key, kind), shape, chunks)
     gathered.add_groups(groups, [[name for number in of for name in names.get(number, [number])] for of in numbers])
@@ -253,13 +253,13 @@ def _states(
 
 def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
     """A kind of state as it is stored; what each rank has a plain list of is one list."""
-    held = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
-    _, part, infos = held[0]
+    entries = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
+    _, part, infos = entries[0]
     if part.place is not None:
-        return [(None, part.shape, [each for _, of, infos in held if of.is_first for each in infos])]
+        return [(None, part.shape, [chunk for _, of, infos in entries if of.is_first for chunk in infos])]
     if len(part.shape) != 1:
         return [(None, part.shape, infos)]
-    parts = [info for rank, _, infos in held if rank.is_first for _, info in infos]
+    parts = [info for rank, _, infos in entries if rank.is_first for _, info in infos]
     begins = [*itertools.accumulate((info.shape[0] for info in parts), initial=0)]
     chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, parts, strict=False)]
     return [(None, (begins[-1],), chunks)]
@@ -271,24 +271,24 @@ def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
     Tied tensors share a storage, or (FSDP1's original parameters) it is the head of the vocabulary. Buffers are whole
     where parameters are not.
     """
-    found: dict[object, str] = {}
+    firsts: dict[object, str] = {}
     is_sharded = any(part.place is not None for part in rank.parts.values())
     for name, part in rank.parts.items():
         if part.place is not None or not is_sharded:
             tensor = next((tensor for _, tensor in part.chunks if tensor.nbytes), None)
-            found.setdefault((tensor.storage.key, tensor.offset) if tensor else name, name)
-    for names in ([*found.values()], [name for name in found.values() if not name.endswith("lm_head.weight")]):
+            firsts.setdefault((tensor.storage.key, tensor.offset) if tensor else name, name)
+    for names in ([*firsts.values()], [name for name in firsts.values() if not name.endswith("lm_head.weight")]):
         yield [[name] for name in names]
         yield _units(names)
 
 
 def _units(names: Sequence[str]) -> list[list[str]]:
     """The parameters of each unit that FSDP1 wraps: those outside of layers, then those of each layer."""
-    found: dict[str, list[str]] = defaultdict(list, {"": []})
+    units: dict[str, list[str]] = defaultdict(list, {"": []})
     for name in names:
         layer = re.match(r".*?\.\d+(?=\.)", name)
-        found[layer[0] if layer else ""].append(name)
-    return [*found.values()]
+        units[layer[0] if layer else ""].append(name)
+    return [*units.values()]
 
 
 def _check_steps(ranks: Sequence[_Rank]) -> None:

@@ -60,9 +60,9 @@ class Gathered:
 
     def add_groups(self, groups: object, names: Sequence[Sequence[str]]) -> None:
         """Add the settings of an optimizer, with the ``names`` of the parameters of each group."""
-        for number, (group, own) in enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False)):
+        for number, (group, members) in enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False)):
             for key, value in group.items() if isinstance(group, dict) else ():
-                self.add_object(("optimizer", "param_groups", number, key), [*own] if key == "params" else value)
+                self.add_object(("optimizer", "param_groups", number, key), [*members] if key == "params" else value)
 
     def finish(self, what: str, files: Collection[FilePath]) -> Distributed:
         """What was gathered. Raises MismatchError if a tensor has two dtypes, or its chunks do not make it."""
@@ -73,9 +73,9 @@ class Gathered:
                 raise MismatchError(f"{self._folder}: '{name}' is {' and '.join(dtypes)} in different files")
             if not chunks:
                 raise MismatchError(f"{self._folder}: no file has any of '{name}', a tensor {list(shape)}")
-            kept = chunks[:1] if 0 in shape else chunks
-            check_tiling(name, dict(enumerate(at for at, _ in kept)), shape, self._folder)
-            tensors[name] = Whole(name, kept[0][1].dtype, shape, tuple(kept))
+            parts = chunks[:1] if 0 in shape else chunks
+            check_tiling(name, dict(enumerate(at for at, _ in parts)), shape, self._folder)
+            tensors[name] = Whole(name, parts[0][1].dtype, shape, tuple(parts))
         sizes = {file: file.stat().st_size for file in files}
         return Distributed(self._folder, tensors, self._objects, self._keys, sizes, what)
 
@@ -87,13 +87,13 @@ class Gathered:
 
 def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:
     """Safetensors whose headers say which chunks they have, as transformers' distributed checkpoints do."""
-    gathered, found = Gathered(folder), dict[str, list[tuple[Chunk, TensorInfo]]]()
+    gathered, chunks_of = Gathered(folder), dict[str, list[tuple[Chunk, TensorInfo]]]()
     for file in files:
         header = read_header(file)
         shapes = {name: info.shape for name, info in header.tensors.items()}
         for name, at in read_chunks(file, header.metadata, shapes).items():
-            found.setdefault(name, []).append((at, header.tensors[name]))
-    for name, chunks in found.items():
+            chunks_of.setdefault(name, []).append((at, header.tensors[name]))
+    for name, chunks in chunks_of.items():
         gathered.add(("model", name), whole_shape(at for at, _ in chunks), chunks)
     return gathered.finish("", files)
 
@@ -104,36 +104,36 @@ def joined(parts: Sequence[Distributed], folder: FilePath, what: str | None) -> 
     if len({*names}) < len(names):
         raise MismatchError(f"{folder}: '{max(names, key=names.count)}' is there twice, in different files")
 
-    def of(each: str) -> Mapping[str, object]:
-        return {key: value for part in parts for key, value in getattr(part, each).items()}
+    def of(field: str) -> Mapping[str, object]:
+        return {key: value for part in parts for key, value in getattr(part, field).items()}
 
     return Distributed(folder, of("tensors"), of("objects"), of("keys"), of("files"), what)  # type: ignore[arg-type]
 
 
-def by_name(found: Distributed) -> Distributed:
+def with_named_states(saved: Distributed) -> Distributed:
     """The same with the states of the optimizer by name, if they are numbered and the order of parameters is known.
 
     That is the order of the model's keys, if one group has as many parameters, and all states have their shapes. A tied
     head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
     """
-    keys = {name: keys for name, keys in found.keys.items() if name in found.tensors}
+    keys = {name: keys for name, keys in saved.keys.items() if name in saved.tensors}
     numbered = {name: of for name, of in keys.items() if len(of) == 4 and of[:2] == STATE and str(of[2]).isdecimal()}
-    groups = [name for name in found.objects if _PARAMETERS.fullmatch(name)]
-    if not numbered or len(groups) != 1 or not isinstance(blob := found.objects[groups[0]], Blob):
-        return found
+    groups = [name for name in saved.objects if _PARAMETERS.fullmatch(name)]
+    if not numbered or len(groups) != 1 or not isinstance(blob := saved.objects[groups[0]], Blob):
+        return saved
     plain = {name: str(of[1]).removeprefix("module.") for name, of in keys.items() if of[0] == "model" and len(of) == 2}
-    numbers, shapes = read_object(blob), {of: found.tensors[name].shape for name, of in plain.items()}
+    numbers, shapes = read_object(blob), {of: saved.tensors[name].shape for name, of in plain.items()}
     for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
         if not isinstance(numbers, list) or len(way) != len(numbers):
             continue
         of_number = dict(zip(map(str, numbers), way, strict=True))
         new: dict[str, Keys] = {name: (*STATE, of_number.get(str(of[2]), ""), of[3]) for name, of in numbered.items()}
-        if all(found.tensors[name].shape in ((), shapes.get(str(of[2]))) for name, of in new.items()):
-            new = dict(found.keys) | {name: ("model", of) for name, of in plain.items()} | new
-            renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in found.tensors}
-            tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in found.tensors.items()}
-            objects = {**found.objects, groups[0]: object_bytes(way)}
+        if all(saved.tensors[name].shape in ((), shapes.get(str(of[2]))) for name, of in new.items()):
+            new = dict(saved.keys) | {name: ("model", of) for name, of in plain.items()} | new
+            renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in saved.tensors}
+            tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in saved.tensors.items()}
+            objects = {**saved.objects, groups[0]: object_bytes(way)}
             return replace(
-                found, tensors=tensors, objects=objects, keys={renamed.get(name, name): of for name, of in new.items()}
+                saved, tensors=tensors, objects=objects, keys={renamed.get(name, name): of for name, of in new.items()}
             )
-    return found
+    return saved

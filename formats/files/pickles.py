@@ -55,16 +55,16 @@ class Inert:
 class Names:
     """What a pickle may name.
 
-    ``calls`` has what a call of a name makes, ``classes`` the names whose objects are ``Inert``, ``others`` those that
+    ``calls`` has what a call of a name makes, ``classes`` the names whose objects are ``Inert``, ``plain`` those that
     are only referred to. ``load`` makes something of a persistent id; None: there may be none.
     """
 
     calls: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     classes: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()
     load: Callable[[object], object] | None = None
 
-    def also(self, *classes: str) -> Names:
+    def with_classes(self, *classes: str) -> Names:
         """The same with more classes whose objects are ``Inert``."""
         return replace(self, classes=self.classes | {*classes})
 
@@ -121,7 +121,7 @@ def kind_of(value: object) -> str:
     return value.path if isinstance(value, (Global, Inert)) else type(value).__name__.strip("_").lower()
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """A text in quotes, at most 100 characters of it, or a number of ordinary size; of anything else, what it is."""
     if isinstance(value, str):
         return repr(value[:100])
@@ -173,7 +173,7 @@ class _Machine:
     def name(self, path: str) -> None:
         """Push what a name stands for."""
         names = self.names
-        if path not in names.classes and path not in names.calls and path not in names.others:
+        if path not in names.classes and path not in names.calls and path not in names.plain:
             raise RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
         self.stack.append(Global(path))
 
@@ -207,9 +207,9 @@ class _Machine:
         function, arguments = self.take(2)
         if type(function) is not Global or type(arguments) is not tuple:
             raise RefusedError(f"a call of {kind_of(function)}")
-        made = self.names.calls.get(function.path)
-        if made is not None:
-            self.stack.append(made(*arguments))
+        construct = self.names.calls.get(function.path)
+        if construct is not None:
+            self.stack.append(construct(*arguments))
         elif function.path in self.names.classes:
             self.stack.append(Inert(function.path, arguments))
         else:
@@ -384,7 +384,7 @@ class _Writer:
         elif isinstance(value, list):
             self._items(b"](", value, b"e")
         elif isinstance(value, dict):
-            self._items(b"}(", [each for item in value.items() for each in item], b"u")
+            self._items(b"}(", [part for item in value.items() for part in item], b"u")
         elif isinstance(value, Persistent):
             self.write(value.id)
             put(b"Q")
@@ -501,7 +501,7 @@ def _load(persistent: Any) -> Storage:
         raise ValueError("a storage should be described by five values")
     kind, storage, key, _, numel = persistent
     if kind != "storage" or not isinstance(storage, Global) or storage.path not in STORAGES:
-        raise RefusedError(f"a persistent {shown(kind)}")
+        raise RefusedError(f"a persistent {quote(kind)}")
     if not isinstance(key, str) or not are_sizes((numel,)):
         raise ValueError("a storage should have a name and a size")
     return Storage(key, STORAGES[storage.path], numel)
@@ -563,10 +563,10 @@ def empty_dict(*arguments: object) -> dict[object, object]:
 
 def size_of(sizes: object) -> tuple[int, ...]:
     """A ``torch.Size``. Raises ValueError for anything but sizes."""
-    found = tuple(sizes) if isinstance(sizes, (list, tuple)) else None
-    if found is None or not are_sizes(found):
+    size = tuple(sizes) if isinstance(sizes, (list, tuple)) else None
+    if size is None or not are_sizes(size):
         raise ValueError("a torch.Size should be of sizes")
-    return found
+    return size
 
 
 _CALLS: dict[str, Callable[..., object]] = {
@@ -590,7 +590,7 @@ _SHARD = "torch.distributed._shard"
 _PLACEMENTS = ("Shard", "Replicate", "_StridedShard", "Partial")
 _SPEC = ("DTensorSpec", "TensorMeta")
 
-TENSORS = Names(_CALLS, others=frozenset([*DTYPES, *STORAGES, *_CLASSES]), load=_load)
+TENSORS = Names(_CALLS, plain=frozenset([*DTYPES, *STORAGES, *_CLASSES]), load=_load)
 """What a state dict names: a part of what ``torch.load(..., weights_only=True)`` allows."""
 
 SHARDS = Names(
@@ -607,7 +607,7 @@ SHARDS = Names(
         f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
     ]),
-    frozenset([*TENSORS.others, *DTENSORS, SHARDED_TENSOR, _WRAPPER]),
+    frozenset([*TENSORS.plain, *DTENSORS, SHARDED_TENSOR, _WRAPPER]),
     _load,
 )  # fmt: skip
 """What the state dict of a rank names whose tensors are sharded: placements and meshes, as data."""

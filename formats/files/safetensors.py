@@ -108,8 +108,8 @@ def read_header(path: FilePath) -> Header:
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that a config.json states, as a header calls it; None if it states none of ``DTYPE_NAMES``."""
-    said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return next((dtype for dtype, name in DTYPE_NAMES.items() if name == said), None)
+    stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return next((dtype for dtype, name in DTYPE_NAMES.items() if name == stated), None)
 
 
 def parse_header(raw: bytes, path: FilePath, file_size: int | None) -> Header:
@@ -139,12 +139,12 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     """
     entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
     alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
-    taken = {"__metadata__"}
+    names = {"__metadata__"}
     offset = 0
     for name, dtype, shape in tensors:
-        if name in taken:
+        if name in names:
             raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
-        taken.add(name)
+        names.add(name)
         if (dtype, shape) not in alike:
             nbytes = tensor_bytes(name, dtype, shape)
             alike[dtype, shape] = nbytes, _compact({"dtype": dtype, "shape": shape}).removesuffix("}")
@@ -174,8 +174,8 @@ def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
         raise CheckpointError(f"tensor {name!r}: {_unknown_dtype(dtype)}")
-    nbytes, rest = divmod(math.prod(shape) * bits, 8)
-    if rest:
+    nbytes, remainder = divmod(math.prod(shape) * bits, 8)
+    if remainder:
         raise CheckpointError(f"tensor {name!r}: {dtype} of shape {list(shape)} is not a whole number of bytes")
     return nbytes
 
@@ -239,7 +239,7 @@ def _check_metadata(metadata: Any, path: FilePath) -> dict[str, str]:
 
 def _read_entries(entries: dict[str, Any], path: FilePath, base: int) -> tuple[dict[str, TensorInfo], int]:
     """The tensors in order of offset, and the byte at which the file should end; data begins at byte ``base``."""
-    found: list[TensorInfo] = []
+    infos: list[TensorInfo] = []
     alike: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # there are few dtypes and shapes
     for name, entry in entries.items():
         try:
@@ -255,14 +255,14 @@ def _read_entries(entries: dict[str, Any], path: FilePath, base: int) -> tuple[d
         if not sound or known is None:
             _refuse_entry(name, entry, path)
         # one name, dtype and shape in memory for all ranks that have it: there may be a million tensors
-        found.append(TensorInfo(sys.intern(name), known[0], known[1], path, base + begin, known[2] // 8))
-    found.sort(key=attrgetter("offset", "nbytes"))
+        infos.append(TensorInfo(sys.intern(name), known[0], known[1], path, base + begin, known[2] // 8))
+    infos.sort(key=attrgetter("offset", "nbytes"))
     expected = base
-    for i, info in enumerate(found):
+    for i, info in enumerate(infos):
         if info.offset != expected:
-            _refuse_gap(info.name, info.offset - base, expected - base, found[i - 1].name if i else None, path)
+            _refuse_gap(info.name, info.offset - base, expected - base, infos[i - 1].name if i else None, path)
         expected += info.nbytes
-    return {info.name: info for info in found}, expected
+    return {info.name: info for info in infos}, expected
 
 
 def _refuse_entry(name: str, entry: Any, path: FilePath) -> NoReturn:
@@ -288,16 +288,16 @@ def _refuse_entry(name: str, entry: Any, path: FilePath) -> NoReturn:
     begin, end = offsets
     if begin > end:
         raise CheckpointError(f"{where}: data_offsets are reversed: [{begin}, {end}]", _FOREIGN)
-    whole, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
-    size = f"{brief(whole)}{f'{rest / 8:g}'[1:]} bytes, not a whole number" if rest else f"{brief(whole)} bytes"
+    whole, odd_bits = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+    size = f"{brief(whole)}{f'{odd_bits / 8:g}'[1:]} bytes, not a whole number" if odd_bits else f"{brief(whole)} bytes"
     raise CheckpointError(
         f"{where}: {dtype} of shape {brief(shape)} has {size}; its data_offsets [{begin}, {end}] span {end - begin}",
         _FOREIGN,
     )
 
 
-def _refuse_gap(name: str, begin: int, expected: int, before: str | None, path: FilePath) -> NoReturn:
-    previous = f"{before!r} ends" if before is not None else "the data begins"
+def _refuse_gap(name: str, begin: int, expected: int, previous_name: str | None, path: FilePath) -> NoReturn:
+    previous = f"{previous_name!r} ends" if previous_name is not None else "the data begins"
     what = "overlaps what lies before it" if begin < expected else f"leaves a hole of {begin - expected} bytes"
     raise CheckpointError(
         f"{path}: tensor {name!r} {what}: it begins at byte {begin} of the data, where {previous} at byte {expected}",
@@ -305,11 +305,11 @@ def _refuse_gap(name: str, begin: int, expected: int, before: str | None, path: 
     )
 
 
-def _refuse_size(found: int, expected: int, last: str | None, path: FilePath) -> NoReturn:
-    said = f"the file has {found} bytes and should have {expected}" + (f" (up to tensor {last!r})" if last else "")
-    if found < expected:
-        raise CheckpointError(f"{path}: {expected - found} bytes are missing: {said}", _DAMAGED)
-    raise CheckpointError(f"{path}: {found - expected} bytes too many at the end: {said}", _FOREIGN)
+def _refuse_size(size: int, expected: int, last: str | None, path: FilePath) -> NoReturn:
+    sizes = f"the file has {size} bytes and should have {expected}" + (f" (up to tensor {last!r})" if last else "")
+    if size < expected:
+        raise CheckpointError(f"{path}: {expected - size} bytes are missing: {sizes}", _DAMAGED)
+    raise CheckpointError(f"{path}: {size - expected} bytes too many at the end: {sizes}", _FOREIGN)
 
 
 def _sizes(value: Any) -> bool:

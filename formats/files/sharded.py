@@ -43,10 +43,10 @@ from formats.files.checksum import Stamp, read_stamp
 from formats.files.safetensors import TensorInfo, parse_header, read_header
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
-from formats.store import FilePath, by_name, like, name_in
+from formats.store import FilePath, glob, name_in, sorted_paths
 
 MANIFEST = "reshard.json"
-KEPT = "reshard-kept.safetensors"
+INTACT_FILE = "reshard-kept.safetensors"
 """The file with the tensors whose own bits a program's format does not keep."""
 VERSION = 1
 METADATA_KEY = "reshard"
@@ -330,7 +330,7 @@ def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:
 
 def rank_folders(path: FilePath) -> list[FilePath]:
     """The folders in ``path`` that are named like those of ranks."""
-    return by_name(p for p in path.iterdir() if p.is_dir() and RANK_FOLDER.fullmatch(p.name))
+    return sorted_paths(p for p in path.iterdir() if p.is_dir() and RANK_FOLDER.fullmatch(p.name))
 
 
 def is_sharded(path: FilePath) -> bool:
@@ -354,9 +354,9 @@ def open_sharded(path: FilePath, manifest: Manifest | None) -> ShardedCheckpoint
         }
     missing = [identity.mesh.folder(rank) for rank in range(identity.mesh.size) if rank not in shards]
     if missing:
-        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        further = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise CheckpointError(
-            f"{path}: {missing[0]}{more} missing, the mesh is {identity.mesh}",
+            f"{path}: {missing[0]}{further} missing, the mesh is {identity.mesh}",
             "bring the folders of all ranks together",
         )
     ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
@@ -415,7 +415,7 @@ def _from_headers(path: FilePath) -> tuple[Identity, dict[int, RankShards]]:
     shards: dict[int, RankShards] = {}
     first: tuple[Identity, FilePath] | None = None
     for folder in rank_folders(path):
-        files = like(folder, "*.safetensors")
+        files = glob(folder, "*.safetensors")
         if not files:
             raise CheckpointError(f"{folder} has no safetensors file")
         rank_shards, identity = _read_rank(path, files, None)
@@ -472,12 +472,12 @@ def _runs(places: Sequence[int]) -> list[list[int]]:
     return [[run.offset, run.length] for run in merge_runs(Run(place, 1) for place in places)]
 
 
-def _check_identity(found: Identity, expected: Identity, file: FilePath, other: FilePath) -> None:
-    if found.source != expected.source:
+def _check_identity(this: Identity, expected: Identity, file: FilePath, other: FilePath) -> None:
+    if this.source != expected.source:
         raise MismatchError(
-            f"{file} and {other} come from different sources ({str(found.source)[:12]} and {str(expected.source)[:12]})"
+            f"{file} and {other} come from different sources ({str(this.source)[:12]} and {str(expected.source)[:12]})"
         )
-    if found.mesh != expected.mesh:
-        raise MismatchError(f"{file} belongs to the mesh {found.mesh}, {other} to {expected.mesh}")
-    if found != expected:
+    if this.mesh != expected.mesh:
+        raise MismatchError(f"{file} belongs to the mesh {this.mesh}, {other} to {expected.mesh}")
+    if this != expected:
         raise MismatchError(f"{file} and {other} were split by different plans, sizes or paddings")

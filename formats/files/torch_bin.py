@@ -16,7 +16,7 @@ from functools import partial
 from typing import IO, NamedTuple
 
 from formats.errors import CheckpointError
-from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, read_pickle, shown
+from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, quote, read_pickle
 from formats.files.safetensors import TensorInfo
 from formats.files.zips import Entry, data_offset, read_directory
 from formats.store import FilePath, open_file, unreadable
@@ -43,28 +43,28 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 class Saved(NamedTuple):
     """What a training program saved in a file: where the tensors of some entries lie, and what the others are.
 
-    ``aliases`` are as those of ``read_bin``, for each entry. ``others`` has numbers and texts, and of anything else its
+    ``aliases`` are as those of ``read_bin``, for each entry. ``extras`` has numbers and texts, and of anything else its
     kind.
     """
 
     tensors: dict[str, dict[str, TensorInfo]]
     aliases: dict[str, dict[str, str]]
-    others: dict[str, int | float | str]
+    extras: dict[str, int | float | str]
 
 
-def read_saved(path: FilePath, wanted: Callable[[str], bool]) -> Saved:
-    """Find where the tensors of the ``wanted`` entries of a saved dictionary lie in its file.
+def read_saved(path: FilePath, is_wanted: Callable[[str], bool]) -> Saved:
+    """Find where the tensors of the ``is_wanted`` entries of a saved dictionary lie in its file.
 
     What programs save beside tensors (settings, states of random generators) is not made. Raises ``CheckpointError``.
     """
     with torch_file(path) as archive:
-        state = archive.read(TENSORS.also(*BESIDE), "tensors and plain settings are read")
+        state = archive.read(TENSORS.with_classes(*BESIDE), "tensors and plain settings are read")
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        found = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if wanted(n)}
-    others = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in found}
-    return Saved({n: of[0] for n, of in found.items()}, {n: of[1] for n, of in found.items()}, others)
+        located = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if is_wanted(n)}
+    plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
+    return Saved({n: of[0] for n, of in located.items()}, {n: of[1] for n, of in located.items()}, plain)
 
 
 BESIDE = (
@@ -156,14 +156,14 @@ def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) 
     """An archive of torch.save in ``size`` bytes of a file. Raises CheckpointError if it is none, or not readable."""
 
     try:
-        found = read_directory(partial(_content, file, begin, size), size)
+        directory = read_directory(partial(_content, file, begin, size), size)
     except ValueError as error:
         raise CheckpointError(f"{where}: not a readable zip archive: {error}", _DAMAGED) from error
-    pickles = [name for name in found if name.count("/") == 1 and name.endswith("/data.pkl")]
+    pickles = [name for name in directory if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(f"{where}: a zip archive, but not one of torch.save: it has no data.pkl", _RESAVE)
     root = pickles[0].removesuffix("data.pkl")
-    entries = {name.removeprefix(root): entry for name, entry in found.items() if name.startswith(root)}
+    entries = {name.removeprefix(root): entry for name, entry in directory.items() if name.startswith(root)}
     if "constants.pkl" in entries:
         raise CheckpointError(f"{where}: a TorchScript program, which is code, not a state dict", _RESAVE)
     archive = TorchArchive(str(where), file, begin, size, entries)
@@ -185,17 +185,17 @@ def _state_dict(path: FilePath, state: object) -> dict[str, Tensor]:
     """The tensors of a state dict; what holds no tensor is left out."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary of tensors", _RESAVE)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and isinstance(name, str):
-            found[name] = value
+            tensors[name] = value
         elif _holds_tensor(value):
             what = "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
             raise CheckpointError(
-                f"{path}: entry {shown(name)} is {what}; a state dict maps names to tensors",
+                f"{path}: entry {quote(name)} is {what}; a state dict maps names to tensors",
                 "save the state dict alone",
             )
-    return found
+    return tensors
 
 
 def _holds_tensor(value: object) -> bool:
@@ -214,7 +214,7 @@ def _locate(
     path: FilePath, state: dict[str, Tensor], find: Callable[[Storage], tuple[int, int]]
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Bytes of each tensor. ``find`` gives offset and size (bytes) of a storage."""
-    kept: dict[tuple[int, str, tuple[int, ...]], TensorInfo] = {}
+    first_of: dict[tuple[int, str, tuple[int, ...]], TensorInfo] = {}
     aliases: dict[str, str] = {}
     places: dict[str, tuple[int, int]] = {}
     for name, tensor in state.items():
@@ -222,11 +222,11 @@ def _locate(
         if key not in places:
             places[key] = find(tensor.storage)
         info = place_of(path, path, name, tensor, *places[key])
-        same = info.offset if info.nbytes else -len(kept)  # empty tensors are never tied
-        first = kept.setdefault((same, info.dtype, info.shape), info)
+        same = info.offset if info.nbytes else -len(first_of)  # empty tensors are never tied
+        first = first_of.setdefault((same, info.dtype, info.shape), info)
         if first is not info:
             aliases[name] = first.name
-    return {info.name: info for info in sorted(kept.values(), key=lambda info: info.offset)}, aliases
+    return {info.name: info for info in sorted(first_of.values(), key=lambda info: info.offset)}, aliases
 
 
 def place_of(where: FilePath | str, file: FilePath, name: str, tensor: Tensor, base: int, size: int) -> TensorInfo:

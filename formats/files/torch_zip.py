@@ -160,12 +160,12 @@ def _around(offset: int, header: bytes, hole: int) -> Iterator[tuple[int, bytes]
     yield offset + hole + 4, header[hole + 4 :]
 
 
-def _end(count: int, size: int, directory: int, here: int) -> bytes:
+def _end(count: int, size: int, directory: int, end: int) -> bytes:
     """The end of the archive: its directory's place, in 64 bits too if 32 do not hold it."""
     large = b""
     if count >= _MOST_16 or directory >= _MOST_32:
         large = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, directory)
-        large += b"PK\6\7" + struct.pack("<IQI", 0, here, 1)
+        large += b"PK\6\7" + struct.pack("<IQI", 0, end, 1)
     few, begin = min(count, _MOST_16), min(directory, _MOST_32)
     return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, size, begin, 0)
 
@@ -185,8 +185,8 @@ def _tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
         raise PlanError(f"tensor '{name}' is {dtype}, which torch.save does not write")
     storage = "torch.storage.UntypedStorage" if bare else _STORAGES[dtype]
     numel = count * DTYPE_BITS[dtype] // 8 if bare else count
-    kept = Persistent(("storage", Global(storage), str(key), "cpu", numel))
-    arguments = (kept, 0, shape, tuple(strides), False, Inert("collections.OrderedDict", ()))
+    persistent = Persistent(("storage", Global(storage), str(key), "cpu", numel))
+    arguments = (persistent, 0, shape, tuple(strides), False, Inert("collections.OrderedDict", ()))
     if bare:
         return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(_DTYPES[dtype])))
     return Inert("torch._utils._rebuild_tensor_v2", arguments)

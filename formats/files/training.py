@@ -15,9 +15,9 @@ from formats.documents import is_inside, json_object, read_document
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import CONFIG, METADATA, find_side_files
 from formats.files.dcp import Distributed, read_distributed
-from formats.files.gathered import by_name, joined, of_safetensors
+from formats.files.gathered import joined, of_safetensors, with_named_states
 from formats.files.zero import MODEL, OPTIMIZER, read_zero
-from formats.store import FilePath, like, name_in, read_file
+from formats.store import FilePath, glob, name_in, read_file
 
 
 class Training(NamedTuple):
@@ -54,7 +54,7 @@ def find_training(folder: FilePath) -> Training | None:
     states = (
         [
             path
-            for path in like(step, "*_states.pt")
+            for path in glob(step, "*_states.pt")
             if any(map(re.Pattern.fullmatch, (MODEL, OPTIMIZER), [path.name] * 2))
         ]
         if step
@@ -83,9 +83,9 @@ def _step_of(folder: FilePath, names: Collection[str]) -> FilePath:
 
 def read_training(folder: FilePath) -> Distributed:
     """The checkpoint in a folder. Raises CheckpointError and MismatchError."""
-    found = find_training(folder)
+    program = find_training(folder)
     try:
-        return found.read() if found is not None else read_distributed(folder)
+        return program.read() if program is not None else read_distributed(folder)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         what = f"what its files hold is not as the program saves it: {error!s:.200}"
         raise CheckpointError(f"{folder}: {what}", "fetch or copy the files again") from error
@@ -93,10 +93,10 @@ def read_training(folder: FilePath) -> Distributed:
 
 def _read_torch(folder: FilePath) -> Distributed:
     """A distributed checkpoint, or transformers': then the weights are safetensors, and the rest is the optimizer."""
-    found, beside = read_distributed(folder), like(folder, "shard-*.safetensors")
-    if beside:
-        return joined([of_safetensors(beside, folder), found], folder, "saved by transformers")
-    return by_name(found)
+    distributed, weights = read_distributed(folder), glob(folder, "shard-*.safetensors")
+    if weights:
+        return joined([of_safetensors(weights, folder), distributed], folder, "saved by transformers")
+    return with_named_states(distributed)
 
 
 def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
@@ -113,8 +113,8 @@ def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
         )
     from formats.files.fsdp_ranks import read_fsdp  # rarely needed
 
-    beside = optimizer if optimizer is not None and optimizer.is_file() else None
-    return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", beside)], what)
+    optimizer_file = optimizer if optimizer is not None and optimizer.is_file() else None
+    return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", optimizer_file)], what)
 
 
 def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
@@ -160,6 +160,6 @@ def model_files(folder: FilePath) -> dict[str, FilePath]:
     """
     for place, of in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
         if (place / CONFIG).is_file():
-            found = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
-            return {name: file for name, file in found if not OWN.fullmatch(name) and (of == "**" or "/" not in name)}
+            files = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
+            return {name: file for name, file in files if not OWN.fullmatch(name) and (of == "**" or "/" not in name)}
     return {}

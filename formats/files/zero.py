@@ -21,15 +21,15 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.chunks import flat_chunks, from_list, list_range
 from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, Gathered
-from formats.files.pickles import TENSORS, Tensor, kind_of, shown
+from formats.files.pickles import TENSORS, Tensor, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
-from formats.store import FilePath, like, read_ranges
+from formats.store import FilePath, glob, read_ranges
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHERS = re.compile(r"layer_.*-model_.*states\.pt|(layer_\d+_)?exp(ert|p_rank)_\d+_.*states\.pt")
-_NAMES = TENSORS.also(
+_NAMES = TENSORS.with_classes(
     *BESIDE,
     *(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler")),
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -48,8 +48,8 @@ class _File(NamedTuple):
 
     def table(self, key: str) -> dict[str, Any]:
         """A dictionary in it; an empty one if there is none."""
-        found = self.content.get(key)
-        return found if isinstance(found, dict) else {}
+        value = self.content.get(key)
+        return value if isinstance(value, dict) else {}
 
 
 def read_zero(folder: FilePath) -> Distributed:
@@ -58,7 +58,7 @@ def read_zero(folder: FilePath) -> Distributed:
     if not models:
         raise CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring *_model_states.pt back")
     main, gathered = models[0], Gathered(folder)
-    names = [path.name for path in like(folder, "*.pt")]
+    names = [path.name for path in glob(folder, "*.pt")]
     other = next((name for name in names if OTHERS.fullmatch(name)), None)
     parallel = [int(match[2]) + 1 for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name))]
     ranks = max(int(main.content.get("mp_world_size") or 1), *parallel)
@@ -80,7 +80,7 @@ def read_zero(folder: FilePath) -> Distributed:
         form = _add_lists(gathered, main, optimizers, groups)
         files = [file.path for file in optimizers]
     _add_others(gathered, models, {name for group in groups for name in group} if optimizers or is_universal else set())
-    step = f", step {shown(main.content['global_steps'])}" if "global_steps" in main.content else ""
+    step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
     return gathered.finish(f"saved by DeepSpeed: {form}{step}", [*(file.path for file in models), *files])
 
 
@@ -89,11 +89,11 @@ def read_zero(folder: FilePath) -> Distributed:
 
 def _files(folder: FilePath, pattern: re.Pattern[str]) -> list[_File]:
     """The files of all ranks, in order. Raises CheckpointError if one is missing."""
-    found = {int(match[1] or 0): path for path in like(folder, "*.pt") if (match := pattern.fullmatch(path.name))}
-    missing = next((rank for rank in range(max(found, default=0)) if rank not in found), None)
+    paths = {int(match[1] or 0): path for path in glob(folder, "*.pt") if (match := pattern.fullmatch(path.name))}
+    missing = next((rank for rank in range(max(paths, default=0)) if rank not in paths), None)
     if missing is not None:
-        raise CheckpointError(f"{folder}: of {found[max(found)].name} the file of rank {missing} is missing", _TOGETHER)
-    return [_read(found[rank]) for rank in sorted(found)]
+        raise CheckpointError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", _TOGETHER)
+    return [_read(paths[rank]) for rank in sorted(paths)]
 
 
 def _read(path: FilePath) -> _File:
@@ -101,16 +101,16 @@ def _read(path: FilePath) -> _File:
         state = archive.read(_NAMES, "tensors and plain settings are read")
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary")
-        return _File(path, {str(key): _placed(archive, path, str(key), value) for key, value in state.items()})
+        return _File(path, {str(key): _with_locations(archive, path, str(key), value) for key, value in state.items()})
 
 
-def _placed(archive: TorchArchive, path: FilePath, name: str, value: object, depth: int = 0) -> Any:
+def _with_locations(archive: TorchArchive, path: FilePath, name: str, value: object, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return place_of(path, path, name, value, *archive.locate(value.storage))
     if isinstance(value, dict) and depth < _DEEP:
-        return {key: _placed(archive, path, str(key), of, depth + 1) for key, of in value.items()}
+        return {key: _with_locations(archive, path, str(key), of, depth + 1) for key, of in value.items()}
     if isinstance(value, list) and depth < _DEEP:
-        return [_placed(archive, path, name, of, depth + 1) for of in value]
+        return [_with_locations(archive, path, name, of, depth + 1) for of in value]
     return value
 
 
@@ -133,9 +133,9 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     if (other := next((at for at, form in enumerate(forms) if form != forms[0]), None)) is not None:
         wrong = f"{optimizers[other].path} and {optimizers[0].path} are of different stages or numbers of ranks"
     elif world != len(optimizers):
-        wrong = f"{optimizers[0].path}: it is one of {shown(world)} ranks, and there are files of {len(optimizers)}"
+        wrong = f"{optimizers[0].path}: it is one of {quote(world)} ranks, and there are files of {len(optimizers)}"
     elif main.content.get("dp_world_size") not in (None, world):
-        wrong = f"{main.path}: it is of {shown(main.content['dp_world_size'])} ranks, its optimizer of {world}"
+        wrong = f"{main.path}: it is of {quote(main.content['dp_world_size'])} ranks, its optimizer of {world}"
     if wrong is not None:
         raise MismatchError(wrong, _TOGETHER)
     inner = [state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state") for state in states]
@@ -192,36 +192,36 @@ def _is_list(value: object) -> bool:
 
 
 def _lists(values: Iterable[object] | None) -> list[TensorInfo]:
-    found = [*(values or ())]
-    if not all(map(_is_list, found)):
+    infos = [*(values or ())]
+    if not all(map(_is_list, infos)):
         raise CheckpointError("a group of parameters has no list")
-    return found  # type: ignore[return-value]
+    return infos  # type: ignore[return-value]
 
 
-Found = Iterator[tuple[str, Shape, Iterable[Any]]]
+NamedChunks = Iterator[tuple[str, Shape, Iterable[Any]]]
 
 
-def _of_stage_2(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> Found:
+def _of_stage_2(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> NamedChunks:
     if any(len(lists) != len(groups) for lists in of_ranks):
         raise CheckpointError(f"there are {len(groups)} groups of parameters, and {len(of_ranks[0])} lists")
     for shapes, parts in zip(groups, zip(*of_ranks, strict=True), strict=True):
-        total, each = sum(map(math.prod, shapes.values())), parts[0].shape[0]
+        total, length = sum(map(math.prod, shapes.values())), parts[0].shape[0]
         for rank, part in enumerate(parts):
-            own = min(max(total - rank * each, 0), each)  # without the padding
-            if part.shape[0] not in (own, each):
-                raise CheckpointError(f"the list of rank {rank} has {part.shape[0]:,} elements, it should have {own:,}")
+            n = min(max(total - rank * length, 0), length)  # without the padding
+            if part.shape[0] not in (n, length):
+                raise CheckpointError(f"the list of rank {rank} has {part.shape[0]:,} elements, it should have {n:,}")
         yield from ((name, shapes[name], chunks) for name, chunks in from_list(shapes, parts))
 
 
-def _of_stage_3(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> Found:
+def _of_stage_3(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> NamedChunks:
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    each = {name: -(-math.prod(shape) // len(of_ranks)) for name, shape in shapes.items()}
+    lengths = {name: -(-math.prod(shape) // len(of_ranks)) for name, shape in shapes.items()}
     parts: dict[str, list[TensorInfo]] = defaultdict(list)
     for rank, lists in enumerate(of_ranks):
-        total, padded = sum(info.shape[0] for info in lists), sum(each.values())
+        total, padded = sum(info.shape[0] for info in lists), sum(lengths.values())
         if total != padded:
             raise CheckpointError(f"the lists of rank {rank} have {total:,} elements, they should have {padded:,}")
-        for name, chunks in from_list({name: (length,) for name, length in each.items()}, lists):
+        for name, chunks in from_list({name: (length,) for name, length in lengths.items()}, lists):
             parts[name] += [info for _, info in chunks]
     for name, shape in shapes.items():
         yield name, shape, next(from_list({name: shape}, parts[name]))[1]
@@ -246,12 +246,12 @@ def _check_slices(
     """Raise MismatchError if DeepSpeed's own map of a rank's lists says something else than the rule."""
     for rank, state in enumerate(states):
         for number, slices in enumerate(state.get("param_slice_mappings") or ()):
-            at, each = 0, masters[0][number].shape[0]
+            at, length = 0, masters[0][number].shape[0]
             for name, shape in groups[number].items():
-                begin, end = max(at, rank * each), min(at + math.prod(shape), (rank + 1) * each)
-                own, at = slices.get(name), at + math.prod(shape)
-                stated = (own.get("start"), own.get("numel")) if own is not None else None
-                if stated != ((begin - rank * each, end - begin) if begin < end else None):
+                begin, end = max(at, rank * length), min(at + math.prod(shape), (rank + 1) * length)
+                slice_of, at = slices.get(name), at + math.prod(shape)
+                stated = (slice_of.get("start"), slice_of.get("numel")) if slice_of is not None else None
+                if stated != ((begin - rank * length, end - begin) if begin < end else None):
                     raise MismatchError(f"{files[rank].path}: '{name}' does not lie where param_shapes says", _TOGETHER)
 
 
@@ -261,11 +261,11 @@ def _check_slices(
 def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]]) -> list[FilePath]:
     """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes."""
     files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
-    if (rest := folder / "zero" / "optimizer_state.pt").is_file():
-        saved = _read(rest)
-        files.append(rest)
+    if (settings := folder / "zero" / "optimizer_state.pt").is_file():
+        saved = _read(settings)
+        files.append(settings)
         _add_settings(gathered, [*saved.table("optimizer_state_dict").get("state", {}).values()], saved.content, groups)
-    for path in like(folder, "zero/*/*.pt"):
+    for path in glob(folder, "zero/*/*.pt"):
         with torch_file(path) as archive:
             state = archive.read(_NAMES, "a tensor and its shape is read")
             value = state.get("param") if isinstance(state, dict) else state
@@ -282,21 +282,21 @@ def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mappin
     return files
 
 
-def _add_others(gathered: Gathered, models: Sequence[_File], known: set[str]) -> None:
+def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str]) -> None:
     """Add what has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
     main, world = models[0], len(models)
     shared = {str(copy): origin for copy, origin in main.table("shared_params").items()}
     frozen = main.table("frozen_param_shapes")
     for name, shape in frozen.items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
-        if all(part is not None for part in parts) and name not in known:
+        if all(part is not None for part in parts) and name not in names:
             whole = world == 1 or len(parts[0].shape) != 1
-            each = math.prod(shape) if whole else -(-math.prod(shape) // world)
-            flat = [list_range(part, 0, min(math.prod(part.shape), each)) for part in (parts[:1] if whole else parts)]
+            count = math.prod(shape) if whole else -(-math.prod(shape) // world)
+            flat = [list_range(part, 0, min(math.prod(part.shape), count)) for part in (parts[:1] if whole else parts)]
             gathered.add(("model", name), shape, next(from_list({name: shape}, flat))[1])
-            known = known | {name}
+            names = names | {name}
     for name, info in main.table("module").items():
-        if isinstance(info, TensorInfo) and info.nbytes and name not in known and name not in shared:
+        if isinstance(info, TensorInfo) and info.nbytes and name not in names and name not in shared:
             gathered.add_whole(("model", name), info)
     for copy, origin in shared.items():
         gathered.add_copy(("model", copy), ("model", str(origin)))

@@ -27,16 +27,16 @@ class Entry(NamedTuple):
     is_plain: bool
 
 
-def read_directory(read: Read, size: int) -> dict[str, Entry]:
+def read_directory(read_range: Read, size: int) -> dict[str, Entry]:
     """The entries of an archive of ``size`` bytes, by name, in their order.
 
     Raises ValueError with the reason if there is none, or if it contradicts itself.
     """
-    count, begin, length = _find_directory(read, size)
+    count, begin, length = _find_directory(read_range, size)
     if not 0 <= begin <= begin + length <= size or length > MAX_DIRECTORY:
         raise ValueError(f"its directory of {length:,} bytes from byte {begin:,} on is not in its {size:,} bytes")
-    content, place = read(begin, length), 0
-    found: dict[str, Entry] = {}
+    content, place = read_range(begin, length), 0
+    entries: dict[str, Entry] = {}
     for _ in range(count):
         fixed = content[place : place + 46]
         if len(fixed) < 46 or fixed[:4] != _CENTRAL:
@@ -48,41 +48,41 @@ def read_directory(read: Read, size: int) -> dict[str, Entry]:
         key = content[place + 46 : behind].decode("utf-8", "surrogateescape")
         if _MOST_32 in (packed, plain, at):
             plain, packed, at = _in_64_bits(content[behind : behind + extra], plain, packed, at)
-        if key in found:
+        if key in entries:
             raise ValueError("a record of the zip archive appears twice")
-        found[key] = Entry(key, at, plain, method == 0 and not flags & 1 and packed == plain)
+        entries[key] = Entry(key, at, plain, method == 0 and not flags & 1 and packed == plain)
         place = behind + extra + comment
     if place > length:
         raise ValueError("its directory ends within an entry")
-    return found
+    return entries
 
 
-def data_offset(read: Read, entry: Entry) -> int | None:
+def data_offset(read_range: Read, entry: Entry) -> int | None:
     """The offset of an entry's data in the archive; None if no entry begins where the directory says."""
-    local = read(entry.at, 30)
+    local = read_range(entry.at, 30)
     if len(local) < 30 or local[:4] != _LOCAL:
         return None
     name, extra = struct.unpack("<HH", local[26:30])
     return int(entry.at + 30 + name + extra)
 
 
-def _find_directory(read: Read, size: int) -> tuple[int, int, int]:
+def _find_directory(read_range: Read, size: int) -> tuple[int, int, int]:
     """The number of entries, and offset and length (bytes) of the directory."""
     end = size - 22
-    tail = read(max(0, end), 22)
+    tail = read_range(max(0, end), 22)
     if tail[:4] != _END or tail[20:] != b"\0\0":  # a comment may stand behind it
         start = max(0, size - 22 - _MOST_16)
-        tail = read(start, size - start)
+        tail = read_range(start, size - start)
         place = tail.rfind(_END)
         if place < 0 or len(tail) < place + 22:
             raise ValueError("its directory is missing")
         end, tail = start + place, tail[place : place + 22]
     count, length, begin = struct.unpack("<HII", tail[10:20])
-    locator = read(end - 20, 20) if end >= 20 else b""
+    locator = read_range(end - 20, 20) if end >= 20 else b""
     if locator[:4] != _LOCATOR_64:
         return count, begin, length
-    (there,) = struct.unpack("<Q", locator[8:16])
-    record = read(min(there, size), 56)
+    (offset,) = struct.unpack("<Q", locator[8:16])
+    record = read_range(min(offset, size), 56)
     if len(record) < 56 or record[:4] != _END_64:
         raise ValueError("its directory of 64 bits is missing")
     count, length, begin = struct.unpack("<QQQ", record[32:56])

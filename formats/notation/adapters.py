@@ -91,15 +91,15 @@ class Settings:
         """PEFT's formats that its stacks may have: one, if it says its version."""
         if self.version is None:
             return versions()
-        return [each for each in versions() if (each.since or ()) <= self.version][:1] or versions()[-1:]
+        return [format for format in versions() if (format.since or ()) <= self.version][:1] or versions()[-1:]
 
     def is_target(self, name: str) -> bool:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
-        own, others = name.split("."), [target.split(".") for target in self.targets]
+        segments, targets = name.split("."), [target.split(".") for target in self.targets]
         return any(
-            all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in zip(own[-len(of) :], of, strict=True))
-            for of in others
-            if len(of) <= len(own)
+            all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in zip(segments[-len(of) :], of, strict=True))
+            for of in targets
+            if len(of) <= len(segments)
         )
 
     def names(self, module: str) -> bool:
@@ -110,19 +110,19 @@ class Settings:
             return True
         of_targets = (f".{target}".rpartition(".")[0] for target in self.targets)
         of_layer = self.layers is None or not {*map(str, self.layers)}.isdisjoint(module.split("."))
-        return of_layer and (_ends(module, self.modules) or any(f"{each}." in f".{module}." for each in of_targets))
+        return of_layer and (_ends(module, self.modules) or any(f"{prefix}." in f".{module}." for prefix in of_targets))
 
-    def key_of(self, place: str, each: Wrapped) -> str:
+    def key_of(self, place: str, target: Adapted) -> str:
         """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: prefix of A and B."""
         module = module_of(place.rstrip("."))
-        leaf = each.name.rpartition(".")[2]
-        return f"{module}.{leaf}" if self.is_target(each.name) and not module.endswith(f".{leaf}") else module
+        leaf = target.name.rpartition(".")[2]
+        return f"{module}.{leaf}" if self.is_target(target.name) and not module.endswith(f".{leaf}") else module
 
 
-def settings_of(found: object, where: object) -> Settings:
+def settings_of(content: object, where: object) -> Settings:
     """Read ``adapter_config.json``. Raises PlanError for an adapter that is not LoRA, or of another form."""
     try:
-        document = json_object(found, SETTINGS)
+        document = json_object(content, SETTINGS)
         kind = document.get("peft_type")
         if kind != "LORA":
             raise PlanError(
@@ -163,8 +163,8 @@ def _indices(value: object, where: str) -> tuple[int, ...] | None:
 
 def _patterns(document: Mapping[str, Any], name: str, where: object, reader: Reader[Number]) -> Mapping[str, Number]:
     """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
-    found = _find(document, name, mapping(reader)) or {}
-    for key in found:
+    table = _find(document, name, mapping(reader)) or {}
+    for key in table:
         repeats = key.count("*") + key.count("+")
         if len(key) > 1000 or _KEY.fullmatch(key) is None or repeats > _MOST_REPEATS or re.search(r"\)[*+]", key):
             raise PlanError(f"{where}: adapter_config.json: {name} has the pattern {brief(key)}, which is not read")
@@ -172,7 +172,7 @@ def _patterns(document: Mapping[str, Any], name: str, where: object, reader: Rea
             re.compile(key)
         except re.error as error:
             raise PlanError(f"{where}: adapter_config.json: {name}: {brief(key)}: {error}") from None
-    return found
+    return table
 
 
 def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iterator[int]:
@@ -202,7 +202,7 @@ def _ends(name: str, ends: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Form:
+class FactorLayout:
     """A and B of a stack: the ends of their names, and their axes, which are expert, rank, in and out."""
 
     a: Factor
@@ -210,7 +210,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class Adapted:
     """A parameter that PEFT may have wrapped: the names of what belongs to it begin with ``place``.
 
     ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``forms``: it is a
@@ -219,7 +219,7 @@ class Wrapped:
 
     tensors: tuple[ModuleTensor, ...]
     place: str
-    forms: tuple[Form, ...] = ()
+    forms: tuple[FactorLayout, ...] = ()
 
     @property
     def is_stack(self) -> bool:
@@ -243,21 +243,21 @@ class Wrapped:
 
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
-    found: dict[str, tuple[ModuleTensor, ...]] = {}
-    own = [*module_tensors(base, config), *as_modules(base)]
-    for tensor in (*own, *chain.from_iterable(map(of_experts, own))):
-        if tensor not in (others := found.get(tensor.name, ())):
-            found[tensor.name] = (*others, tensor)
-    return found
+    tensors_of: dict[str, tuple[ModuleTensor, ...]] = {}
+    tensors = [*module_tensors(base, config), *as_modules(base)]
+    for tensor in (*tensors, *chain.from_iterable(map(of_experts, tensors))):
+        if tensor not in (earlier := tensors_of.get(tensor.name, ())):
+            tensors_of[tensor.name] = (*earlier, tensor)
+    return tensors_of
 
 
-def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Iterator[Wrapped]:
+def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Iterator[Adapted]:
     """The parameters that an adapter to a model may change."""
     of_module: dict[str, list[tuple[ModuleTensor, ...]]] = {}
     for name, tensors in parameters(base, config).items():
         module, _, leaf = name.rpartition(".")
         if tensors[0].dims == 2 and leaf == "weight" and "*" not in name:
-            yield Wrapped(tensors, f"{module}.")
+            yield Adapted(tensors, f"{module}.")
         elif tensors[0].dims == 3 and settings.is_target(name):
             of_module.setdefault(module, []).append(tensors)
     for stacks in of_module.values():  # PEFT wraps a module once for each of its tensors, in their order
@@ -265,21 +265,21 @@ def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -
         stacks.sort(key=lambda tensors: _matrix(tensors[0].shapes[0][0])[0] in inputs)
         for depth, tensors in enumerate(reversed(stacks)):
             forms = dict.fromkeys(
-                _form(each, tensors[0], config, depth, grouped=settings.grouped) for each in settings.formats()
+                _form(format, tensors[0], config, depth, grouped=settings.grouped) for format in settings.formats()
             )
-            yield Wrapped(tensors, *_placed([*forms]))
+            yield Adapted(tensors, *_with_prefix([*forms]))
 
 
-def stacks_elsewhere(
+def other_stacks(
     base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
-) -> Iterator[tuple[AdapterFormat, Wrapped]]:
+) -> Iterator[tuple[AdapterFormat, Adapted]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
     experts = expert_axes(base, config)
     for format in map(adapter_format, adapter_format_names() if names is None else names):
         for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
-            own = tuple(map(in_halves, tensors)) if format.halves else tensors
+            stacks = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
-                yield format, Wrapped(own, *_placed([_form(format, own[0], config)]))
+                yield format, Adapted(stacks, *_with_prefix([_form(format, stacks[0], config)]))
 
 
 def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
@@ -290,7 +290,7 @@ def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]
 
 def _form(
     format: AdapterFormat, stack: ModuleTensor, config: Mapping[str, Any], depth: int = 0, *, grouped: bool = False
-) -> Form:
+) -> FactorLayout:
     """How A and B of a stack are named and lie in a format; ``depth`` counts PEFT's wrappers around it."""
     assert format.factors is not None
     module, _, leaf = stack.name.removesuffix(".weight").rpartition(".")
@@ -299,17 +299,17 @@ def _form(
     x, y = ("in", "out") if second == (stack.shapes[0][0].arrow is None) else ("out", "in")
     axes = {"x": x, "y": y}
     a, b = (
-        Factor(each.name.format(**words), re.sub(r"\b[xy]\b", lambda found: axes[found[0]], each.axes))
-        for each in format.factors
+        Factor(factor.name.format(**words), re.sub(r"\b[xy]\b", lambda match: axes[match[0]], factor.axes))
+        for factor in format.factors
     )
-    return Form(a, Factor(b.name, b.axes.replace("(rank expert)", "(expert rank)") if grouped else b.axes))
+    return FactorLayout(a, Factor(b.name, b.axes.replace("(rank expert)", "(expert rank)") if grouped else b.axes))
 
 
-def _placed(forms: Sequence[Form]) -> tuple[str, tuple[Form, ...]]:
+def _with_prefix(forms: Sequence[FactorLayout]) -> tuple[str, tuple[FactorLayout, ...]]:
     """What the names of A and B begin with, and the forms with the ends of these names."""
     place = forms[0].a.name.rpartition("A")[0]
-    ends = [[replace(factor, name=factor.name.removeprefix(place)) for factor in (each.a, each.b)] for each in forms]
-    return place, tuple(Form(a, b) for a, b in ends)
+    ends = [[replace(factor, name=factor.name.removeprefix(place)) for factor in (form.a, form.b)] for form in forms]
+    return place, tuple(FactorLayout(a, b) for a, b in ends)
 
 
 def _matrix(shape: Shape) -> tuple[str, str]:
@@ -336,54 +336,54 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
             stages |= {f"{PREFIX}{module}.*": stage.text} if stage is not None else {}
-    stacks = (each for _, each in stacks_elsewhere(base, config))
-    for each in (*stacks, *wrapped(base, config, settings)):
-        lines |= {f"{PREFIX}{each.place}{suffix}": rules for suffix, rules in _beside(each, settings)}
+    stacks = (target for _, target in other_stacks(base, config))
+    for target in (*stacks, *wrapped(base, config, settings)):
+        lines |= {f"{PREFIX}{target.place}{suffix}": rules for suffix, rules in _beside(target, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
-    made = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
-    return architecture_from_document(made | ({"stages": stages} if stages else {}), base.name, str(where))
+    extended = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
+    return architecture_from_document(extended | ({"stages": stages} if stages else {}), base.name, str(where))
 
 
-def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Wrapped, str]]:
+def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Adapted, str]]:
     """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
     biases = {name: tensors for name, tensors in parameters(base, config).items() if name.endswith(".bias")}
-    of_biases = (Wrapped(tensors, name.removesuffix("bias"), ()) for name, tensors in biases.items())
-    return {f"{PREFIX}{each.place}{_BIAS}": (each, _BIAS) for each in of_biases} | {
-        f"{PREFIX}{each.place}{suffix}": (each, suffix)
-        for each in (*(each for _, each in stacks_elsewhere(base, config)), *wrapped(base, config, settings))
-        for suffix, _ in _beside(each, settings)
+    of_biases = (Adapted(tensors, name.removesuffix("bias"), ()) for name, tensors in biases.items())
+    return {f"{PREFIX}{target.place}{_BIAS}": (target, _BIAS) for target in of_biases} | {
+        f"{PREFIX}{target.place}{suffix}": (target, suffix)
+        for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings))
+        for suffix, _ in _beside(target, settings)
     }
 
 
-def form_of(each: Wrapped, a: Shape, sides: tuple[int, int]) -> Form | None:
+def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout | None:
     """The form of a stack, by the rule of A or by ``sides`` (the last of A, the first of B); None: ambiguous."""
-    of_a = {form.a.axes: form for form in each.forms}
+    of_a = {form.a.axes: form for form in target.forms}
     if len(of_a) == 1:
-        return each.forms[0]
-    words = _words(_unlabelled(each.tensors[0].shapes[0][0]))
-    own = "inner" if str(a.dims[-1]) == words["inner"] else "outer"
-    found = [form for form in each.forms if {"in": "inner", "out": "outer"}[form.a.side] == own]
-    return found[0] if found and sides[0] != sides[1] else None
+        return target.forms[0]
+    words = _words(_unlabelled(target.tensors[0].shapes[0][0]))
+    side = "inner" if str(a.dims[-1]) == words["inner"] else "outer"
+    forms = [form for form in target.forms if {"in": "inner", "out": "outer"}[form.a.side] == side]
+    return forms[0] if forms and sides[0] != sides[1] else None
 
 
-def _beside(each: Wrapped, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _beside(target: Adapted, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The adapter tensors of one parameter: the suffix of each name, and its rules."""
-    ranks = settings.ranks_of(each.key(settings))
-    if each.is_stack:
-        forms = [(form.a, form.b) for form in each.forms]
+    ranks = settings.ranks_of(target.key(settings))
+    if target.is_stack:
+        forms = [(form.a, form.b) for form in target.forms]
         words = {"expert": "{stack}", "rank": "{r}", "in": "{inner}", "out": "{outer}"}
         axes = re.compile("|".join(words))
         lines = {
-            own[0].name: [axes.sub(lambda axis: words[axis[0]], factor.axes) for factor in own]
-            for own in zip(*forms, strict=True)
+            factors[0].name: [axes.sub(lambda axis: words[axis[0]], factor.axes) for factor in factors]
+            for factors in zip(*forms, strict=True)
         }
     else:
         lines = {suffix: [line] for suffix, line in _LINES.items()}
     for suffix, texts in lines.items():
-        yield suffix, _rules(each.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
-    if not each.is_stack:
-        yield "base_layer.weight", _rules(each.tensors, _WHOLE)
+        yield suffix, _rules(target.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
+    if not target.is_stack:
+        yield "base_layer.weight", _rules(target.tensors, _WHOLE)
 
 
 def _words(shape: Shape) -> dict[str, str]:
@@ -400,8 +400,8 @@ def _rules(tensors: Sequence[ModuleTensor], lines: Sequence[str]) -> list[dict[s
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):
         shapes = [_unlabelled(shape) for shape, _ in pairs if lines == _WHOLE or len(shape.dims) == tensors[0].dims]
-        found = dict.fromkeys(line.format(**_words(shape)) for shape in shapes for line in lines)
-        rules.append({"shape": [*found]} | ({"when": when.text} if when else {}))
+        texts = dict.fromkeys(line.format(**_words(shape)) for shape in shapes for line in lines)
+        rules.append({"shape": [*texts]} | ({"when": when.text} if when else {}))
     return [rule for rule in rules if rule["shape"]]
 
 
@@ -411,5 +411,5 @@ def _unlabelled(shape: Shape) -> Shape:
 
 
 def _plain(dim: Dim) -> Dim:
-    each = ([_plain(factor) if isinstance(factor, Dim) else factor for factor in of.factors] for of in dim.summands)
-    return replace(dim, summands=tuple(Summand(tuple(factors)) for factors in each))
+    products = ([_plain(factor) if isinstance(factor, Dim) else factor for factor in of.factors] for of in dim.summands)
+    return replace(dim, summands=tuple(Summand(tuple(factors)) for factors in products))

@@ -114,13 +114,13 @@ class Architecture:
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
-        found = _find(self._root, name)
-        return Match(found[0], self.tensors[found[0]], found[1]) if found else None
+        covering = _find(self._root, name)
+        return Match(covering[0], self.tensors[covering[0]], covering[1]) if covering else None
 
     def stage_of(self, name: str) -> Expression | None:
         """What ``[stages]`` says of a tensor of this name; None if it says nothing."""
-        found = _find(self._stage_root, name)
-        return self.stages[found[0]] if found else None
+        match = _find(self._stage_root, name)
+        return self.stages[match[0]] if match else None
 
     def is_table(self, template: str) -> bool:
         """Whether a line outside all layers is of a vector for each token of the vocabulary."""
@@ -164,8 +164,8 @@ class Architecture:
 
     def match_module(self, name: str) -> tuple[tuple[ModuleRule, ...], Mapping[str, int]] | None:
         """The rules under ``[modules]`` for a module of this name, and the indices in it, or None."""
-        found = _find(self._module_root, name)
-        return (self.modules[found[0]], found[1]) if found else None
+        match = _find(self._module_root, name)
+        return (self.modules[match[0]], match[1]) if match else None
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of the language model: first its section of ``config.json``, then the rest of the file.
@@ -232,8 +232,8 @@ def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
     last, places = way[-1]
     if len(way) > length and last.template is not None:
         return last.template, _indices(name, places)
-    rest = ((node.rest, _indices(name, found)) for node, found in reversed(way[:length]) if node.rest is not None)
-    return next(rest, None)
+    open_ends = ((node.rest, _indices(name, axes)) for node, axes in reversed(way[:length]) if node.rest is not None)
+    return next(open_ends, None)
 
 
 def _below(node: _Node) -> Iterator[str]:
@@ -275,8 +275,8 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
                 raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
             node.index = node.index or (axis, _Node())
             if node.index[0] != axis:
-                known = node.index[0]
-                raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{known}}}' elsewhere")
+                other = node.index[0]
+                raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{other}}}' elsewhere")
             node = node.index[1]
         if not later_wins and getattr(node, kind) not in {None, template}:
             raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
@@ -311,17 +311,17 @@ def _architecture(name: str, fields: Record) -> Architecture:
     nothing: tuple[str, ...] = ()
     as_they_are: tuple[str, ...] = ("",)
     prefixes = fields.find("prefixes", texts, as_they_are)
-    own = fields.find("tensors", partial(_by_template, _rules), none)
+    stated = fields.find("tensors", partial(_by_template, _rules), none)
     modules = fields.find("modules", partial(_by_template, _module_rules), none)
     stages = fields.find("stages", partial(_by_template, lambda _, value, where: _formula(value, where)), none)
     layers = stages.pop("layers", read_expression("layer"))
     parallel = {**fields.find("parallel", json_object, none)}
     pad = texts(parallel.pop("pad", []), "parallel.pad")
     fields.find("classes", texts, nothing)
-    if not own:
+    if not stated:
         raise NotationError("no rules under [tensors]")
-    experts = _experts(own)
-    tensors = {**experts, **own}
+    experts = _experts(stated)
+    tensors = {**experts, **stated}
     return Architecture(
         name=fields.find("name", text, name),
         model_types=fields.find("model_types", texts, nothing),
@@ -337,7 +337,7 @@ def _architecture(name: str, fields: Record) -> Architecture:
         layers=layers,
         partial=fields.find("partial", truth, False),
         float32=fields.find("float32", formulas, none),
-        derived=frozenset(experts.keys() - own.keys()),
+        derived=frozenset(experts.keys() - stated.keys()),
         _root=trie(tensors, prefixes),
         _stage_root=trie(stages, prefixes, later_wins=True),
         _module_root=trie(modules, prefixes),
@@ -355,12 +355,12 @@ def _one_or_more(value: object, where: str) -> tuple[str, ...]:
     return items(text)(value if isinstance(value, list) else [value], where)
 
 
-def _by_template(read: Callable[[str, Any, str], T], value: object, where: str) -> dict[str, T]:
+def _by_template(read_line: Callable[[str, Any, str], T], value: object, where: str) -> dict[str, T]:
     """A table whose keys are names of tensors or modules, with axes in braces."""
     for template in (lines := json_object(value, where)):
         if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
             raise unfit(where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template)
-    return {template: read(template, line, f"{where}.{template}") for template, line in lines.items()}
+    return {template: read_line(template, line, f"{where}.{template}") for template, line in lines.items()}
 
 
 def _rules(template: str, value: object, where: str) -> tuple[Rule, ...]:
@@ -393,8 +393,8 @@ def _module_rules(template: str, value: object, where: str) -> tuple[ModuleRule,
             shapes = {name: parse(shape) for name, shape in split.items()}
             condition = None if when is None else read_expression(text(when, f"{where}.when"))
             attributes = mapping(_formula)(line, where)
-            own = None if sums is None else text(sums, f"{where}.sums")
-            rules.append(ModuleRule(attributes, shapes, condition, alone is True, own))
+            summed = None if sums is None else text(sums, f"{where}.sums")
+            rules.append(ModuleRule(attributes, shapes, condition, alone is True, summed))
         except NotationError as error:
             raise NotationError(f"module '{template}': {error.message}") from None
     return tuple(rules)
@@ -402,14 +402,14 @@ def _module_rules(template: str, value: object, where: str) -> tuple[ModuleRule,
 
 def _experts(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, tuple[Rule, ...]]:
     """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
-    found: dict[str, tuple[Rule, ...]] = {}
+    rules_of: dict[str, tuple[Rule, ...]] = {}
     for template, rules in tensors.items():
         for rule in rules:
             parts = [part for shape in rule.shapes for part in unfused(template, shape).items()]
             for name in dict.fromkeys(name for name, _ in parts):
-                shapes = dict.fromkeys(linear(own) for other, own in parts if other == name)
-                found[name] = (*found.get(name, ()), Rule(tuple(shapes), rule.when))
-    return found
+                shapes = dict.fromkeys(linear(expert_part) for other, expert_part in parts if other == name)
+                rules_of[name] = (*rules_of.get(name, ()), Rule(tuple(shapes), rule.when))
+    return rules_of
 
 
 # ------------------------------------------------------------------------------------------------------- writing

@@ -37,9 +37,9 @@ def load_architecture(path: Path) -> Architecture:
 
 def architecture_of(document: Mapping[str, Any], path: Path) -> Architecture:
     """The architecture of a file's parsed form, with its bases. Raises PlanError."""
-    own = document.get("tensors")
+    stated = document.get("tensors")
     architecture = architecture_from_document(_with_stages(with_bases(document, path)), path.stem, str(path))
-    return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(own or ())))
+    return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(stated or ())))
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -121,16 +121,16 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
         if not isinstance(above.get(name, {}), dict):
             merged[name] = above[name]  # refused with the rest of the form
             continue
-        inherited, own = below.get(name, {}), above.get(name, {})
+        inherited, stated = below.get(name, {}), above.get(name, {})
         if name in {"tensors", "modules", "stages"}:
             inherited = _respelled(inherited, _first_prefix(below), _first_prefix(merged))
-        for key, value in own.items():
+        for key, value in stated.items():
             if value is False and key not in inherited:
                 raise PlanError(
                     f"plan file {path}: '{key} = false' under [{name}] takes away what no base has",
                     'as an expression, write it in quotes: "False"',
                 )
-        merged[name] = {key: value for key, value in {**inherited, **own}.items() if value is not False}
+        merged[name] = {key: value for key, value in {**inherited, **stated}.items() if value is not False}
     return merged
 
 
@@ -140,11 +140,11 @@ def _first_prefix(document: Mapping[str, Any]) -> str:
     return prefixes[0] if isinstance(prefixes, list) and prefixes and isinstance(prefixes[0], str) else ""
 
 
-def _respelled(lines: Mapping[str, Any], before: str, after: str) -> Mapping[str, Any]:
+def _respelled(lines: Mapping[str, Any], old: str, after: str) -> Mapping[str, Any]:
     """Lines whose names start with another prefix."""
-    if before in {"", after}:
+    if old in {"", after}:
         return lines
-    return {after + name.removeprefix(before) if name.startswith(before) else name: at for name, at in lines.items()}
+    return {after + name.removeprefix(old) if name.startswith(old) else name: at for name, at in lines.items()}
 
 
 # ---------------------------------------------------------------------------------------- a language model inside
@@ -160,13 +160,13 @@ def _inside(whole: Mapping[str, Any], around: Mapping[str, Any]) -> tuple[Mappin
     (``language_model.lm_head``). transformers' own classes with towers make a head of their own, whatever the language
     model calls its head. The towers have the places of a language model that calls itself otherwise (``transformer.``).
     """
-    own, tensors = _first_prefix(whole), {_HEAD: "vocab hidden", **whole.get("tensors", {})}
+    first_prefix, tensors = _first_prefix(whole), {_HEAD: "vocab hidden", **whole.get("tensors", {})}
     prefixes = around.get("prefixes", [])
     places = [prefix.removesuffix(_MODEL) for prefix in prefixes if prefix.endswith(f".{_MODEL}")]
-    beside = {name: line for name, line in tensors.items() if own and not name.startswith(own)}
-    spelled = {place + name: line for place in places for name, line in beside.items()}
-    if own not in {"", _MODEL}:
-        around = {**around, "prefixes": [*prefixes, *(place + own for place in places)]}
+    outer = {name: line for name, line in tensors.items() if first_prefix and not name.startswith(first_prefix)}
+    spelled = {place + name: line for place in places for name, line in outer.items()}
+    if first_prefix not in {"", _MODEL}:
+        around = {**around, "prefixes": [*prefixes, *(place + first_prefix for place in places)]}
     return {**whole, "tensors": {**tensors, **spelled}}, around
 
 
@@ -199,8 +199,8 @@ def language_model(config: Mapping[str, Any]) -> Inside | None:
     if file is None or INSIDE in (text := _shared(file)):
         return None
     towers = with_bases({key: value for key, value in document.items() if key != INSIDE}, path)
-    own = _first_prefix(with_bases(text, file))
-    return Inside(inner["model_type"], file, own, _first_prefix(document), frozenset(towers.get("tensors", ())))
+    prefix = _first_prefix(with_bases(text, file))
+    return Inside(inner["model_type"], file, prefix, _first_prefix(document), frozenset(towers.get("tensors", ())))
 
 
 # ------------------------------------------------------------------------------------------------- the built-in ones
@@ -209,13 +209,13 @@ def language_model(config: Mapping[str, Any]) -> Inside | None:
 @lru_cache(maxsize=1)
 def built_in_architectures() -> Mapping[str, Path]:
     """The file of each model type that has one."""
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in sorted(BUILT_IN.glob("*.toml")):
         for model_type in _names(path, "model_types"):
-            if model_type in found:
-                raise PlanError(f"model type '{model_type}' stands in {found[model_type].name} and in {path.name}")
-            found[model_type] = path
-    return found
+            if model_type in file_of:
+                raise PlanError(f"model type '{model_type}' stands in {file_of[model_type].name} and in {path.name}")
+            file_of[model_type] = path
+    return file_of
 
 
 def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architecture:
@@ -245,20 +245,20 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
 @cache  # there are more of them than a cache keeps by default
 def _built_in(path: Path, inside: str | None = None) -> Architecture:
     """The architecture of a file; if it is for towers, with a language model of the file ``inside``."""
-    own = read_document(path)
-    document = with_bases({**own, INSIDE: inside} if inside else own, path)
-    heads, own = _shared(HEADS)["tensors"], document["tensors"]
-    document["tensors"] = {**heads, **own}
+    stated = read_document(path)
+    document = with_bases({**stated, INSIDE: inside} if inside else stated, path)
+    heads, stated = _shared(HEADS)["tensors"], document["tensors"]
+    document["tensors"] = {**heads, **stated}
     return architecture_from_document(_with_stages(document), path.stem, str(path))
 
 
 def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A file's parsed form with what all files say of the pipeline stages; its own lines go before these."""
-    if not isinstance(own := document.get("stages", {}), dict):
+    if not isinstance(stages := document.get("stages", {}), dict):
         return document  # refused with the rest of the form
     common = _shared(STAGES)
     respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
-    return {**document, "stages": {**respelled, **own}}
+    return {**document, "stages": {**respelled, **stages}}
 
 
 def built_in_file(config: Mapping[str, Any]) -> Path | None:

@@ -59,9 +59,9 @@ class Share:
         """The part's indices of an axis of ``size``. Raises NotationError if equal parts do not divide it."""
         if self.unit is None and size % self.parts:
             raise NotationError(f"{size} does not divide into {self.parts} parts")
-        each = size // self.parts if self.unit is None else -(-size // (self.unit * self.parts)) * self.unit
-        begin = min(self.index * each, size)
-        return Run(begin, min(each, size - begin))
+        length = size // self.parts if self.unit is None else -(-size // (self.unit * self.parts)) * self.unit
+        begin = min(self.index * length, size)
+        return Run(begin, min(length, size - begin))
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Dim:
 
     def in_rows(self, sizes: Mapping[str, int]) -> Dim:
         """The same dimension as a product of what it unfolds to: rows, and the blocks of one row."""
-        found = self.unfolded(sizes)
-        return self if len(found) == 1 else Dim((Summand(found),))
+        factors = self.unfolded(sizes)
+        return self if len(factors) == 1 else Dim((Summand(factors),))
 
     @property
     def axis(self) -> str | None:
@@ -215,9 +215,9 @@ class Shape:
         if self.open_at is None:
             return self
         count = max(len(lengths) - len(self.dims), 0)
-        found = tuple(Dim((Summand((length,)),)) for length in lengths[self.open_at : self.open_at + count])
+        closing = tuple(Dim((Summand((length,)),)) for length in lengths[self.open_at : self.open_at + count])
         arrow = self.arrow + count - 1 if self.arrow is not None and self.arrow > self.open_at else self.arrow
-        return Shape((*self.dims[: self.open_at], *found, *self.dims[self.open_at :]), arrow)
+        return Shape((*self.dims[: self.open_at], *closing, *self.dims[self.open_at :]), arrow)
 
     @property
     def output_dim(self) -> int | None:
@@ -246,10 +246,10 @@ class Shape:
     def unfolded(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""
         dims = [dim.unfolded(sizes) for dim in self.dims]
-        if all(len(found) == 1 for found in dims):
+        if all(len(parts) == 1 for parts in dims):
             return self
-        arrow = self.arrow if self.arrow is None else sum(len(found) for found in dims[: self.arrow])
-        return replace(self, dims=tuple(dim for found in dims for dim in found), arrow=arrow)
+        arrow = self.arrow if self.arrow is None else sum(len(parts) for parts in dims[: self.arrow])
+        return replace(self, dims=tuple(dim for parts in dims for dim in parts), arrow=arrow)
 
     def in_rows(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same dimensions, each as a product of what it unfolds to (see ``Dim.unfolded``)."""
@@ -459,10 +459,10 @@ def product_boxes(begin: int, length: int, sizes: Sequence[int]) -> Iterator[tup
         return
     inner, end = math.prod(sizes[1:]), begin + length
     while begin < end:
-        first, rest = divmod(begin, inner)
-        if rest or end - begin < inner:
-            count = min(inner - rest, end - begin)
-            yield from ((Run(first, 1), *box) for box in product_boxes(rest, count, sizes[1:]))
+        first, start = divmod(begin, inner)
+        if start or end - begin < inner:
+            count = min(inner - start, end - begin)
+            yield from ((Run(first, 1), *box) for box in product_boxes(start, count, sizes[1:]))
         else:
             whole = (end - begin) // inner
             count = whole * inner
@@ -504,13 +504,13 @@ def segments(holders: Mapping[int, Sequence[Run]], ends: Iterable[int] = ()) -> 
     """
     starts = sorted({*ends, *(end for runs in holders.values() for run in runs for end in (run.offset, run.end))})
     place = {start: number for number, start in enumerate(starts)}
-    found: list[list[int]] = [[] for _ in starts]
+    holders_of: list[list[int]] = [[] for _ in starts]
     for holder, runs in holders.items():
         for run in runs:
             for number in range(place[run.offset], place[run.end]):
-                found[number].append(holder)
+                holders_of[number].append(holder)
     for number, (begin, end) in enumerate(itertools.pairwise(starts)):
-        yield Run(begin, end - begin), frozenset(found[number])
+        yield Run(begin, end - begin), frozenset(holders_of[number])
 
 
 # --------------------------------------------------------------------------------------------------- dealing
@@ -522,11 +522,11 @@ def deal(family: Sequence[str], sizes: Mapping[str, int], degree: int) -> dict[s
     The first axis takes as much as divides it (the greatest common divisor), the next one of the rest, and so on.
     """
     parts: dict[str, int] = {}
-    rest = degree
+    remaining = degree
     for axis in family:
-        parts[axis] = math.gcd(sizes[axis], rest)
-        rest //= parts[axis]
-    return parts if rest == 1 else None
+        parts[axis] = math.gcd(sizes[axis], remaining)
+        remaining //= parts[axis]
+    return parts if remaining == 1 else None
 
 
 def share(parts: Mapping[str, int], rank: int) -> dict[str, Share]:

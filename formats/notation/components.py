@@ -73,24 +73,24 @@ class Component:
 @lru_cache(maxsize=4096)
 def whole(shape: Shape) -> Component:
     """A stored tensor as one component."""
-    found = [list(_factors(dim)) for dim in shape.dims]
-    factors = tuple(factor for factors in found for factor in factors)
-    return Component(None, factors, tuple(map(len, found)), arrow=shape.arrow)
+    factors_of = [list(_factors(dim)) for dim in shape.dims]
+    factors = tuple(factor for factors in factors_of for factor in factors)
+    return Component(None, factors, tuple(map(len, factors_of)), arrow=shape.arrow)
 
 
 @lru_cache(maxsize=4096)
 def components(shape: Shape) -> tuple[Component, ...]:
     """The components of a packed tensor by their labels; none if it has none, or more than one packed dimension."""
-    packed = [(dim, found) for dim in range(len(shape.dims)) if (found := _packed(shape.dims[dim])) is not None]
+    packed = [(dim, summands) for dim in range(len(shape.dims)) if (summands := _packed(shape.dims[dim])) is not None]
     if len(packed) != 1:
         return ()
     ((dim, (lead, owns)),) = packed
-    others = [list(_factors(other)) for other in shape.dims]
+    factors_of = [list(_factors(other)) for other in shape.dims]
     parts = []
-    for label, own in owns.items():
-        others[dim] = [*lead, *own]
-        factors = tuple(factor for of_dim in others for factor in of_dim)
-        parts.append(Component(label, factors, tuple(map(len, others)), dim, len(lead), shape.arrow))
+    for label, part_factors in owns.items():
+        factors_of[dim] = [*lead, *part_factors]
+        factors = tuple(factor for of_dim in factors_of for factor in of_dim)
+        parts.append(Component(label, factors, tuple(map(len, factors_of)), dim, len(lead), shape.arrow))
     return tuple(parts)
 
 
@@ -170,22 +170,22 @@ def _packed(dim: Dim) -> tuple[list[Dim], dict[str, list[Dim]]] | None:
         return None
     owns: dict[str, list[Dim]] = {}
     for summand in summands:
-        own = Dim((Summand((*summand.factors, *trail)),))
-        owns[str(summand.label)] = [own.in_blocks(*dim.counted)] if in_blocks else list(_factors(own))
+        component = Dim((Summand((*summand.factors, *trail)),))
+        owns[str(summand.label)] = [component.in_blocks(*dim.counted)] if in_blocks else list(_factors(component))
     return [part for factor in lead for part in _factors(_single(factor))], owns
 
 
 def indices_of(dim: Dim, label: str, sizes: Mapping[str, int]) -> list[int]:
     """The indices of a dimension at which a component lies: of ``(ff (gate: 1 + up: 1))`` each second for ``up``."""
-    found: list[int] = []
+    indices: list[int] = []
     begin = 0
     for summand in dim.summands:
         length = Dim((summand,)).size(sizes)
         last = summand.factors[-1]
         if summand.label == label:
-            found += range(begin, begin + length)
+            indices += range(begin, begin + length)
         elif isinstance(last, Dim):
-            own, each = indices_of(last, label, sizes), last.size(sizes)
-            found += (at + index for at in range(begin, begin + length, each) for index in own)
+            inner, length_of = indices_of(last, label, sizes), last.size(sizes)
+            indices += (at + index for at in range(begin, begin + length, length_of) for index in inner)
         begin += length
-    return found
+    return indices

@@ -108,12 +108,12 @@ _VALUES = (str, int, float, type(None))
 
 def _nodes(tree: ast.AST, text: str) -> list[ast.AST]:
     """All nodes of a tree that is not too deep."""
-    found, level = [tree], [tree]
+    nodes, level = [tree], [tree]
     for _ in range(DEEPEST):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
         if not level:
-            return found
-        found += level
+            return nodes
+        nodes += level
     raise NotationError(f"'{text}' is nested more than {DEEPEST} levels deep")
 
 
@@ -167,21 +167,21 @@ def _unary(node: ast.UnaryOp, value: Any) -> Any:
     raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
 
 
-def _binary(op: ast.operator, left: Any, right: Any) -> Any:
-    if left is None or right is None:
+def _binary(op: ast.operator, a: Any, b: Any) -> Any:
+    if a is None or b is None:
         return None
-    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        if len(left) + len(right) > MOST_ITEMS:
-            raise NotationError(f"a list of {len(left) + len(right):,} items is longer than {MOST_ITEMS:,}")
-        return left + right
-    left, right = _number(left), _number(right)
+    if isinstance(op, ast.Add) and isinstance(a, list) and isinstance(b, list):
+        if len(a) + len(b) > MOST_ITEMS:
+            raise NotationError(f"a list of {len(a) + len(b):,} items is longer than {MOST_ITEMS:,}")
+        return a + b
+    a, b = _number(a), _number(b)
     if isinstance(op, ast.Div):
-        if left % right:
-            raise NotationError(f"{left} / {right} is not a whole number")
-        return left // right
+        if a % b:
+            raise NotationError(f"{a} / {b} is not a whole number")
+        return a // b
     if type(op) not in _ARITHMETIC:
         raise NotationError(f"the operator {type(op).__name__} is not allowed in a size expression")
-    return _bounded(_ARITHMETIC[type(op)](left, right))
+    return _bounded(_ARITHMETIC[type(op)](a, b))
 
 
 def _number(value: Any) -> int | float:
@@ -195,18 +195,18 @@ def _number(value: Any) -> int | float:
 def _bounded(value: Any) -> Any:
     """The same value, unless it is a number that no size can be."""
     if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
-        shown = f"{value:g}" if isinstance(value, float) else f"a number of {value.bit_length()} bits"
-        raise NotationError(f"{shown} is more than a size can be")
+        size = f"{value:g}" if isinstance(value, float) else f"a number of {value.bit_length()} bits"
+        raise NotationError(f"{size} is more than a size can be")
     return value
 
 
 def _compare(node: ast.Compare, lookup: Lookup) -> bool:
-    left = _evaluate(node.left, lookup)
+    value = _evaluate(node.left, lookup)
     for op, comparator in zip(node.ops, node.comparators, strict=True):
-        right = _evaluate(comparator, lookup)
-        if left is None and isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+        other = _evaluate(comparator, lookup)
+        if value is None and isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
             return False
-        if not _COMPARISONS[type(op)](left, right):
+        if not _COMPARISONS[type(op)](value, other):
             return False
-        left = right
+        value = other
     return True

@@ -53,13 +53,13 @@ class Pattern:
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """What the wildcards stand for in a name, or None."""
-        found = self._regex.fullmatch(name)
-        return found.groupdict() if found else None
+        matched = self._regex.fullmatch(name)
+        return matched.groupdict() if matched else None
 
-    def fill(self, found: Mapping[str, str]) -> str:
+    def fill(self, values: Mapping[str, str]) -> str:
         """The name in which the wildcards stand for this."""
         parts = [*self._parts]
-        parts[1::2] = [found[name] for name in self._names]
+        parts[1::2] = [values[name] for name in self._names]
         return "".join(parts)
 
     @cached_property
@@ -162,7 +162,7 @@ class Dropped:
     ``types`` are as in a line.
     """
 
-    found: Pattern
+    old: Pattern
     beyond: Expression | None = None
     when: Expression | None = None
     types: frozenset[str] | None = None
@@ -172,7 +172,7 @@ class Dropped:
 class Refusal:
     """Tensors that a program cannot have, where ``when`` holds, and ``why``; with ``scalars``, only scalars."""
 
-    found: Pattern
+    old: Pattern
     why: str
     when: Expression | None = None
     scalars: bool = False
@@ -186,14 +186,14 @@ class Renaming:
     with a dimension for it. The dimensions of several stacks come in their order, before the tensors' own.
     """
 
-    found: Pattern
+    old: Pattern
     new: Pattern = field(metadata={"key": "to"})
     when: Expression | None = None
 
     @property
     def index(self) -> str:
         """The index that only the old name has."""
-        (old,) = self.found.indices - self.new.indices
+        (old,) = self.old.indices - self.new.indices
         return old
 
 
@@ -210,7 +210,7 @@ class LaterLayers(Renaming):
     @property
     def new_index(self) -> str:
         """The index that counts from 0."""
-        (new,) = self.new.indices - self.found.indices
+        (new,) = self.new.indices - self.old.indices
         return new
 
 
@@ -290,11 +290,11 @@ class Files:
 
     def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
         """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
-        of_a_stage, own = mesh.size // mesh.pp, rank % mesh.size
-        words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(own)}
+        of_a_stage, rank_of_mesh = mesh.size // mesh.pp, rank % mesh.size
+        words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank_of_mesh)}
         words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
-        words |= {f"{name}_rank": place for name, place in mesh.coordinates(own).items()}
-        words["folder"] = mesh.folder(own)
+        words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank_of_mesh).items()}
+        words["folder"] = mesh.folder(rank_of_mesh)
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
         name = self.of(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)
         return self.place + (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
@@ -360,9 +360,9 @@ class Loading:
     def command_of(self, out: object, mesh: Mesh) -> str:
         """The command that loads a folder of this format, with the degrees of its mesh."""
         degrees = {name: dict(mesh.degrees).get(name, 1) for name in ("tp", "ep", "pp")}
-        more = (self.pp if degrees["pp"] > 1 else "") + (self.ep if degrees["ep"] > 1 else "")
+        options = (self.pp if degrees["pp"] > 1 else "") + (self.ep if degrees["ep"] > 1 else "")
         degrees["etp"] = 1 if mesh.same_ranks else degrees["tp"]
-        return (self.command + more).format_map({"out": out, "ranks": mesh.size // mesh.pp, **degrees})
+        return (self.command + options).format_map({"out": out, "ranks": mesh.size // mesh.pp, **degrees})
 
 
 @dataclass(frozen=True)
@@ -421,7 +421,7 @@ class Rules:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:
             uses = list[Use]()  # another thread must not see a part of it
-            for line, (number, source) in ((of, each) for of in self.lines for each in enumerate(of.sources)):
+            for line, (number, source) in ((of, numbered) for of in self.lines for numbered in enumerate(of.sources)):
                 words = source.match(name)
                 if words is not None:
                     (index,) = source.indices - line.target.indices or {None}

@@ -145,8 +145,8 @@ def adapter_format(name: str) -> AdapterFormat:
 @cache
 def versions() -> Sequence[AdapterFormat]:
     """PEFT's own formats, the newest first."""
-    found = [each for each in map(adapter_format, adapter_format_names()) if each.since is not None]
-    return sorted(found, key=lambda each: each.since or (), reverse=True)
+    formats = [format for format in map(adapter_format, adapter_format_names()) if format.since is not None]
+    return sorted(formats, key=lambda format: format.since or (), reverse=True)
 
 
 def _with_adapter_base(path: Path) -> dict[str, Any]:
@@ -155,9 +155,9 @@ def _with_adapter_base(path: Path) -> dict[str, Any]:
     return document if base is None else _with_adapter_base(path.parent / f"{base}.toml") | document
 
 
-def version_of(found: str | None) -> tuple[int, ...] | None:
+def version_of(version: str | None) -> tuple[int, ...] | None:
     """The numbers of a version: at most three. None if it has none."""
-    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", found or "")
+    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
     return tuple(map(int, match[0].split("."))) if match else None
 
 
@@ -244,12 +244,12 @@ def _with_base(path: Path) -> dict[str, Any]:
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     below = _with_base(PROGRAMS / f"{document.pop('base')}.toml") if "base" in document else {}
     for table in _TABLES:
-        own, inherited = json_object(document.get(table, {}), table), below.get(table, {})
-        for key in own:
-            if own[key] is False and key not in inherited:
+        stated, inherited = json_object(document.get(table, {}), table), below.get(table, {})
+        for key in stated:
+            if stated[key] is False and key not in inherited:
                 raise NotationError(f"'{key} = false' under [{table}] takes away what no base has")
-        more = {key: value for key, value in inherited.items() if key not in own}
-        document[table] = {key: value for key, value in {**own, **more}.items() if value is not False}
+        taken_over = {key: value for key, value in inherited.items() if key not in stated}
+        document[table] = {key: value for key, value in {**stated, **taken_over}.items() if value is not False}
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
 
@@ -287,7 +287,7 @@ def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[
     return _all(table, key, record(lambda entry: (_set(entry, "types"), entry.get(of, reader))))
 
 
-def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
+def _format(name: str, table: Record, general: tuple[Types, Rules]) -> Format:
     padding = structure(Padding, table)
     if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
         raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
@@ -297,25 +297,25 @@ def _format(name: str, table: Record, known: tuple[Types, Rules]) -> Format:
         table,
         name=name,
         loading=structure(Loading, table),
-        rules=_rules(table, known[1]),
+        rules=_rules(table, general[1]),
         container=structure(Container, table, documents=_table(table, "documents", json_object)),
         padding=padding,
-        types=replace(known[0], only=_all(table, "model_types", text)),
+        types=replace(general[0], only=_all(table, "model_types", text)),
         demands=tuple((read_expression(condition), why) for condition, why in demands),
     )
 
 
 def _rules(table: Record, of_types: Rules) -> Rules:
     """All rules of a file. Lines and names for some model types stand before those for all."""
-    some = [_of_models(*each) for each in _table(table, "models", anything).items()]
-    own = _model_rules(table)
+    some = [_of_models(*dropped) for dropped in _table(table, "models", anything).items()]
+    general = _model_rules(table)
     return structure(
         Rules,
         table,
-        lines=tuple(line for rules in (*some, own, of_types) for line in rules.lines),
-        names=tuple(name for rules in (*some, own) for name in rules.names),
-        constants=tuple(constant for rules in (own, *some, of_types) for constant in rules.constants),
-        dropped=tuple(each for rules in (own, *some, of_types) for each in rules.dropped),
+        lines=tuple(line for rules in (*some, general, of_types) for line in rules.lines),
+        names=tuple(name for rules in (*some, general) for name in rules.names),
+        constants=tuple(constant for rules in (general, *some, of_types) for constant in rules.constants),
+        dropped=tuple(dropped for rules in (general, *some, of_types) for dropped in rules.dropped),
         refusals=tuple(_named(Refusal, table, "refused")),
         stacks=_checked(0, _named(Renaming, table, "stacks", "to")),
         further=_checked(1, _named(LaterLayers, table, "further")),
@@ -342,7 +342,7 @@ def _of_models(names: str, value: object) -> Rules:
 
     def only(rules: Iterable[Rule]) -> tuple[Rule, ...]:
         texts = ((rule, f" and ({rule.when.text})" if rule.when else "") for rule in rules)
-        return tuple(replace(rule, when=read_expression(condition + more)) for rule, more in texts)
+        return tuple(replace(rule, when=read_expression(condition + suffix)) for rule, suffix in texts)
 
     rules = record(_model_rules)(value, f"models.{names}")
     return Rules(only(rules.lines), only(rules.names), only(rules.constants), only(rules.dropped))
@@ -350,7 +350,7 @@ def _of_models(names: str, value: object) -> Rules:
 
 def _lines(target: str, value: object) -> Iterator[Line]:
     """The lines of a target: the sources of one, or a table of it, or a list of tables."""
-    is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+    is_list = isinstance(value, list) and not all(isinstance(item, str) for item in value)
     for entry in items(anything)(value, target) if is_list else [value]:
         table = entry if isinstance(entry, dict) else {"from": entry}
         line = record(partial(structure, Line, target=Pattern(target)))(table, f"'{target}'")
@@ -373,10 +373,10 @@ def _of_each(values: tuple[str, ...], count: int) -> tuple[str, ...]:
 
 def lines_of_types(groups: object) -> list[Line]:
     """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
-    read = items(record(lambda table: (_set(table, "types"), table.get("tensors", mapping(anything)))))
+    read_groups = items(record(lambda table: (_set(table, "types"), table.get("tensors", mapping(anything)))))
     return [
         replace(line, types=types)
-        for types, tensors in read(groups, "lines")
+        for types, tensors in read_groups(groups, "lines")
         for target, value in tensors.items()
         for line in _lines(target, value)
     ]
@@ -385,7 +385,7 @@ def lines_of_types(groups: object) -> list[Line]:
 def _checked(new: int, renamings: Iterable[Renames]) -> tuple[Renames, ...]:
     """The same, of which each has one index that its new name has not, and so many that only this has."""
     renamings = tuple(renamings)
-    for one, other in ((each.found, each.new) for each in renamings):
+    for one, other in ((renaming.old, renaming.new) for renaming in renamings):
         if one.stars != other.stars or (len(one.indices - other.indices), len(other.indices - one.indices)) != (1, new):
             how = "differ in one index" if new else "differ in an index that only the first has"
             raise NotationError(f"'{one.text}' and '{other.text}' should {how}")
@@ -449,10 +449,10 @@ def _table(table: Record, key: str, reader: Reader[T]) -> dict[str, T]:
 
 def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> Iterator[T]:
     """The rules of a table whose keys are patterns. A value that is no table is that of the key ``plain``."""
-    for found, value in _table(table, key, anything).items():
+    for name, value in _table(table, key, anything).items():
         for entry in value if plain and isinstance(value, list) else [value]:
             of = entry if isinstance(entry, dict) or not plain else {plain: entry}
-            yield record(partial(structure, kind, found=Pattern(found)))(of, f"'{found}'")
+            yield record(partial(structure, kind, old=Pattern(name)))(of, f"'{name}'")
 
 
 def _set(table: Record, key: str) -> frozenset[str]:

@@ -63,27 +63,27 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
     order: list[tuple[int, str, bool]] = []
     for template, of in base.tensors.items():
-        for own in ([(template, Part(template), of)], list(_components(template, of))):
-            covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in own)
+        for candidates in ([(template, Part(template), of)], list(_components(template, of))):
+            covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in candidates)
             uses = [next(use, None) for use in covering]
-            if own and all(uses):
+            if candidates and all(uses):
                 break
         else:
             yield ModuleTensor(template, (Part(template),), tuple(_each(of)))
             continue
-        for use, (_, part, of_part) in zip(uses, own, strict=True):
+        for use, (_, part, of_part) in zip(uses, candidates, strict=True):
             assert use is not None
             key = id(use.line), use.target, part.label is not None
             order.append(key)
             joined[key][use.source] = use, part, of_part
     for key in dict.fromkeys(order):
-        found = [joined[key][slot] for slot in sorted(joined[key])]
-        use = found[0][0]
+        joining = [joined[key][slot] for slot in sorted(joined[key])]
+        use = joining[0][0]
         name = _spelled(base, use.target)
-        if len(found) == len(use.line.sources) and name is not None:
-            shapes = tuple(_joined(use, [rules for _, _, rules in found]))
-            turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in found[0][2])
-            yield ModuleTensor(name, tuple(part for _, part, _ in found), shapes, use.stacked, turned)
+        if len(joining) == len(use.line.sources) and name is not None:
+            shapes = tuple(_joined(use, [rules for _, _, rules in joining]))
+            turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in joining[0][2])
+            yield ModuleTensor(name, tuple(part for _, part, _ in joining), shapes, use.stacked, turned)
 
 
 def _spelled(base: Architecture, name: str) -> str | None:
@@ -94,11 +94,11 @@ def _spelled(base: Architecture, name: str) -> str | None:
     prefixes = sorted(base.prefixes, key=len, reverse=True)
     tail = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
     spelled = [name] if tail is None else [name, *(prefix + tail for prefix in base.prefixes)]
-    covered = (base.match(with_first_indices(each)) for each in spelled[:2])
-    own = next((match.template for match in covered if match and not match.template.endswith("*")), None)
-    if own is not None or tail is None:
-        return own or name
-    is_free = all(base.match(with_first_indices(each)) is None for each in spelled)
+    covered = (base.match(with_first_indices(spelling)) for spelling in spelled[:2])
+    template = next((match.template for match in covered if match and not match.template.endswith("*")), None)
+    if template is not None or tail is None:
+        return template or name
+    is_free = all(base.match(with_first_indices(spelling)) is None for spelling in spelled)
     return spelled[1] if is_free else None
 
 
@@ -113,34 +113,34 @@ def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
     if not stack.shapes or len(stack.parts) > 1 or whole.label is not None or stack.stacked is not None:
         return
     shape, when = stack.shapes[0]
-    for name, own in unfused(stack.name, shape).items():
+    for name, matrix in unfused(stack.name, shape).items():
         if name.endswith(".weight"):
-            part = Part(whole.source, own.label, own.index)
+            part = Part(whole.source, matrix.label, matrix.index)
             turned = stack.turned != (shape.arrow is not None)
-            yield ModuleTensor(name, (part,), ((linear(own), when),), turned=turned)
+            yield ModuleTensor(name, (part,), ((linear(matrix), when),), turned=turned)
 
 
 def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     """A stack that joins components index by index, with these one after the other; else the same."""
-    found = [each for each in of_experts(tensor) if each.parts[0].label is not None]
-    stack = tensor.shapes[0][0] if found else Shape(())
+    matrices = [matrix for matrix in of_experts(tensor) if matrix.parts[0].label is not None]
+    stack = tensor.shapes[0][0] if matrices else Shape(())
     one_after_another = {summand.label for dim in stack.dims for summand in dim.summands}
-    if all(each.parts[0].label in one_after_another for each in found):
+    if all(matrix.parts[0].label in one_after_another for matrix in matrices):
         return tensor
-    outs = [each.shapes[0][0].dims[0] for each in found]
+    outs = [matrix.shapes[0][0].dims[0] for matrix in matrices]
     joined = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(outs)))
-    dims = (stack.dims[0], joined, found[0].shapes[0][0].dims[1])
-    parts = tuple(replace(each.parts[0], at=None) for each in found)
-    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=found[0].turned)
+    dims = (stack.dims[0], joined, matrices[0].shapes[0][0].dims[1])
+    parts = tuple(replace(matrix.parts[0], at=None) for matrix in matrices)
+    return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
 
 
 def _components(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
     """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
     shape, (module, _, leaf) = of[0].shapes[0], name.rpartition(".")
     for part in components(shape) if not shape.is_open else ():
-        own = [Dim((Summand(of.factors),)) for of in shape.dims[part.dim].summands if of.label == part.label]
-        if len(own) == 1:
-            rule = Rule((Shape((*shape.dims[: part.dim], *own, *shape.dims[part.dim + 1 :]), shape.arrow),), of[0].when)
+        dim = [Dim((Summand(of.factors),)) for of in shape.dims[part.dim].summands if of.label == part.label]
+        if len(dim) == 1:
+            rule = Rule((Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow),), of[0].when)
             yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), (rule,)
 
 
@@ -150,22 +150,22 @@ def _each(of: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
 
 def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
     """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
-    for each in zip(*map(list, map(_each, of)), strict=False):
-        shapes = [shape for shape, _ in each]
+    for alternatives in zip(*map(list, map(_each, of)), strict=False):
+        shapes = [shape for shape, _ in alternatives]
         if any(shape.is_open for shape in shapes):
             continue
-        made = shapes[0]
-        if use.line.output_first and made.arrow is not None:
-            made = Shape((*made.dims[:-2], made.dims[-1], made.dims[-2]))
+        shape_of = shapes[0]
+        if use.line.output_first and shape_of.arrow is not None:
+            shape_of = Shape((*shape_of.dims[:-2], shape_of.dims[-1], shape_of.dims[-2]))
         if len(shapes) > 1:
-            at = made.output_dim if made.output_dim is not None else 0
+            at = shape_of.output_dim if shape_of.output_dim is not None else 0
             dims = [shape.dims[at] for shape in shapes]
             sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
-            made = Shape((*made.dims[:at], sum_of, *made.dims[at + 1 :]), made.arrow)
+            shape_of = Shape((*shape_of.dims[:at], sum_of, *shape_of.dims[at + 1 :]), shape_of.arrow)
         if use.stacked:
-            arrow = None if made.arrow is None else made.arrow + 1
-            made = Shape((Dim((Summand((use.stacked,)),)), *made.dims), arrow)
-        yield made, each[0][1]
+            arrow = None if shape_of.arrow is None else shape_of.arrow + 1
+            shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
+        yield shape_of, alternatives[0][1]
 
 
 def with_first_indices(name: str) -> str:

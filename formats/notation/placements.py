@@ -35,15 +35,15 @@ Placements = Sequence[Cut | None]
 def cut(runs: Runs, pieces: int, index: int) -> Runs:
     """Piece ``index`` of the indices in ``runs``, as ``torch.chunk`` cuts: the last pieces may be short or empty."""
     total = sum(run.length for run in runs)
-    each = -(-total // pieces)
-    begin, end = min(total, index * each), min(total, (index + 1) * each)
-    found, at = [], 0
+    length = -(-total // pieces)
+    begin, end = min(total, index * length), min(total, (index + 1) * length)
+    piece, at = [], 0
     for run in runs:
         low, high = max(begin - at, 0), min(end - at, run.length)
         if low < high:
-            found.append(Run(run.offset + low, high - low))
+            piece.append(Run(run.offset + low, high - low))
         at += run.length
-    return tuple(found)
+    return tuple(piece)
 
 
 def runs_of(
@@ -59,8 +59,8 @@ def runs_of(
         return ()
     readings = (_sharded_last(shape, sizes, coordinate, placements), in_order(shape, sizes, coordinate, placements))
     sized = tuple(local)
-    fitting = [each for each in readings if each and tuple(sum(run.length for run in dim) for dim in each) == sized]
-    dims = [each.dim for each in placements if each is not None]
+    fitting = [cut for cut in readings if cut and tuple(sum(run.length for run in dim) for dim in cut) == sized]
+    dims = [cut.dim for cut in placements if cut is not None]
     if fitting and (fitting[0] == fitting[-1] or max(map(dims.count, dims)) < 3):
         return fitting[0]
     raise PlanError(
@@ -92,9 +92,9 @@ def _sharded_last(
     """
     dims, pieces = _whole(shape), [1] * len(shape)
     cuts = [(at, placement) for at, placement in enumerate(placements) if placement is not None]
-    plain = [(at, each) for at, each in cuts if each.parts == 1]
-    for at, (dim, parts) in [*plain, *reversed([(at, each) for at, each in cuts if each.parts > 1])]:
-        later = math.prod(sizes[other] for other, each in cuts if other > at and each.dim == dim)
+    plain = [(at, placed) for at, placed in cuts if placed.parts == 1]
+    for at, (dim, parts) in [*plain, *reversed([(at, placed) for at, placed in cuts if placed.parts > 1])]:
+        later = math.prod(sizes[other] for other, placed in cuts if other > at and placed.dim == dim)
         if parts > 1 and not parts == later == pieces[dim]:
             return None
         dims[dim] = cut(dims[dim], sizes[at], coordinate[at])
@@ -117,7 +117,7 @@ def _joined(runs: Runs) -> Runs:
 
 
 def _shown(placements: Placements) -> str:
-    return f"[{', '.join('Replicate()' if each is None else _named(each) for each in placements)}]"
+    return f"[{', '.join('Replicate()' if placement is None else _named(placement) for placement in placements)}]"
 
 
 def _named(cut: Cut) -> str:

@@ -118,9 +118,9 @@ def shape_of(patterns: tuple[str, ...], weight: Shape, shape: tuple[int, ...] | 
     Only the number of dimensions and those that are plain numbers choose, so that a rank's own shape chooses the same.
     """
     for pattern in patterns:
-        found = _substitute(pattern, weight)
-        if found is not None and (shape is None or found.is_open or _fits(found, shape)):
-            return found.closed(shape or ())
+        rule = _substitute(pattern, weight)
+        if rule is not None and (shape is None or rule.is_open or _fits(rule, shape)):
+            return rule.closed(shape or ())
     return None
 
 
@@ -243,8 +243,8 @@ class Scheme:
         for expression, table in self.named:
             if expression.match(module):
                 return table
-        found = self._within(module.split(".")) if self.within else None
-        return self.general if found is None else found
+        inner_table = self._within(module.split(".")) if self.within else None
+        return self.general if inner_table is None else inner_table
 
     def _within(self, words: Sequence[str]) -> Table | None:
         """That of the longest name in a module's, of two with the same end the one with more before it."""
@@ -261,24 +261,24 @@ _INTEGERS = {"I32": "i", "I64": "q"}
 _SHAPE = re.compile(rb'"shape": \[([^\]]*)\]')
 
 
-def restated(data: bytes, dtype: str, before: Sequence[int], after: Sequence[int]) -> bytes:
-    """A statement of the shape ``before``, made one of ``after``: as many bytes.
+def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) -> bytes:
+    """A statement of the shape ``old``, made one of ``after``: as many bytes.
 
-    Raises CheckpointError, in which the tensor is yet to be named, where it states another shape, or where ``before``
+    Raises CheckpointError, in which the tensor is yet to be named, where it states another shape, or where ``old``
     could not be put back to the byte.
     """
     stated = _stated(data, dtype)
-    if stated != list(before):
-        raise CheckpointError(f"states the shape {stated} for a weight of shape {list(before)}")
-    if list(after) == list(before):
+    if stated != list(old):
+        raise CheckpointError(f"states the shape {stated} for a weight of shape {list(old)}")
+    if list(after) == list(old):
         return data
     if dtype in _INTEGERS:
         return struct.pack(f"<{len(after)}{_INTEGERS[dtype]}", *after)
-    found = [match.span(1) for match in _SHAPE.finditer(data)]
-    begin, end = found[0] if len(found) == 1 else (0, 0)
+    spans = [match.span(1) for match in _SHAPE.finditer(data)]
+    begin, end = spans[0] if len(spans) == 1 else (0, 0)
     width = end - begin
     new = data[:begin] + _numbers(after).ljust(width) + data[end:]
-    if data[begin:end] != _numbers(before).ljust(width) or len(new) != len(data) or _shape_in_json(new) != list(after):
+    if data[begin:end] != _numbers(old).ljust(width) or len(new) != len(data) or _shape_in_json(new) != list(after):
         raise CheckpointError(
             f"states the shape {stated} in a form that cannot be put back to the byte",
             "as bitsandbytes writes it, it is '\"shape\": [rows, columns]', once: load it and save it again",

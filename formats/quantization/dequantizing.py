@@ -65,7 +65,7 @@ def scaled_weights(
     Raises PlanError, which names the tensor, for a checkpoint with anything else that is quantized.
     """
     scheme, dtypes = scheme_of(config), {name: info.dtype for name, info in tensors.items()}
-    found, gone = dict[str, Scaled](), set[str]()
+    scaled, gone = dict[str, Scaled](), set[str]()
     for name, info in tensors.items():
         companion = scheme.companion(name, info.dtype, dtypes)
         if companion is None:
@@ -74,19 +74,19 @@ def scaled_weights(
             gone.add(name)
             continue
         weight = tensors.get(companion.weight)
-        is_scale = info.dtype in _SCALES and name.endswith(_SUFFIXES) and companion.weight not in found
+        is_scale = info.dtype in _SCALES and name.endswith(_SUFFIXES) and companion.weight not in scaled
         if weight is None or weight is info or weight.dtype != PACKED or not is_scale:
             raise _refused(name, config, f"{info.dtype} beside {'none' if weight is None else weight.dtype}")
         ways = input_first(companion.weight, weight.shape)
         grid = _grid(weight.shape, info.shape, companion.patterns, ways)
         if grid is None:
             raise _refused(name, config, f"{list(info.shape)} for {list(weight.shape)}")
-        found[companion.weight] = Scaled(name, grid)
+        scaled[companion.weight] = Scaled(name, grid)
         gone.add(name)
     for name, info in tensors.items():
-        if info.dtype.startswith("F8") and name not in found and name not in gone:
+        if info.dtype.startswith("F8") and name not in scaled and name not in gone:
             raise _refused(name, config, f"{info.dtype} without a scale")
-    return found, gone
+    return scaled, gone
 
 
 def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
@@ -104,7 +104,7 @@ def _grid(
 
     A weight of ``ways`` has its input first (True) or its output.
     """
-    found = {
+    grids = {
         grid
         for pattern in patterns
         for is_input_first in ways
@@ -112,7 +112,7 @@ def _grid(
         for shape, grid in [fit]
         if shape == scale
     }
-    return found.pop() if len(found) == 1 else None
+    return grids.pop() if len(grids) == 1 else None
 
 
 def _fit(pattern: str, weight: tuple[int, ...], *, is_input_first: bool) -> tuple[tuple[int, ...], Grid] | None:
@@ -148,9 +148,9 @@ def _table() -> NDArray[np.float32]:
     codes = np.arange(256)
     exponents, mantissas = (codes >> 3) & 15, codes & 7
     sizes = np.where(exponents > 0, np.ldexp(8.0 + mantissas, exponents - 10), np.ldexp(1.0 * mantissas, -9))
-    found: NDArray[np.float32] = np.where(codes & 128, -sizes, sizes).astype(np.float32)
-    found[codes & 127 == 127] = np.nan
-    return found
+    values: NDArray[np.float32] = np.where(codes & 128, -sizes, sizes).astype(np.float32)
+    values[codes & 127 == 127] = np.nan
+    return values
 
 
 _VALUES = _table()
@@ -164,18 +164,18 @@ def e4m3_values() -> NDArray[np.float32]:
 def scales_from(content: memoryview, dtype: str, grid: Grid) -> NDArray[np.float32]:
     """The scales of a weight as float32, those of each matrix below each other. Raises PlanError for other dtypes."""
     if dtype == "F32":
-        found = np.frombuffer(content, "<f4").copy()
+        scales = np.frombuffer(content, "<f4").copy()
     elif dtype == "F16":
-        found = np.frombuffer(content, "<f2").astype(np.float32)
+        scales = np.frombuffer(content, "<f2").astype(np.float32)
     elif dtype == "BF16":
-        found = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+        scales = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
     elif dtype == "F8_E8M0":
         codes = np.frombuffer(content, np.uint8)
-        found = np.ldexp(1.0, np.minimum(codes, 254).astype(np.int32) - 127).astype(np.float32)
-        found[codes == 255] = np.nan
+        scales = np.ldexp(1.0, np.minimum(codes, 254).astype(np.int32) - 127).astype(np.float32)
+        scales[codes == 255] = np.nan
     else:
         raise PlanError(f"scales of dtype {dtype} are not known")
-    return found.reshape(-1, grid.shape[1])
+    return scales.reshape(-1, grid.shape[1])
 
 
 def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -183,7 +183,7 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
 
     ``scales`` are those of the whole weight, as ``scales_from`` gives them.
     """
-    found = np.empty(codes.size, np.uint16)
+    rounded = np.empty(codes.size, np.uint16)
     first, last = (_row_of_scales(element, grid) for element in (begin, begin + max(1, codes.size) - 1))
     is_finite = np.isfinite(scales[first : last + 1]).all()
     with np.errstate(all="ignore"):
@@ -200,8 +200,8 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
             rounding += 0x7FFF  # to the nearest, of two as near the even one
             bits += rounding
             bits >>= 16
-            found[at].reshape(count, width)[...] = bits
-    return found
+            rounded[at].reshape(count, width)[...] = bits
+    return rounded
 
 
 def _row_of_scales(element: int, grid: Grid) -> int:
@@ -222,7 +222,7 @@ def _bands(begin: int, end: int, grid: Grid) -> Iterator[tuple[int, int, int, in
         band, within = divmod(inner, grid.block_rows)
         count, width = 1, min(grid.columns - column, end - begin)
         if column == 0 and width == grid.columns:
-            left = min(grid.block_rows - within, grid.rows - inner, (end - begin) // width)
-            count = max(1, min(left, _AT_ONCE // width))
+            rows = min(grid.block_rows - within, grid.rows - inner, (end - begin) // width)
+            count = max(1, min(rows, _AT_ONCE // width))
         yield matrix * per_matrix + band, begin, column, count, width
         begin += count * width

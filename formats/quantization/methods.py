@@ -54,19 +54,19 @@ def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
     if method:
         return None if method in _METHODS else f"'{method}'"
     mlx = config.get("quantization")
-    if any(isinstance(found, Mapping) and {"bits", "group_size"} <= found.keys() for found in (settings, mlx)):
+    if any(isinstance(place, Mapping) and {"bits", "group_size"} <= place.keys() for place in (settings, mlx)):
         return "MLX"
     return None
 
 
-def _by_name(
+def _tables_by_module(
     method: Callable[[Mapping[str, Any]], Table], settings: Mapping[str, Any], named: Mapping[str, Any]
 ) -> dict[str, Table]:
     """The tables of modules that have settings over the general ones; one for all that have the same."""
-    own = {name: found if isinstance(found, dict) else {} for name, found in named.items()}
-    tables = {repr(found): found for found in own.values()}
-    made = {key: method({**settings, **found}) for key, found in tables.items()}
-    return {name: made[repr(found)] for name, found in own.items()}
+    settings_of = {name: stated if isinstance(stated, dict) else {} for name, stated in named.items()}
+    tables = {repr(stated): stated for stated in settings_of.values()}
+    table_of = {key: method({**settings, **stated}) for key, stated in tables.items()}
+    return {name: table_of[repr(stated)] for name, stated in settings_of.items()}
 
 
 _SCALAR = ("", "1")
@@ -184,8 +184,8 @@ def _gptq(settings: Mapping[str, Any]) -> Table:
 def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
     """GPTQModel's ``dynamic``: regular expressions, ``+:`` for other settings, ``-:`` for modules left as they are."""
     dynamic = (settings.get("dynamic") or {}).items()
-    changed = ((name.removeprefix("+:"), own) for name, own in dynamic if not name.startswith("-:"))
-    named = ((re.compile(name), _gptq({**settings, **(own if isinstance(own, dict) else {})})) for name, own in changed)
+    changed = ((name.removeprefix("+:"), new) for name, new in dynamic if not name.startswith("-:"))
+    named = ((re.compile(name), _gptq({**settings, **(new if isinstance(new, dict) else {})})) for name, new in changed)
     return Scheme(_gptq(settings), tuple(named))
 
 
@@ -210,7 +210,7 @@ def _awq(settings: Mapping[str, Any]) -> Table:
 def _auto_round(settings: Mapping[str, Any]) -> Scheme:
     """AutoRound writes the tensors of AWQ or GPTQ: ``packing_format`` says which."""
     method = _awq if "awq" in str(settings.get("packing_format") or settings.get("backend") or "") else _gptq
-    return Scheme(method(settings), within=_by_name(method, settings, settings.get("extra_config") or {}))
+    return Scheme(method(settings), within=_tables_by_module(method, settings, settings.get("extra_config") or {}))
 
 
 def _compressed_scheme(settings: Mapping[str, Any]) -> Scheme:
@@ -233,12 +233,12 @@ def _compressed_scheme(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _either(one: Table, other: Table) -> dict[str, Entry]:
-    found = {**one, **other}
+    joined = {**one, **other}
     for key in one.keys() & other.keys():
         a, b = one[key], other[key]
         if isinstance(a, tuple) and isinstance(b, tuple):
-            found[key] = tuple(dict.fromkeys((*a, *b)))
-    return found
+            joined[key] = tuple(dict.fromkeys((*a, *b)))
+    return joined
 
 
 _SPARSE = (
@@ -292,7 +292,7 @@ def _compressed(weights: Mapping[str, Any], layout: str) -> Table:
 def _modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
     """ModelOpt; with MIXED_PRECISION the algorithm of each module, or of all within it, by its name."""
     layers = settings.get("quantized_layers") or {}
-    return Scheme(_modelopt(settings), within=_by_name(_modelopt, settings, layers))
+    return Scheme(_modelopt(settings), within=_tables_by_module(_modelopt, settings, layers))
 
 
 def _modelopt(settings: Mapping[str, Any]) -> Table:

@@ -25,13 +25,13 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     its sections as they stand (``text_config``). Empty if there are none.
     """
     place = _place(config, _DEEPEST)
-    found = config
+    section = config
     for key in place or ():
-        found = found[key]
+        section = section[key]
     if not place:
         return {}
-    inner: Mapping[str, Any] = next((found[key] for key in _INNER if isinstance(found.get(key), dict)), {})
-    return {**found, **inner}
+    inner: Mapping[str, Any] = next((section[key] for key in _INNER if isinstance(section.get(key), dict)), {})
+    return {**section, **inner}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def check_settings(settings: Mapping[str, Any], method: str) -> None:
     todo = [(settings, "quantization_config")]
     try:
         while todo:
-            found, where = todo.pop()
-            for key, value in found.items():
-                kind = _OUTERMOST.get(key) if found is settings else None
+            section, where = todo.pop()
+            for key, value in section.items():
+                kind = _OUTERMOST.get(key) if section is settings else None
                 (kind or _KINDS.get(key, anything))(value, f"{where}.{key}")
                 if isinstance(value, dict):
                     todo.append((value, f"{where}.{key}"))

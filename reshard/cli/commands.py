@@ -17,7 +17,7 @@ from formats.errors import ReshardError, SettingError
 from formats.hints import nearest, with_hint
 from reshard import check_not_hidden
 from reshard.cli.errors import FAILED, print_error, run_to_exit_code
-from reshard.cli.options import debug_option, worded
+from reshard.cli.options import debug_option, with_option_names
 from reshard.version import __version__
 
 COMMANDS = {
@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except SettingError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            raise worded(error, command or self) from error
+            raise with_option_names(error, command or self) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands in ``--help``, from the table alone."""

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 @json_option
 @quiet_option("Print same or different, no more.")
 @debug_option
-def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> int:
+def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 
     A and B may have any two formats and meshes. For each tensor: the same, changed, another dtype or shape, only in A,
@@ -69,34 +69,34 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     without_numpys_threads()
     from reshard.commands.diff import DiffRequest, diff
 
-    with Progress("diff", how="none" if quiet or as_json else progress) as shown:
-        found = diff(request_of(DiffRequest, given, quiet=quiet or as_json, progress=shown))
+    with Progress("diff", how="none" if quiet or as_json else progress) as display:
+        result = diff(request_of(DiffRequest, options, quiet=quiet or as_json, progress=display))
     if report is not None:
         from reshard.pages.diff_page import diff_page
 
-        write_report(report, diff_page(found))
+        write_report(report, diff_page(result))
     if as_json:
-        print_json(_document(found))
+        print_json(_document(result))
     elif quiet:
-        print_lines("same" if found.same else "different")
+        print_lines("same" if result.same else "different")
     else:
-        print_lines(found.to_text(terminal_width()))
-    if given["out"] is not None:
-        size = human_bytes(sum(file.stat().st_size for file in Path(given["out"]).iterdir()))
-        print_note(f"Wrote what changed: {given['out']}, {size}, which 'reshard patch' puts on A")
+        print_lines(result.to_text(terminal_width()))
+    if options["out"] is not None:
+        size = human_bytes(sum(file.stat().st_size for file in Path(options["out"]).iterdir()))
+        print_note(f"Wrote what changed: {options['out']}, {size}, which 'reshard patch' puts on A")
     if report is not None:
         print_note(f"Drew what differs: {report}")
-    return DONE if found.same else NO
+    return DONE if result.same else NO
 
 
-def _document(found: Diff) -> dict[str, Any]:
+def _document(result: Diff) -> dict[str, Any]:
     return {
         "command": "diff",
-        "a": found.a,
-        "b": found.b,
-        "same": found.same,
-        "bytes": found.nbytes,
-        "config": list(found.config),
+        "a": result.a,
+        "b": result.b,
+        "same": result.same,
+        "bytes": result.nbytes,
+        "config": list(result.config),
         "tensors": [
             {
                 "name": tensor.name,
@@ -110,6 +110,6 @@ def _document(found: Diff) -> dict[str, Any]:
                 "ulps": tensor.ulps,
                 "other": tensor.other,
             }
-            for tensor in found.tensors
+            for tensor in result.tensors
         ],
     }

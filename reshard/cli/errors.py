@@ -147,12 +147,12 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
 def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:
     """Say which option was meant: by one with a single dash, too (``-tp 2``), of which click knows the first letter."""
     assert error.ctx is not None
-    known = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
+    names = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
     word = next((word.partition("=")[0] for word in arguments if word.startswith(error.option_name)), error.option_name)
     option, commands = synonym(word), [group.get_command(error.ctx, name) for name in group.list_commands(error.ctx)]
-    others = [str(each.name) for each in commands if each and any(option in param.opts for param in each.params)]
-    elsewhere = f"{option} is an option of {', '.join(others)}" if others else ""
-    hint = meaning(word, known) or elsewhere or nearest(word, known)
+    owners = [str(other.name) for other in commands if other and any(option in param.opts for param in other.params)]
+    elsewhere = f"{option} is an option of {', '.join(owners)}" if owners else ""
+    hint = meaning(word, names) or elsewhere or nearest(word, names)
     return _fail(f"No such option '{word}'", with_hint(hint, f"see '{error.ctx.command_path} --help'"))
 
 

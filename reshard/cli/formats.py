@@ -43,36 +43,36 @@ if TYPE_CHECKING:
 @access_options
 @json_option
 @debug_option
-def formats_command(source: str | None, format: str | None, as_json: bool, **given: Any) -> None:
+def formats_command(source: str | None, format: str | None, as_json: bool, **options: Any) -> None:
     """List the formats that are read and written, and the programs that load them.
 
     With SOURCE: which of them it can be written in, and which tensor is in the way of the others.
     """
     from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
-    made = {each.name: each for each in (HUGGING_FACE, *_of_adapters())}
-    programs = [each for name, each in all_formats().items() if name in names_to_write()]
+    of_name = {entry.name: entry for entry in (HUGGING_FACE, *_of_adapters())}
+    programs = [entry for name, entry in all_formats().items() if name in names_to_write()]
     chosen: list[Format] = [HUGGING_FACE, *programs, *_of_adapters()]
     if format is not None:
-        chosen = [made.get(format) or format_of(format)]
+        chosen = [of_name.get(format) or format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
-        if others := given_options() - {"--as", "--json", "--debug"}:
-            raise click.UsageError(f"{min(others)} goes with a SOURCE")
+        if further := given_options() - {"--as", "--json", "--debug"}:
+            raise click.UsageError(f"{min(further)} goes with a SOURCE")
         _print_formats(chosen, as_json)
         return
     from reshard.source.access import Access
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
-    access = request_of(Access, given, quiet=as_json)
+    access = request_of(Access, options, quiet=as_json)
     opened = open_any(source, access, Weights.HEADERS)
-    found = {each.name: _obstacle(opened, each) for each in chosen}
+    obstacles = {entry.name: _obstacle(opened, entry) for entry in chosen}
     if as_json:
-        print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in found.items()}})
+        print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in obstacles.items()}})
         return
-    rows = [(name, "no" if error else "yes", error.message if error else "") for name, error in found.items()]
+    rows = [(name, "no" if error else "yes", error.message if error else "") for name, error in obstacles.items()]
     print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
 
 
@@ -82,8 +82,8 @@ def _of_adapters() -> Iterator[Format]:
     from formats.notation.format import Files, Format, Loading, Rules
     from formats.notation.format_file import adapter_format, adapter_format_names
 
-    for each in map(adapter_format, adapter_format_names()):
-        yield Format(each.name, Loading(each.loaded_by, each.load), Files(ADAPTER), Rules())
+    for layout in map(adapter_format, adapter_format_names()):
+        yield Format(layout.name, Loading(layout.loaded_by, layout.load), Files(ADAPTER), Rules())
 
 
 def _obstacle_of_adapter(source: Source, name: str) -> ReshardError | None:
@@ -126,33 +126,33 @@ def _answer(error: ReshardError | None) -> dict[str, Any]:
     return {"possible": error is None, "reason": error.message if error else None}
 
 
-def _print_formats(found: Sequence[Format], as_json: bool) -> None:
+def _print_formats(chosen: Sequence[Format], as_json: bool) -> None:
     if as_json:
         formats = [
             {
-                "name": each.name,
-                "loaded_by": each.loading.program,
-                "files": _files(each),
-                "load": each.loading.command,
+                "name": entry.name,
+                "loaded_by": entry.loading.program,
+                "files": _files(entry),
+                "load": entry.loading.command,
             }
-            for each in found
+            for entry in chosen
         ]
         print_json({"command": "formats", "formats": formats})
         return
-    if len(found) == 1:
-        print_lines(found[0].name)
+    if len(chosen) == 1:
+        print_lines(chosen[0].name)
         print_pairs(
             [
-                ("loaded by", found[0].loading.program),
-                ("files", _files(found[0])),
-                ("load it", _load(found[0].loading.command)),
+                ("loaded by", chosen[0].loading.program),
+                ("files", _files(chosen[0])),
+                ("load it", _load(chosen[0].loading.command)),
             ],
             11,
         )
         return
     rows = [
         ("--as", "loaded by", "with"),
-        *((row.name, row.loading.program, _load(row.loading.command)) for row in found),
+        *((row.name, row.loading.program, _load(row.loading.command)) for row in chosen),
     ]
     print_lines(
         *align(rows, right=(), width=terminal_width(), elastic=(1, 2)), "",
@@ -163,7 +163,7 @@ def _print_formats(found: Sequence[Format], as_json: bool) -> None:
 
 def _load(command: str | None) -> str:
     """The command that loads a folder, with names in the place of what a split decides."""
-    return re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), command or "")
+    return re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command or "")
 
 
 def _files(format: Format) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @hub_options
 @json_option
 @debug_option
-def inspect_command(as_json: bool, **given: Any) -> int:
+def inspect_command(as_json: bool, **options: Any) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 
     PATH may be a checkpoint in any format, the folder of one rank, a .safetensors file, unfinished output
@@ -35,9 +35,9 @@ def inspect_command(as_json: bool, **given: Any) -> int:
     """
     from reshard.commands.inspect import InspectRequest, inspect
 
-    report = inspect(request_of(InspectRequest, given, quiet=as_json))
+    report = inspect(request_of(InspectRequest, options, quiet=as_json))
     if as_json:
-        print_json(_document(report, given["source"]))
+        print_json(_document(report, options["source"]))
     else:
         print_lines(str(report))
     return DONE if report.complete else NO

@@ -61,24 +61,24 @@ def _demo(as_json: bool) -> int:
 
     sizes = {"hidden_size": 192, "intermediate_size": 528, "num_attention_heads": 6, "num_key_value_heads": 3}
     with tempfile.TemporaryDirectory(prefix="reshard-live-") as folder:
-        said = demo.run(write_model(Path(folder) / "model", CONFIG | sizes), f"tcp://127.0.0.1:{_free_port()}")
-    trainers, receivers = said[: demo.TRAINERS], said[demo.TRAINERS :]
-    first, exact = trainers[0], all(all(each["exact"]) for each in receivers)
+        reports = demo.run(write_model(Path(folder) / "model", CONFIG | sizes), f"tcp://127.0.0.1:{_free_port()}")
+    trainers, receivers = reports[: demo.TRAINERS], reports[demo.TRAINERS :]
+    first, exact = trainers[0], all(all(r["exact"]) for r in receivers)
     if as_json:
         print_json(
             {
                 "command": "live", "to": demo.TARGET, "exact": exact, "steps": first["steps"],
-                "sent": [each["sent"] for each in trainers], "received": [each["received"] for each in receivers],
-                "seconds": first["seconds"], "gathered_bytes": first["gathered"] * (len(said) - 1),
+                "sent": [r["sent"] for r in trainers], "received": [r["received"] for r in receivers],
+                "seconds": first["seconds"], "gathered_bytes": first["gathered"] * (len(reports) - 1),
                 "gathered_seconds": first["gather_seconds"],
             }
         )  # fmt: skip
         return DONE if exact else NO
     cells = [("", "sends", "receives")]
-    cells += [(f"trainer {i}", human_bytes(each["sent"]), "") for i, each in enumerate(trainers)]
-    cells += [(f"receiver {i}", "", human_bytes(each["received"])) for i, each in enumerate(receivers)]
-    total = human_bytes(sum(each["sent"] for each in trainers))
-    gathered = human_bytes(first["gathered"] * (len(said) - 1))
+    cells += [(f"trainer {i}", human_bytes(r["sent"]), "") for i, r in enumerate(trainers)]
+    cells += [(f"receiver {i}", "", human_bytes(r["received"])) for i, r in enumerate(receivers)]
+    total = human_bytes(sum(r["sent"] for r in trainers))
+    gathered = human_bytes(first["gathered"] * (len(reports) - 1))
     rows: list[tuple[str, ...]] = [
         ("push 1", total, f"{first['seconds'][0]:.3f} s", _exact(receivers, 0)),
         ("push 2, after a training step", total, f"{first['seconds'][1]:.3f} s", _exact(receivers, 1)),
@@ -95,7 +95,7 @@ def _demo(as_json: bool) -> int:
 
 
 def _exact(receivers: list[dict[str, Any]], number: int) -> str:
-    return "exact" if all(each["exact"][number] for each in receivers) else "DIFFERENT"
+    return "exact" if all(report["exact"][number] for report in receivers) else "DIFFERENT"
 
 
 def _free_port() -> int:
@@ -115,10 +115,10 @@ def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> in
     if target.program != "vllm" or target.pp > 1 or target.ep not in (1, target.tp):
         raise click.UsageError("--to names vLLM on ranks of tp: vllm:tp4, or vllm:tp4ep4 with experts over them")
     question = Question(target.tp, ep=target.ep > 1, probe=True)
-    found = check(source, question, python=str(python or sys.executable))
+    lines = check(source, question, python=str(python or sys.executable))
     if as_json:
-        print_json({"command": "live", "source": source, "to": str(target), "agree": not found, "differences": found})
+        print_json({"command": "live", "source": source, "to": str(target), "agree": not lines, "differences": lines})
     else:
         ranks = plural(target.tp, "rank")
-        print_lines(*(found or [f"{source}: vLLM's own loader and the rules agree on each element of {ranks}"]))
-    return NO if found else DONE
+        print_lines(*(lines or [f"{source}: vLLM's own loader and the rules agree on each element of {ranks}"]))
+    return NO if lines else DONE

@@ -61,13 +61,13 @@ def models_command(name: str | None, as_json: bool) -> None:
     rules': they have a model of another type, which has the same rules.
     """
     everything = _all()
-    found = everything if name is None else _matching(name, everything)
+    chosen = everything if name is None else _matching(name, everything)
     if as_json:
-        print_json({"command": "models", "models": [_document(listed) for listed in found]})
-    elif len(found) == 1:
-        _print_one(found[0], everything)
+        print_json({"command": "models", "models": [_document(listed) for listed in chosen]})
+    elif len(chosen) == 1:
+        _print_one(chosen[0], everything)
     else:
-        _print_table(found, name)
+        _print_table(chosen, name)
 
 
 def _all() -> list[_Listed]:
@@ -87,35 +87,35 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
     if exact:
         return exact
     part = name.lower()
-    found = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
-    if not found:
+    matches = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
+    if not matches:
         near = nearest(name, [listed.model_type for listed in everything])
         draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
         raise PlanError(f"no model type has '{name}' in its name", with_hint(near, draft))
-    return found
+    return matches
 
 
-def _print_table(found: Sequence[_Listed], name: str | None) -> None:
+def _print_table(chosen: Sequence[_Listed], name: str | None) -> None:
     cells = [("model type", "rules", "verified", "--tp tried")]
-    for listed in found:
+    for listed in chosen:
         tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
         cells.append((listed.model_type, listed.rules, listed.verified, tried))
     print_lines(*align(cells, right=(), width=None), "")
     which = f" with '{name}' in their name or in that of their rules" if name else ""
-    print_lines(f"{plural(len(found), 'model type')}{which}. 'reshard models NAME' shows one in detail.")
+    print_lines(f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail.")
 
 
 def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
     architecture = _load(listed.file)
-    others = [other.model_type for other in everything if other.file == listed.file and other != listed]
+    alike = [other.model_type for other in everything if other.file == listed.file and other != listed]
     similar = [
         other.model_type
         for other in everything
-        if listed.model_type in other.model_type and other != listed and other.model_type not in others
+        if listed.model_type in other.model_type and other != listed and other.model_type not in alike
     ]
     pairs = [
         ("rules", f"{listed.rules} (formats/architectures/{listed.file.name})"),
-        ("same rules", ", ".join(others) or "no other type"),
+        ("same rules", ", ".join(alike) or "no other type"),
         ("--tp", _families(architecture, "tp") or "not possible"),
         ("--ep", _families(architecture, "ep") or "not possible: the rules name no experts"),
         ("padded", ", ".join(architecture.pad) or "nothing"),

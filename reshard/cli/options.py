@@ -70,13 +70,13 @@ class Command(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """What the command does, the examples, and the rest of the docstring."""
-        first, _, rest = inspect.cleandoc(self.help or "").partition("\n\n")
+        first, _, details = inspect.cleandoc(self.help or "").partition("\n\n")
         self._write_text(formatter, first)
         with formatter.section("Examples"):
             for line, what in self.examples.items():  # not wrapped: they are there to be copied
                 formatter.write(f"{'':{formatter.current_indent}}# {what}\n{'':{formatter.current_indent}}{line}\n")
-        if rest:
-            self._write_text(formatter, rest)
+        if details:
+            self._write_text(formatter, details)
 
     @staticmethod
     def _write_text(formatter: click.HelpFormatter, text: str) -> None:
@@ -91,11 +91,11 @@ class Command(click.Command):
             row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if row is not None:  # click makes --help itself, without a group
                 rows[param.group if isinstance(param, Option) else Group.OUTPUT].append(row)
-        width = min(max(len(names) for found in rows.values() for names, _ in found), _WIDEST)
-        for group, found in rows.items():
-            if found:
+        width = min(max(len(names) for entries in rows.values() for names, _ in entries), _WIDEST)
+        for group, entries in rows.items():
+            if entries:
                 with formatter.section(group.value):
-                    formatter.write_dl([(names.ljust(width), text) for names, text in found], col_max=width)
+                    formatter.write_dl([(names.ljust(width), text) for names, text in entries], col_max=width)
 
 
 _Request = TypeVar("_Request")
@@ -106,7 +106,7 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
     """What ``read`` makes of a text; its ValueError says what is wrong with it. ``known`` are words to complete."""
 
     def __init__(self, name: str, read: Callable[[str], Any] = str, known: Callable[[], Iterable[str]] = tuple) -> None:
-        self.name, self._read, self._known = name, read, known
+        self.name, self._read, self._choices = name, read, known
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value of a text. Raises click.BadParameter."""
@@ -117,7 +117,7 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The known words that begin so."""
-        return [CompletionItem(word) for word in sorted(self._known()) if word.startswith(incomplete)]
+        return [CompletionItem(word) for word in sorted(self._choices()) if word.startswith(incomplete)]
 
 
 def size(text: str) -> int:
@@ -125,22 +125,22 @@ def size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"'{text}' is not a size such as 5GB, 500MB or 2GiB")
-    found = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
-    if found < 1:
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
+    if nbytes < 1:
         raise ValueError(f"'{text}' is less than one byte")
-    return found
+    return nbytes
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Whole numbers of at least 1, in order: ``1,8,64``, or ``1024..16384`` for all doublings. Raises ValueError."""
     listed = re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", text)
-    found = tuple(sorted(set(map(int, text.split(","))))) if listed else ()
+    values = tuple(sorted(set(map(int, text.split(","))))) if listed else ()
     if ends := re.fullmatch(r"([1-9]\d{0,7})\.\.([1-9]\d{0,7})", text):
         first, last = map(int, ends.groups())
-        found = tuple(first << i for i in range(32) if first << i <= last)
-    if not found:
+        values = tuple(first << i for i in range(32) if first << i <= last)
+    if not values:
         raise ValueError(f"'{text}' is no list of numbers such as 1,2,4 or 1024..16384")
-    return found
+    return values
 
 
 NUMBERS = Value("numbers", numbers)
@@ -243,8 +243,8 @@ def together(*options: Callable[[_Function], _Function]) -> Callable[[_Function]
     """Several options as one decorator, shown in the given order."""
 
     def decorate(function: _Function) -> _Function:
-        for each in reversed(options):
-            function = each(function)
+        for option in reversed(options):
+            function = option(function)
         return function
 
     return decorate
@@ -371,25 +371,25 @@ def given_options() -> set[str]:
     }
 
 
-def request_of(request: Callable[..., _Request], given: Mapping[str, Any], **more: Any) -> _Request:
+def request_of(request: Callable[..., _Request], options: Mapping[str, Any], **fields: Any) -> _Request:
     """The request of the options and arguments of a command; those that were not given are as the request has them."""
-    return request(**{name: value for name, value in given.items() if value not in (None, ())}, **more)
+    return request(**{name: value for name, value in options.items() if value not in (None, ())}, **fields)
 
 
-def check_degrees(given: Mapping[str, Any]) -> None:
+def check_degrees(options: Mapping[str, Any]) -> None:
     """Raise UsageError for degrees that contradict each other as they are given."""
-    if given["pp"] == 1 and given["pp_layers"]:
+    if options["pp"] == 1 and options["pp_layers"]:
         raise click.UsageError("--pp 1 goes without --pp-layers")
-    if given["same_ranks"] and (given["tp"] is None or given["ep"] is None):
+    if options["same_ranks"] and (options["tp"] is None or options["ep"] is None):
         raise click.UsageError("--same-ranks goes with --tp N and --ep N, both of the same degree")
 
 
-def has_degree(given: Mapping[str, Any]) -> bool:
+def has_degree(options: Mapping[str, Any]) -> bool:
     """Whether a degree is given."""
-    return any(given[name] is not None for name in ("tp", "ep", "pp")) or bool(given["pp_layers"])
+    return any(options[name] is not None for name in ("tp", "ep", "pp")) or bool(options["pp_layers"])
 
 
-def named_in(command: click.Command) -> Callable[[str, object], str]:
+def option_names(command: click.Command) -> Callable[[str, object], str]:
     """How a field of a request with a value is given on the command line: ``--tp 4``."""
     options = {param.name: max(param.opts, key=len) for param in command.params if isinstance(param, click.Option)}
 
@@ -402,9 +402,9 @@ def named_in(command: click.Command) -> Callable[[str, object], str]:
     return call
 
 
-def worded(error: ReshardError, command: click.Command) -> ReshardError:
+def with_option_names(error: ReshardError, command: click.Command) -> ReshardError:
     """The error with the fields of a request called by the options of a command."""
     if not isinstance(error, SettingError):
         return error
-    call = named_in(command)
+    call = option_names(command)
     return ReshardError(error.refusal.message(call), error.refusal.hint(call))

@@ -27,8 +27,8 @@ from reshard.cli.options import (
     given_options,
     has_degree,
     json_option,
-    named_in,
     option,
+    option_names,
     other_mesh_options,
     padding_options,
     report_option,
@@ -87,7 +87,7 @@ _NOT_WITH_TP_PLAN = {
 @debug_option
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
-    receiver: str | None, link: float | None, as_json: bool, **given: Any,
+    receiver: str | None, link: float | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Show which degrees are possible, or with a degree what each rank would hold, from the headers alone.
 
@@ -100,19 +100,19 @@ def plan_command(
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
-    degrees = given["tp"] or (None,)
+    degrees = options["tp"] or (None,)
     if len(degrees) > 1 and (as_json or tp_plan or report is not None):
         raise click.UsageError("several degrees go without --json, --report and --tp-plan")
-    given["tp"] = degrees[0]
-    check_degrees(given)
-    request = request_of(PlanRequest, given, quiet=as_json)
+    options["tp"] = degrees[0]
+    check_degrees(options)
+    request = request_of(PlanRequest, options, quiet=as_json)
     source, format = str(request.source), planned_format(request)
     if trainer is not None or receiver is not None:
         _plan_push(request, trainer, receiver, link, report, as_json)
         return
     if link is not None:
         raise click.UsageError("--link goes with --from and --to")
-    _check_together(report, has_mesh := has_degree(given), not format.plain, tp_plan)
+    _check_together(report, has_mesh := has_degree(options), not format.plain, tp_plan)
     if draft_file is not None:
         _write_draft(request, draft_file)
         return
@@ -126,7 +126,7 @@ def plan_command(
     if save_file is not None:
         _save(_lines_in_use(opened.model), save_file)
     if tp_plan:
-        _print_tp_plan(opened.model, given["tp"], as_json)
+        _print_tp_plan(opened.model, options["tp"], as_json)
     elif has_mesh or not format.plain:
         plans = [
             plan_for(opened.model, format, dataclasses.replace(request, tp=degree or request.tp)) for degree in degrees
@@ -146,11 +146,11 @@ def plan_command(
 
 def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_plan: bool) -> None:
     """Raise UsageError for options that do not go together."""
-    given = given_options()
-    if "--draft" in given and (others := given - {"--draft", "--revision", "--token", "--cache-dir", "--debug"}):
-        raise click.UsageError(f"--draft goes without {min(others)}: pass the file that it writes with --plan")
-    if tp_plan and (others := given & _NOT_WITH_TP_PLAN):
-        raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(others)}")
+    options = given_options()
+    if "--draft" in options and (further := options - {"--draft", "--revision", "--token", "--cache-dir", "--debug"}):
+        raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
+    if tp_plan and (further := options & _NOT_WITH_TP_PLAN):
+        raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(further)}")
     if report is not None and (not has_mesh or has_format or tp_plan):
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
 
@@ -186,27 +186,27 @@ def _plan_push(
 
     if trainer is None or receiver is None:
         raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
-    if others := given_options() - _WITH_PUSH:
-        raise click.UsageError(f"--from and --to go without {min(others)}: write degrees as in vllm:tp4")
+    if further := given_options() - _WITH_PUSH:
+        raise click.UsageError(f"--from and --to go without {min(further)}: write degrees as in vllm:tp4")
     about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
-    found, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
+    plan, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
     if as_json:
         numbers = {
-            "bytes": found.nbytes,
-            "sent": list(found.sent),
-            "received": list(found.received),
-            "steps": len(found.ends),
+            "bytes": plan.nbytes,
+            "sent": list(plan.sent),
+            "received": list(plan.received),
+            "steps": len(plan.ends),
             "link": link,
-            "seconds_at_least": found.bound(link),
-            "digest": found.digest,
+            "seconds_at_least": plan.bound(link),
+            "digest": plan.digest,
         }
         print_json({"command": "plan", "source": str(request.source), "from": trainer, "to": receiver, **numbers})
     else:
-        print_lines(f"{request.source}: {trainer} -> {receiver}, {found.to_text(link=link)}")
+        print_lines(f"{request.source}: {trainer} -> {receiver}, {plan.to_text(link=link)}")
     if report is not None:
         from reshard.pages.push_page import push_page
 
-        write_report(report, push_page(found, f"{request.source}: {trainer} to {receiver}", link))
+        write_report(report, push_page(plan, f"{request.source}: {trainer} to {receiver}", link))
         print_note(f"Drew the push: {report}")
 
 
@@ -268,7 +268,7 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
     ends = (0, plan.mesh.size - 1)
-    download = max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened.is_elsewhere else 0
+    download = max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened.is_remote else 0
     if not as_json:
         table = format_table(rows, terminal_width())
         print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))
@@ -301,27 +301,27 @@ def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
     from reshard.pages.plan_page import Degree, plan_page
 
     attempts = sweep(plan.model, pad=request.pad_vocab, uneven=request.uneven).attempts
-    found = [Degree(each.degree, each.refusal is None, _remark(plan.model, each, request)) for each in attempts]
-    write_report(file, plan_page(plan, str(request.source), found))
+    degrees = [Degree(tried.degree, tried.refusal is None, _remark(plan.model, tried, request)) for tried in attempts]
+    write_report(file, plan_page(plan, str(request.source), degrees))
     print_note(f"Drew the plan: {file}")
 
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
     from reshard.placement.arrangement import arrangement_of
-    from reshard.placement.stored_rows import made_of, stored_rows
+    from reshard.placement.stored_rows import sources_text, stored_rows
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     if as_json:
-        found = [dataclasses.asdict(row) for row in rows]
+        documents = [dataclasses.asdict(row) for row in rows]
         print_json(
-            {"command": "plan", "source": source, "format": format.name, "mesh": mesh.to_document(), "rows": found}
+            {"command": "plan", "source": source, "format": format.name, "mesh": mesh.to_document(), "rows": documents}
         )
         return
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
     for row in rows:
         sizes = (shape_text(row.shape) or "scalar", f"{row.tensors:,}", human_bytes(row.nbytes))
-        cells.append((row.name, made_of(row), row.how, row.dtype, *sizes))
+        cells.append((row.name, sources_text(row), row.how, row.dtype, *sizes))
     width = terminal_width()
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
     names = ", ".join(dict.fromkeys(format.files.name_of(mesh, rank, 0) for rank in (0, mesh.size - 1)))
@@ -381,28 +381,28 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
     from reshard.mesh.degrees import sweep
 
-    source, found = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
+    source, swept = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
     if as_json:
-        print_json(_degrees_document(model, source, found))
+        print_json(_degrees_document(model, source, swept))
         return
     cells = [("--tp", "possible", "")]
-    for attempt in found.attempts:
+    for attempt in swept.attempts:
         cells.append((str(attempt.degree), "no" if attempt.refusal else "yes", _remark(model, attempt, request)))
     print_lines(_title(model, source), "", *align(cells, right=(0,), width=None), "")
-    if len(found.valid_ep) > 1:
-        print_lines(f"Valid degrees of --ep: {', '.join(map(str, found.valid_ep))}.")
-    valid = ", ".join(map(str, found.valid))
+    if len(swept.valid_ep) > 1:
+        print_lines(f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}.")
+    valid = ", ".join(map(str, swept.valid))
     print_lines(f"Valid degrees: {valid}. 'reshard plan {source} --tp N' shows one in detail.")
 
 
-def _degrees_document(model: Model, source: str, found: Sweep) -> dict[str, Any]:
+def _degrees_document(model: Model, source: str, swept: Sweep) -> dict[str, Any]:
     return {
         "command": "plan",
         "source": source,
         "architecture": model.architecture.name,
         "sizes": model.sizes.of({}),
-        "valid_degrees": list(found.valid),
-        "valid_ep_degrees": list(found.valid_ep),
+        "valid_degrees": list(swept.valid),
+        "valid_ep_degrees": list(swept.valid_ep),
         "degrees": [
             {
                 "tp": attempt.degree,
@@ -410,15 +410,15 @@ def _degrees_document(model: Model, source: str, found: Sweep) -> dict[str, Any]
                 "reason": attempt.refusal and attempt.refusal.why,
                 "possible_with": _other_ways(attempt),
             }
-            for attempt in found.attempts
+            for attempt in swept.attempts
         ],
     }
 
 
 def _other_ways(attempt: Attempt) -> list[str]:
     """The options that make a refused degree possible."""
-    call, ways = named_in(plan_command), attempt.refusal.instead if attempt.refusal else ()
-    return [" ".join(call(*each) for each in settings.items()) for settings in ways]
+    call, ways = option_names(plan_command), attempt.refusal.instead if attempt.refusal else ()
+    return [" ".join(call(*setting) for setting in settings.items()) for settings in ways]
 
 
 def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:

@@ -56,8 +56,8 @@ def write_report(file: Path, text: str) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of ``--json``, with its ``schema_version`` first."""
-    shown = _redacted({"schema_version": SCHEMA_VERSION, **document})
-    print_result(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
+    redacted = _redacted({"schema_version": SCHEMA_VERSION, **document})
+    print_result(json.dumps(redacted, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _redacted(value: Any) -> Any:
@@ -102,24 +102,24 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __call__(self, done: int, total: int, again: int = 0) -> None:
-        """Show that ``done`` of ``total`` bytes are done, and that ``again`` requests were made a second time."""
+    def __call__(self, moved: int, total: int, again: int = 0) -> None:
+        """Show that ``moved`` of ``total`` bytes are done, and that ``again`` requests were made a second time."""
         if self._quiet:
             return
         with self._lock:
             now = time.monotonic()
             if self._began is None:
-                self._began, self._last = (now, done), now
+                self._began, self._last = (now, moved), now
             if self._has_bar:
                 with suppress(OSError):  # a terminal that has gone ends no work
-                    self._draw(done, total, again)
+                    self._draw(moved, total, again)
             elif now - self._last >= INTERVAL:
                 self._last = now
                 started, first = self._began
-                rate = (done - first) / max(now - started, 1e-9)
-                text = f"{self._title}: {human_bytes(done)} of {human_bytes(total)} "
-                text += f"({done / total if total else 1.0:.0%}), {human_bytes(rate)}/s"
-                text += f", {human_seconds((total - done) / rate)} left" if rate > 0 else ""
+                rate = (moved - first) / max(now - started, 1e-9)
+                text = f"{self._title}: {human_bytes(moved)} of {human_bytes(total)} "
+                text += f"({moved / total if total else 1.0:.0%}), {human_bytes(rate)}/s"
+                text += f", {human_seconds((total - moved) / rate)} left" if rate > 0 else ""
                 print_note(text + (f"; {plural(again, 'request')} tried again" if again else ""))
 
     def __exit__(
@@ -129,7 +129,7 @@ class Progress:
             self._bar.leave = False
             self._bar.close()
 
-    def _draw(self, done: int, total: int, again: int) -> None:
+    def _draw(self, moved: int, total: int, again: int) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
@@ -137,7 +137,7 @@ class Progress:
             self._bar = tqdm(
                 desc=self._title,
                 total=total,
-                initial=done,
+                initial=moved,
                 unit="B",
                 unit_scale=True,
                 dynamic_ncols=True,
@@ -146,4 +146,4 @@ class Progress:
         if again:
             self._bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
         self._bar.total = total
-        self._bar.update(max(0, done - self._bar.n))
+        self._bar.update(max(0, moved - self._bar.n))

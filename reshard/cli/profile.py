@@ -37,19 +37,19 @@ _PHASES = ("decode", "prefill", "train")
 
 def phases(text: str) -> tuple[str, ...]:
     """Some of decode, prefill and train, with commas between them. Raises ValueError."""
-    found = tuple(dict.fromkeys(text.split(",")))
-    for each in found:
-        if each not in _PHASES:
-            raise ValueError(f"there is no phase '{each}'; the phases are {', '.join(_PHASES)}")
-    return found
+    chosen = tuple(dict.fromkeys(text.split(",")))
+    for phase in chosen:
+        if phase not in _PHASES:
+            raise ValueError(f"there is no phase '{phase}'; the phases are {', '.join(_PHASES)}")
+    return chosen
 
 
 def memory(text: str) -> int:
     """A number of bytes; a few bytes are a unit that was forgotten. Raises ValueError."""
-    found = size(text)
-    if found < _LEAST_MEMORY and text.strip().isdecimal():
-        raise ValueError(f"'{text}' is {found} bytes; with a unit it is {found}GB or {found}MB")
-    return found
+    nbytes = size(text)
+    if nbytes < _LEAST_MEMORY and text.strip().isdecimal():
+        raise ValueError(f"'{text}' is {nbytes} bytes; with a unit it is {nbytes}GB or {nbytes}MB")
+    return nbytes
 
 
 @click.command(
@@ -86,7 +86,7 @@ def memory(text: str) -> int:
 @hub_options
 @json_option
 @debug_option
-def profile_command(report: Path | None, as_json: bool, **given: Any) -> None:
+def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure which degree of tensor parallelism is fast on this node.
 
     SOURCE needs a config.json alone: the weights are random numbers. For each degree, one layer of each kind runs on
@@ -96,20 +96,20 @@ def profile_command(report: Path | None, as_json: bool, **given: Any) -> None:
     from verify.ending import one_line_when_interrupted
     from verify.profile.job import ProfileRequest
 
-    request = request_of(ProfileRequest, given, quiet=as_json)
+    request = request_of(ProfileRequest, options, quiet=as_json)
     say: Callable[[str], None] = (lambda _: None) if as_json else print_note
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         say("reading config.json")
         from verify.command import profile  # it imports torch, which takes a while
 
-        found = profile(request, say)
-    _print(found, report, as_json=as_json)
+        result = profile(request, say)
+    _print(result, report, as_json=as_json)
 
 
-def _print(found: Profile, report: Path | None, *, as_json: bool) -> None:
+def _print(result: Profile, report: Path | None, *, as_json: bool) -> None:
     from verify.profile.words import document_of
 
-    document = {"command": "profile", "source": found.source, **document_of(found)}
+    document = {"command": "profile", "source": result.source, **document_of(result)}
     if report is not None:
         from verify.profile.page import page
 
@@ -118,4 +118,4 @@ def _print(found: Profile, report: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        print_lines(str(found))
+        print_lines(str(result))

@@ -53,9 +53,9 @@ def carry_out(
     started = time.monotonic()
     with (
         resumable(),
-        Progress(command.__name__, how="none" if quiet or as_json else progress) as shown,
+        Progress(command.__name__, how="none" if quiet or as_json else progress) as display,
     ):
-        summary = command(dataclasses.replace(request, progress=lambda state: shown(*state)))
+        summary = command(dataclasses.replace(request, progress=lambda state: display(*state)))
     seconds = time.monotonic() - started
     with work_is_done():
         print_summary(summary, str(request.source), seconds, as_json=as_json, quiet=quiet)
@@ -128,7 +128,7 @@ def _is_for_any_mesh(form: str) -> bool:
         help="Write only rank R (repeatable), or 'auto'.")  # fmt: skip
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file of a rank; default: 5GB.")
 @writing_options
-def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
+def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
 
     SOURCE may be a full checkpoint or a split one, in any format that 'reshard formats' lists. Without --as, OUT gets
@@ -141,8 +141,8 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     --rank gives each its ranks, --part its share of the files. With 'auto', Slurm, torchrun, MPI or another launcher
     says which ranks or part.
     """
-    check_degrees(given)
-    if not has_degree(given) and not (given["format"] and _is_for_any_mesh(given["format"])):
+    check_degrees(options)
+    if not has_degree(options) and not (options["format"] and _is_for_any_mesh(options["format"])):
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")
@@ -150,8 +150,8 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     from reshard.commands.split import SplitRequest, split
     from reshard.system import share_of_launcher
 
-    wanted = share_of_launcher() if None in ranks else ranks or None
-    request = request_of(SplitRequest, given, ranks=wanted, quiet=quiet or as_json)
+    chosen = share_of_launcher() if None in ranks else ranks or None
+    request = request_of(SplitRequest, options, ranks=chosen, quiet=quiet or as_json)
     carry_out(split, request, progress, as_json=as_json, quiet=quiet)
 
 
@@ -170,7 +170,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
 @cast_option
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
-def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
+def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
 
     SHARDS may have any format that 'reshard formats' lists. What was split from safetensors comes back file by file:
@@ -181,12 +181,12 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
     With --part, several processes share the files. The last of them makes OUT complete.
     """
     if into is not None:
-        given |= {"source": into, "adapter": given["source"]}
+        options |= {"source": into, "adapter": options["source"]}
     without_numpys_threads()
     from reshard.commands.split import merge
     from reshard.writing.rewrite import WriteRequest
 
-    carry_out(merge, request_of(WriteRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(merge, request_of(WriteRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
 
 
 @click.command(
@@ -203,7 +203,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
 @click.argument("out", type=NewFolder())
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
-def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> None:
+def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
     BASE is a checkpoint in any form. Each of its tensors must have the checksum that the delta states, before
@@ -216,4 +216,4 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **given: Any) -> No
     without_numpys_threads()
     from reshard.commands.split import PatchRequest, patch
 
-    carry_out(patch, request_of(PatchRequest, given, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(patch, request_of(PatchRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)

@@ -34,7 +34,7 @@ from reshard.cli.options import (
     report_option,
     request_of,
     timeout_option,
-    worded,
+    with_option_names,
 )
 from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
 
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 @json_option
 @quiet_option("Print the verdict, no more.")
 @debug_option
-def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **given: Any) -> int:
+def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
@@ -101,11 +101,11 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     from verify.ending import one_line_when_interrupted
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
-    is_dry = given.pop("dry_run")
-    request = request_of(VerifyRequest, given, exact_only=exact_only, quiet=quiet or as_json)
+    is_dry = options.pop("dry_run")
+    request = request_of(VerifyRequest, options, exact_only=exact_only, quiet=quiet or as_json)
     if is_dry:
-        found = needs(request)
-        print_json({"command": "verify", "needs": asdict(found)}) if as_json else print_lines(str(found))
+        result = needs(request)
+        print_json({"command": "verify", "needs": asdict(result)}) if as_json else print_lines(str(result))
         return 0
     answer = request.begin()
 
@@ -168,7 +168,7 @@ def _print_traceback(answer: Answer) -> None:
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:
     """Write the page, print the answer, and return the exit code: 2 also for a page that could not be written."""
     if answer.error is not None:
-        answer.error = worded(answer.error, verify_command)
+        answer.error = with_option_names(answer.error, verify_command)
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code
     if report is not None and not _write_report(answer, report):
@@ -219,7 +219,7 @@ class _Display:
 @contextmanager
 def _ticking() -> Iterator[Callable[[str], None]]:
     """Show each phase on a line of its own, with the seconds that it takes."""
-    phase, started, done = "", time.monotonic(), threading.Event()
+    phase, started, ended = "", time.monotonic(), threading.Event()
 
     def begin(text: str) -> None:
         nonlocal phase, started
@@ -232,7 +232,7 @@ def _ticking() -> Iterator[Callable[[str], None]]:
             print(f"\r{phase}: {time.monotonic() - started:.0f} s\x1b[K", end=end, file=sys.stderr, flush=True)
 
     def tick() -> None:
-        while not done.wait(_TICK):
+        while not ended.wait(_TICK):
             show()
 
     thread = threading.Thread(target=tick, daemon=True)
@@ -240,6 +240,6 @@ def _ticking() -> Iterator[Callable[[str], None]]:
     try:
         yield begin
     finally:
-        done.set()
+        ended.set()
         thread.join()
         show("\n")

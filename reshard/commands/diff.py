@@ -53,12 +53,12 @@ def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Sou
 
     Raises ReshardError.
     """
-    paths = [find(each, access, Weights.FILES if access.download else Weights.RANGES) for each in (a, b)]
+    paths = [find(side, access, Weights.FILES if access.download else Weights.RANGES) for side in (a, b)]
     recognised = [recognise(path) for path in paths]
-    known = [each.kind != "program" or each.manifest is not None for each in recognised]
+    has_models = [side.kind != "program" or side.manifest is not None for side in recognised]
     opened: list[Source] = []
     access, dtype = replace(access, dtype=None), access.dtype
-    for path, has_model in sorted(zip(paths, known, strict=True), key=lambda each: not each[1]):
+    for path, has_model in sorted(zip(paths, has_models, strict=True), key=lambda side: not side[1]):
         if opened and not has_model and access.config is None:
             opened.append(open_source(path, plan_file=access.plan_file, model=opened[0].model))
         else:
@@ -66,5 +66,5 @@ def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Sou
     if dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 
-        opened = [cast(each, dtype) for each in opened]
-    return (opened[1], opened[0]) if known == [False, True] else (opened[0], opened[1])
+        opened = [cast(side, dtype) for side in opened]
+    return (opened[1], opened[0]) if has_models == [False, True] else (opened[0], opened[1])

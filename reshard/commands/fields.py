@@ -20,10 +20,10 @@ def by_fields(
 
     @wraps(command)
     def call(*source: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        made = {
+        values = {
             name: Path(value) if name in paths and isinstance(value, str) else value for name, value in options.items()
         }
-        return command(request(*source, **made))  # type: ignore[arg-type]
+        return command(request(*source, **values))  # type: ignore[arg-type]
 
     paths = {name for name, field in signature(request).parameters.items() if field.annotation == "Path | None"}
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]

@@ -12,7 +12,7 @@ from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
-from reshard.move.mover import fill, room
+from reshard.move.mover import allocate, fill
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
     tensors = _held(target, rank)
-    rooms = {name: room(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
+    rooms = {name: allocate(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
     memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
     places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
     reader = Reader()
@@ -46,7 +46,7 @@ def _held(target: Arrangement, rank: int) -> dict[str, tuple[str, tuple[int, ...
     """The dtypes and shapes of a rank's tensors, by name. Raises CheckpointError for a dtype that torch lacks."""
     from formats.torch_internals import TORCH_DTYPES
 
-    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.held(rank)}
+    tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.tensors_of(rank)}
     for name, (dtype, _) in tensors.items():
         if dtype not in TORCH_DTYPES:
             raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
@@ -66,21 +66,21 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def _load(source: Source, job: Job, reader: Reader, data: Bytes) -> None:
     """Read what a job brings into a tensor."""
     for slab in job.transfer.slabs(Options().sizes.step):
-        if source.is_elsewhere:
+        if source.is_remote:
             reader.request((job.source(region.rank), region) for region in slab.reads)
         blocks = [_memory(data, region) for region in slab.writes]
         fill(job, slab, reader, blocks)
         for region, block in zip(slab.writes, blocks, strict=True):
             for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
                 data[offset : offset + length] = block.reshape(-1)[at : at + length]
-        if source.is_elsewhere:
-            reader.ahead.done()
+        if source.is_remote:
+            reader.ahead.end_step()
 
 
 def _memory(data: Bytes, region: Region) -> Bytes:
     """The memory of a region: of the tensor ``data``, if it lies there in one piece."""
     if region.rows.outer:
-        return room(region.nbytes).reshape(region.shape)
+        return allocate(region.nbytes).reshape(region.shape)
     begin = region.rows.offset + region.offset
     return data[begin : begin + region.nbytes].reshape(region.shape)
 
@@ -135,7 +135,7 @@ def tensors(request: TensorsRequest) -> Iterator[tuple[str, torch.Tensor]]:
         reader = Reader()
         try:
             for name, parts in jobs.items():
-                data = room(tensor_bytes(name, *kinds[name]))
+                data = allocate(tensor_bytes(name, *kinds[name]))
                 for job in parts:
                     _load(opened, job, reader, data[job.target(0).offset :])
                 yield name, _tensor(data, *kinds[name])

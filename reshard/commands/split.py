@@ -89,10 +89,10 @@ def split(request: SplitRequest) -> Summary:
     began, opened = start(request), open_any(request.source, request)
     plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
     chosen = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
-    more: dict[str, Any] = {}
+    part_of: dict[str, Any] = {}
     if chosen is not None and format is OWN and began.bucket is None:
-        more = {"ranks": chosen, "added_to": began.folder}
-    new = Output(opened, plan, format, request.max_shard_size, **more)
+        part_of = {"ranks": chosen, "added_to": began.folder}
+    new = Output(opened, plan, format, request.max_shard_size, **part_of)
     return rewrite(new, began, request, chosen)
 
 
@@ -112,8 +112,8 @@ def _wanted(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -
         return None
     if not isinstance(ranks, Share):
         return mesh.check_ranks(ranks, "ranks")
-    there = read_manifest(out / MANIFEST).ranks if out is not None and (out / MANIFEST).is_file() else {}
-    return tuple(rank for rank in ranks.of(mesh.size) if rank not in there)
+    present = read_manifest(out / MANIFEST).ranks if out is not None and (out / MANIFEST).is_file() else {}
+    return tuple(rank for rank in ranks.of(mesh.size) if rank not in present)
 
 
 def _refined(source: Source, degrees: Degrees) -> Plan:

@@ -66,11 +66,11 @@ class Distance:
     ulps: int | None = None
     other: int = 0
 
-    def plus(self, more: Distance) -> Distance:
+    def plus(self, part: Distance) -> Distance:
         """The distance of both together."""
         return replace(
-            self, changed=self.changed + more.changed, largest=max(self.largest, more.largest),
-            squares=self.squares + more.squares, ulps=largest_ulps(self.ulps, more.ulps), other=self.other + more.other,
+            self, changed=self.changed + part.changed, largest=max(self.largest, part.largest),
+            squares=self.squares + part.squares, ulps=largest_ulps(self.ulps, part.ulps), other=self.other + part.other,
         )  # fmt: skip
 
 
@@ -79,31 +79,31 @@ def has_numbers(dtype: str) -> bool:
     return dtype in _VALUES
 
 
-def distance(left: Codes, right: Codes, dtype: str) -> Distance:
+def distance(a: Codes, b: Codes, dtype: str) -> Distance:
     """The distance of elements that differ."""
     if not has_numbers(dtype):
-        return Distance(left.size)
+        return Distance(a.size)
     with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
-        before, after = (_VALUES[dtype](codes).astype(np.float64) for codes in (left, right))
-    finite = np.isfinite(before) & np.isfinite(after)
+        old, new = (_VALUES[dtype](codes).astype(np.float64) for codes in (a, b))
+    finite = np.isfinite(old) & np.isfinite(new)
     if not finite.all():
-        before, after, left, right = before[finite], after[finite], left[finite], right[finite]
-    if not before.size:
+        old, new, a, b = old[finite], new[finite], a[finite], b[finite]
+    if not old.size:
         return Distance(finite.size, other=finite.size)
     with np.errstate(over="ignore"):
-        difference = np.abs(after - before)
+        difference = np.abs(new - old)
         difference = np.minimum(difference, np.finfo(np.float64).max)  # of two float64 of opposite signs
         squares = min(float(np.dot(difference, difference)), float(np.finfo(np.float64).max))
-    magnitude = left.dtype.type((1 << (8 * left.itemsize - 1)) - 1)
-    has_crossed = np.sign(before) * np.sign(after) < 0
-    first, second = ((codes & magnitude)[~has_crossed] for codes in (left, right))
+    magnitude = a.dtype.type((1 << (8 * a.itemsize - 1)) - 1)
+    has_crossed = np.sign(old) * np.sign(new) < 0
+    first, second = ((codes & magnitude)[~has_crossed] for codes in (a, b))
     ulps = int((np.maximum(first, second) - np.minimum(first, second)).max()) if first.size else None
-    return Distance(finite.size, float(difference.max()), squares, ulps, finite.size - before.size)
+    return Distance(finite.size, float(difference.max()), squares, ulps, finite.size - old.size)
 
 
 def largest_ulps(*ulps: int | None) -> int | None:
     """The largest of those that are known."""
-    return max((each for each in ulps if each is not None), default=None)
+    return max((ulp for ulp in ulps if ulp is not None), default=None)
 
 
 SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
@@ -166,8 +166,8 @@ class Diff(Result):
         """The answer, and the number of tensors of each kind."""
         kinds = Counter(tensor.kind for tensor in self.tensors)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        read = f"{plural(len(self.tensors), 'tensor')}: {counts}; {human_bytes(self.nbytes)} of each compared."
-        return f"{'SAME' if self.same else 'DIFFERENT'}: {read}"
+        tensors = f"{plural(len(self.tensors), 'tensor')}: {counts}; {human_bytes(self.nbytes)} of each compared."
+        return f"{'SAME' if self.same else 'DIFFERENT'}: {tensors}"
 
     def to_text(self, width: int | None = None) -> str:
         """A table of the tensors that differ, and the answer."""
@@ -195,8 +195,8 @@ def pairs(sides: Sequence[Content], nbytes: int, opened: Opened, piece: int = PI
     """The bytes of a tensor on both sides, in order, at most ``piece`` at a time."""
     for begin in range(0, nbytes, piece):
         end = min(begin + piece, nbytes)
-        left, right = (np.frombuffer(side.read(opened, begin, end), np.uint8) for side in sides)
-        yield Pair(begin, left, right)
+        a, b = (np.frombuffer(side.read(opened, begin, end), np.uint8) for side in sides)
+        yield Pair(begin, a, b)
 
 
 class Keeper(Protocol):
@@ -210,7 +210,7 @@ Progress = Callable[[int, int], None]
 """Called with the compared bytes so far, and the total."""
 
 
-def no_progress(done: int, total: int) -> None:
+def no_progress(compared: int, total: int) -> None:
     """Show no progress."""
 
 
@@ -218,18 +218,18 @@ def differences(
     a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
-    left, right = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
-    for side, named in ((a, left), (b, right)):
+    of_a, of_b = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
+    for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
-    alike = {name: known for name, tensor in left.items() if (known := _known(tensor, right.get(name))).kind == SAME}
-    sizes = {name: tensor_bytes(name, left[name].dtype, left[name].shape) for name in alike}
-    total, done, found = sum(sizes.values()), 0, dict[str, Distance]()
-    opened, elsewhere = Opened(), a.is_elsewhere or b.is_elsewhere
+    alike = {name: diff for name, tensor in of_a.items() if (diff := _known(tensor, of_b.get(name))).kind == SAME}
+    sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
+    total, moved, distances = sum(sizes.values()), 0, dict[str, Distance]()
+    opened, elsewhere = Opened(), a.is_remote or b.is_remote
     contents = [tensors_of(side) for side in (a, b)] if alike else []
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
-            dtype, distant = left[name].dtype, Distance()
+            dtype, distant = of_a[name].dtype, Distance()
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
                 same = _equal(pair.left, pair.right)
@@ -240,25 +240,25 @@ def differences(
                     wrong = left_codes != right_codes
                     distant = distant.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
                 report(pair.left.size)
-            found[name] = distant
+            distances[name] = distant
 
     def compared(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
+        nonlocal moved
+        moved += nbytes
+        progress(moved, total)
 
     names = Shared(alike)
     work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
     tensors = [
-        _measured(alike[name], sizes[name], found[name]) if name in alike else _known(tensor, right.get(name))
-        for name, tensor in left.items()
+        _measured(alike[name], sizes[name], distances[name]) if name in alike else _known(tensor, of_b.get(name))
+        for name, tensor in of_a.items()
     ]
-    tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in right.items() if n not in left]
+    tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()
-    own, other = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
-    config = tuple(sorted({key for key, _ in own.items() ^ other.items()}))
-    return Diff(a.shown, b.shown, tuple(tensors), total, config)
+    config_a, config_b = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
+    config = tuple(sorted({key for key, _ in config_a.items() ^ config_b.items()}))
+    return Diff(a.display_name, b.display_name, tuple(tensors), total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
@@ -269,21 +269,21 @@ def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
     return TensorDiff(tensor.name, kind, (tensor.dtype, other.dtype), (tensor.shape, other.shape))
 
 
-def _measured(known: TensorDiff, nbytes: int, found: Distance) -> TensorDiff:
-    dtype = str(known.dtypes[0])
-    elements, numbers = nbytes // unit_of(dtype), bool(found.changed) and has_numbers(dtype)
+def _measured(tensor: TensorDiff, nbytes: int, distant: Distance) -> TensorDiff:
+    dtype = str(tensor.dtypes[0])
+    elements, numbers = nbytes // unit_of(dtype), bool(distant.changed) and has_numbers(dtype)
     return TensorDiff(
-        known.name, CHANGED if found.changed else SAME, known.dtypes, known.shapes, elements, found.changed,
-        found.largest if numbers else None, math.sqrt(found.squares / elements) if numbers else None,
-        found.ulps, found.other,
+        tensor.name, CHANGED if distant.changed else SAME, tensor.dtypes, tensor.shapes, elements, distant.changed,
+        distant.largest if numbers else None, math.sqrt(distant.squares / elements) if numbers else None,
+        distant.ulps, distant.other,
     )  # fmt: skip
 
 
-def _equal(left: Bytes, right: Bytes) -> bool:
-    whole = left.size // 8 * 8
-    if not np.array_equal(left[:whole].view("<u8"), right[:whole].view("<u8")):
+def _equal(a: Bytes, b: Bytes) -> bool:
+    whole = a.size // 8 * 8
+    if not np.array_equal(a[:whole].view("<u8"), b[:whole].view("<u8")):
         return False
-    return whole == left.size or bool((left[whole:] == right[whole:]).all())
+    return whole == a.size or bool((a[whole:] == b[whole:]).all())
 
 
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
@@ -304,23 +304,23 @@ def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
     """Tensors that differ, those of one name, kind, dtype and shape together."""
     groups: dict[tuple[object, ...], list[TensorDiff]] = {}
     for tensor in tensors:
-        shown = tuple(shape and len(shape) for shape in tensor.shapes)
-        groups.setdefault((NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, shown), []).append(tensor)
-    return [Row(_joint(str(key[0]), found), tuple(found)) for key, found in groups.items()]
+        ranks = tuple(shape and len(shape) for shape in tensor.shapes)
+        groups.setdefault((NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, ranks), []).append(tensor)
+    return [Row(_joint(str(key[0]), group), tuple(group)) for key, group in groups.items()]
 
 
 def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
     """A name with the numbers of all in place of each of its own."""
     numbers = zip(*(map(int, NUMBER.findall(tensor.name)) for tensor in tensors), strict=True)
     parts = template.split("{}")
-    shown = ["", *map(_ranges, numbers)]
-    return "".join(text + part for text, part in zip(shown, parts, strict=True))
+    texts = ["", *map(_ranges, numbers)]
+    return "".join(text + part for text, part in zip(texts, parts, strict=True))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``{0..3,7}``; a number alone as it is."""
-    found = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
-    text = ",".join(found)
+    texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
+    text = ",".join(texts)
     return text if text.isdigit() else f"{{{text}}}"
 
 
@@ -343,8 +343,8 @@ def _numbers(tensors: Sequence[TensorDiff]) -> tuple[str, str, str, str, str]:
     first = tensors[0]
     if first.kind != CHANGED:
         sides = {DTYPE: first.dtypes, SHAPE: tuple(shape_text(shape or ()) for shape in first.shapes)}
-        shown = " -> ".join(map(str, sides[first.kind])) if first.kind in sides else ""
-        return f"{first.kind} {shown}".rstrip(), "", "", "", ""
+        values = " -> ".join(map(str, sides[first.kind])) if first.kind in sides else ""
+        return f"{first.kind} {values}".rstrip(), "", "", "", ""
     elements, other = sum(t.elements for t in tensors), sum(t.other for t in tensors)
     what = f"changed ({other:,} inf or NaN)" if other else "changed"
     share = percent_text(share_of(tensors))

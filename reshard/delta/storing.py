@@ -16,7 +16,7 @@ import numpy as np
 from formats.errors import CheckpointError
 from formats.files.checkpoint import DELTA
 from formats.files.checksum import PartialSum, sum_part
-from formats.files.compressed import STEP, XOR, Adler32, compressor, need_zstd
+from formats.files.compressed import STEP, XOR, Adler32, compressor, require_zstd
 from formats.files.delta import (
     COMPRESSED,
     CONTENT,
@@ -63,24 +63,24 @@ class _Sums:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
-        self.found: dict[str, tuple[str, str]] = {}
+        self.values: dict[str, tuple[str, str]] = {}
 
     def compared(self, name: str, pair: Pair, *, same: bool) -> None:
         """Add bytes of both sides."""
         if name not in self._open:
             self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
-        own, other = self._open[name]
+        sum_a, sum_b = self._open[name]
         part, size = sum_part(pair.left, pair.begin), pair.left.size
-        own.add(pair.begin, size, part)
-        other.add(pair.begin, size, part if same else sum_part(pair.right, pair.begin))
-        if own.is_complete:
-            self.found[name] = own.value(), other.value()
+        sum_a.add(pair.begin, size, part)
+        sum_b.add(pair.begin, size, part if same else sum_part(pair.right, pair.begin))
+        if sum_a.is_complete:
+            self.values[name] = sum_a.value(), sum_b.value()
             del self._open[name]
 
     def of(self, name: str) -> tuple[str, str]:
         """Both checksums of a tensor."""
         empty = PartialSum(0).value()
-        return self.found.get(name, (empty, empty))
+        return self.values.get(name, (empty, empty))
 
 
 def write_delta(
@@ -90,11 +90,11 @@ def write_delta(
 
     Raises ReshardError; ``out`` exists only if it is complete.
     """
-    check_place(out, [*a.read_from, *b.read_from])
+    check_place(out, [*a.local_inputs, *b.local_inputs])
     if out.exists():
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
-        need_zstd()
+        require_zstd()
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
     right = tensors_of(b)
     sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
@@ -106,8 +106,8 @@ def write_delta(
     try:
         changed = _Changed(diff, sums, tensors_of(a), right, Opened())
         written = (_write_frames if is_compressed else _write_smallest)(changed, building)
-        own, other = a.read_side_files(), b.read_side_files()
-        sides = {name: None if own.get(name) == content else content for name, content in other.items()}
+        files_a, files_b = a.read_side_files(), b.read_side_files()
+        sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
         files = tuple(Laid(file.name, file.header, file.size) for file in new.files)
         delta = Delta(building, (written.file,), written.changes, files, dict(new.documents), sides)
         with disk_errors(building):
@@ -151,7 +151,7 @@ class _Changed:
         """The tensors of which something is stored."""
         return [tensor for tensor in self.diff.tensors if tensor.kind not in (UNCHANGED, HERE)]
 
-    def others(self) -> dict[str, Change]:
+    def unchanged(self) -> dict[str, Change]:
         """How the other tensors come about."""
         return {
             tensor.name: Change(GONE, None, None) if tensor.kind == HERE else Change(SAME, *self.sums.of(tensor.name))
@@ -198,31 +198,31 @@ def _way(tensor: TensorDiff) -> str:
 def _write_smallest(of: _Changed, folder: Path) -> _Written:
     """Write each tensor the smallest way."""
     entries = {tensor.name: stored_as(*_kind(tensor), _way(tensor), tensor.changed) for tensor in of.tensors}
-    ordered = sorted((each for own in entries.values() for each in own), key=lambda entry: -DTYPE_BITS[entry[1]])
-    header, changes = build_header(ordered, {"format": "delta"}), of.others()
+    ordered = sorted((part for parts in entries.values() for part in parts), key=lambda entry: -DTYPE_BITS[entry[1]])
+    header, changes = build_header(ordered, {"format": "delta"}), of.unchanged()
     infos = parse_header(header, folder / CONTENT, None).tensors
     with disk_errors(folder), (folder / CONTENT).open("xb") as opened:
         file = opened.fileno()
         reserve(file, len(header) + sum(info.nbytes for info in infos.values()))
         _put(file, 0, np.frombuffer(header, np.uint8))
         for tensor in of.tensors:
-            own = [infos[name] for name, *_ in entries[tensor.name]]
+            parts = [infos[name] for name, *_ in entries[tensor.name]]
             if _way(tensor) == WHOLE:
-                changes[tensor.name] = of.write_whole(tensor, own[0].offset, file)
+                changes[tensor.name] = of.write_whole(tensor, parts[0].offset, file)
             else:
-                _write_sparse(tensor, of.pairs(tensor), own, file)
+                _write_sparse(tensor, of.pairs(tensor), parts, file)
                 changes[tensor.name] = Change(_way(tensor), *of.sums.of(tensor.name))
     return _Written(CONTENT, [*infos], changes)
 
 
-def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], own: Sequence[TensorInfo], file: int) -> None:
+def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[TensorInfo], file: int) -> None:
     """Write places and values, in the order of the elements."""
     dtype, unit, at = str(tensor.dtypes[1]), unit_of(str(tensor.dtypes[1])), 0
-    places, values = own
+    places, values = infos
     wide = "<i4" if places.dtype == "I32" else "<i8"
-    for begin, left, right in pairs:
-        other = codes_of(right, dtype)
-        changed = np.flatnonzero(codes_of(left, dtype) != other)
+    for begin, a, b in pairs:
+        other = codes_of(b, dtype)
+        changed = np.flatnonzero(codes_of(a, dtype) != other)
         _put(file, values.offset + at * unit, other[changed].view(np.uint8))
         indices = (changed + begin // unit).astype(wide)
         _put(file, places.offset + at * indices.itemsize, indices.view(np.uint8))
@@ -245,7 +245,7 @@ def _write_frames(of: _Changed, folder: Path) -> _Written:
         for tensor in of.tensors
     ]
     end = room = len(build_header(most, {"format": "delta"} | checks))
-    changes, entries = of.others(), list[Entry]()
+    changes, entries = of.unchanged(), list[Entry]()
     with disk_errors(folder), (folder / COMPRESSED).open("xb") as opened:
         file = opened.fileno()
         for tensor in of.tensors:
@@ -266,9 +266,9 @@ def _write_frames(of: _Changed, folder: Path) -> _Written:
 def _write_frame(pairs: Iterator[Pair], nbytes: int, offset: int, file: int) -> tuple[int, str]:
     """Write a tensor's change from byte ``offset`` of a file on; returns its size, and the new bytes' checksum."""
     begin, check, frame = offset, Adler32(), compressor(nbytes)
-    for _, left, right in pairs:
-        check.update(right.data)
-        offset = _append(file, offset, frame.compress((left ^ right).data))
+    for _, a, b in pairs:
+        check.update(b.data)
+        offset = _append(file, offset, frame.compress((a ^ b).data))
     return _append(file, offset, frame.flush()) - begin, check.hexdigest()
 
 

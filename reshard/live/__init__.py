@@ -42,5 +42,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard.live' has no attribute '{name}'")
-    found = globals()[name] = getattr(import_module(_PLACES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return value

@@ -21,10 +21,10 @@ _HEAD = 16
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def word_of(parts: Sequence[Part], target: Side) -> int | None:
+def word_size(parts: Sequence[Part], target: Side) -> int | None:
     """The bytes of a word; None if the target stores something else than what is sent: then all is sent."""
     plain = all(
-        part.move.dtype == target.dtype(part.move.wanted.stored) and part.move.wanted.portion.function is None
+        part.move.dtype == target.dtype(part.move.dst.stored) and part.move.dst.portion.function is None
         for part in parts
     )
     return min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts) if plain else None
@@ -52,16 +52,16 @@ class Changes:
     def __init__(self, blocks: Blocks, nbytes: int, word: int, memory: Memory) -> None:
         self._blocks, self._nbytes, self._word, self._dtype = blocks, nbytes, word, _WORDS[word]
         self._memory = memory
-        self._before = blocks.alike()
+        self._previous = blocks.alike()
 
-    def size(self, tensors: Tensors, before: Tensors) -> int:
+    def size(self, tensors: Tensors, previous: Tensors) -> int:
         """The bytes to send, given what this rank had at the push before."""
-        count = int(torch.count_nonzero(self._compared(tensors, before)[1]))
+        count = int(torch.count_nonzero(self._compared(tensors, previous)[1]))
         return min(self._places(count) + 4 * count, self._nbytes) if count else 0
 
-    def pack(self, tensors: Tensors, before: Tensors, room: torch.Tensor) -> None:
+    def pack(self, tensors: Tensors, previous: Tensors, room: torch.Tensor) -> None:
         """Fill ``room``, which has the bytes of ``size``."""
-        new, wrong = self._compared(tensors, before)
+        new, wrong = self._compared(tensors, previous)
         places = torch.nonzero(wrong).flatten()
         count, begin = len(places), self._places(len(places))
         if len(room) != begin + 4 * count:
@@ -81,9 +81,9 @@ class Changes:
             raise LiveError("its weights are not those of the push before: a push of what changed does not fit them")
         self._blocks.unpack(tensors, new)
 
-    def _compared(self, tensors: Tensors, before: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compared(self, tensors: Tensors, previous: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole message, and which of its words are other than before."""
-        new, old = self._packed(tensors, self._blocks, "new"), self._packed(before, self._before, "old")
+        new, old = self._packed(tensors, self._blocks, "new"), self._packed(previous, self._previous, "old")
         out = self._memory.room("wrong", len(new) // self._word, new.device)[: len(new) // self._word].view(torch.bool)
         return new, torch.ne(new.view(self._dtype), old.view(self._dtype), out=out)
 

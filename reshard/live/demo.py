@@ -37,21 +37,21 @@ def run(folder: Path, store: str, *, timeout: float = 120.0) -> list[dict[str, A
         subprocess.Popen([*command, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(TRAINERS + RECEIVERS)
     ]
-    end, said = time.monotonic() + timeout, []
+    end, reports = time.monotonic() + timeout, []
     try:
         for rank, process in enumerate(started):
             out, words = process.communicate(timeout=max(0.1, end - time.monotonic()))
             if process.returncode:
                 last = words.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
                 raise LiveError(f"process {rank} of the demo failed: {last[0]}")
-            said.append(json.loads(out))
+            reports.append(json.loads(out))
     except subprocess.TimeoutExpired:
         raise LiveError(f"the demo was not done within {timeout:g} s") from None
     finally:
         for process in started:
             process.kill()
             process.wait()
-    return said
+    return reports
 
 
 class Weights(torch.nn.Module):
@@ -83,9 +83,9 @@ def main(folder: Path, rank: int, store: str) -> dict[str, Any]:
     )
     mesh = DeviceMesh("cpu", list(range(TRAINERS)))
     is_trainer = rank < TRAINERS
-    said = _train(folder, rank, store, mesh) if is_trainer else _serve(folder, rank - TRAINERS, store)
+    report = _train(folder, rank, store, mesh) if is_trainer else _serve(folder, rank - TRAINERS, store)
     distributed.destroy_process_group()
-    return said
+    return report
 
 
 def _train(folder: Path, rank: int, store: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def _train(folder: Path, rank: int, store: str, mesh: DeviceMesh) -> dict[str, A
 def _serve(folder: Path, rank: int, store: str) -> dict[str, Any]:
     take = pull(store=store, rank=rank, world=RECEIVERS, trainers=TRAINERS)
     source = open_source(folder)
-    wanted = load_rank(source, arranged(source.model, target_of(TARGET)), rank)
+    expected = load_rank(source, arranged(source.model, target_of(TARGET)), rank)
     routes, exact = take.check(), []
     for version in (1, 2):
-        found = take.receive(version)
+        received = take.receive(version)
         take.commit(version)
-        exact.append(all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()))
-        wanted = {name: stepped(tensor) for name, tensor in wanted.items()}
+        exact.append(all(torch.equal(tensor, expected[name]) for name, tensor in received.items()))
+        expected = {name: stepped(tensor) for name, tensor in expected.items()}
     for tensor in load(LoadRequest(folder)).values():
         distributed.broadcast(torch.empty_like(tensor), 0)
     distributed.barrier()

@@ -9,8 +9,8 @@ from typing import Any
 from formats.errors import PlanError
 from formats.notation.axes import Run
 from formats.notation.placements import Cut, in_order
-from reshard.live.meshes import Target, arranged, held_on, target_of
-from reshard.live.routing import BUCKET, Routes, between
+from reshard.live.meshes import Target, arranged, target_of, trainer_state
+from reshard.live.routing import BUCKET, Routes, plan_push
 from reshard.live.sides import Side
 from reshard.model.model import Model
 from reshard.source.access import Access
@@ -26,8 +26,8 @@ def routes(
     ``access`` are the fields of ``reshard.source.access.Access``. Reads headers only. Raises ReshardError.
     """
     opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
-    own, other = (target_of(end) if isinstance(end, str) else end for end in (source, target))
-    return between(opened.model, held_on(opened.model, own), other, bucket=bucket)
+    trainer, other = (target_of(end) if isinstance(end, str) else end for end in (source, target))
+    return plan_push(opened.model, trainer_state(opened.model, trainer), other, bucket=bucket)
 
 
 def document(plan: Routes) -> Iterator[dict[str, Any]]:
@@ -54,12 +54,12 @@ def document(plan: Routes) -> Iterator[dict[str, Any]]:
                     block_views(part, plan.target, rooms[first + receiver], sends=False),
                     strict=True,
                 )
-                for here, there in views:
+                for sent, received in views:
                     yield {
                         "step": step, "from": sender, "to": receiver, "tensor": part.move.atom.tensor,
-                        "dtype": part.move.dtype, "shape": list(here.shape),
-                        "source": {"tensor": here.name, "offset": here.offset, "stride": [*here.stride]},
-                        "target": {"tensor": there.name, "offset": there.offset, "stride": [*there.stride]},
+                        "dtype": part.move.dtype, "shape": list(sent.shape),
+                        "source": {"tensor": sent.name, "offset": sent.offset, "stride": [*sent.stride]},
+                        "target": {"tensor": received.name, "offset": received.offset, "stride": [*received.stride]},
                     }  # fmt: skip
 
 
@@ -69,10 +69,10 @@ def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
 
     from formats.torch_internals import TORCH_DTYPES
 
-    found: dict[str, list[Any]] = {}
-    for name, dtype, shape in side.held(rank):
-        found.setdefault(name, []).append(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
-    return found
+    rooms: dict[str, list[Any]] = {}
+    for name, dtype, shape in side.tensors_of(rank):
+        rooms.setdefault(name, []).append(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
+    return rooms
 
 
 def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> dict[str, str | None]:
@@ -102,13 +102,13 @@ def _dims(model: Model, target: Target) -> Iterator[tuple[str, Dims]]:
 def _placement(ranks: Dims) -> str | None:
     if any(dims is None for dims in ranks):
         return None
-    held = [tuple(tuple(of) for of in dims) for dims in ranks if dims is not None]
-    if all(dims == held[0] for dims in held):
+    runs_of = [tuple(tuple(of) for of in dims) for dims in ranks if dims is not None]
+    if all(dims == runs_of[0] for dims in runs_of):
         return "Replicate()"
-    shape = [max(run.end for dims in held for run in dims[dim]) for dim in range(len(held[0]))]
+    shape = [max(run.end for dims in runs_of for run in dims[dim]) for dim in range(len(runs_of[0]))]
     for dim in range(len(shape)):
-        for parts in {1, len(held[0][dim])}:
-            cuts = [in_order(shape, [len(held)], [rank], [Cut(dim, parts)]) for rank in range(len(held))]
-            if cuts == held:
+        for parts in {1, len(runs_of[0][dim])}:
+            cuts = [in_order(shape, [len(runs_of)], [rank], [Cut(dim, parts)]) for rank in range(len(runs_of))]
+            if cuts == runs_of:
                 return f"Shard({dim})" if parts == 1 else f"_StridedShard({dim}, split_factor={parts})"
     return None

@@ -161,9 +161,9 @@ class Fence:
                 match head["do"]:
                     case "all":
                         ends = [sum(head["sizes"][: r + 1]) for r in range(self.world)]
-                        said = [content[end - size : end] for end, size in zip(ends, head["sizes"], strict=True)]
+                        answers = [content[end - size : end] for end, size in zip(ends, head["sizes"], strict=True)]
                         with self._changed:
-                            self._answers.append(said)
+                            self._answers.append(answers)
                             self._changed.notify_all()
                     case "ask":
                         self._send(_message("here", waits=self.waits_for))
@@ -178,9 +178,9 @@ class Fence:
         with self._sending, contextlib.suppress(OSError):  # of which the listening thread has the cause
             self._socket.sendall(message)
 
-    def _wait(self, done: Callable[[], bool], seconds: float) -> None:
+    def _wait(self, has_ended: Callable[[], bool], seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: done() or bool(self._cause), seconds)
+            self._changed.wait_for(lambda: has_ended() or bool(self._cause), seconds)
 
     def _break(self, cause: str) -> None:
         with self._changed:
@@ -205,7 +205,7 @@ class _Coordinator(threading.Thread):
         self._refused = ""
         self._complete = self._broken = False
         self._what = ""
-        self._said: dict[int, bytes] = {}
+        self._contents: dict[int, bytes] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._blame: tuple[int, int, str] | None = None
         self._waits: dict[int, int | None] = {}
@@ -290,17 +290,17 @@ class _Coordinator(threading.Thread):
                     self._judge()
 
     def _say(self, rank: int, what: str, seconds: float, content: bytes) -> None:
-        if not self._said:
+        if not self._contents:
             self._what = what
             self._deadline = self._loop.call_later(seconds, self._end_of_gather, seconds)
         if what != self._what:
             self._fail(f"{self._names[rank]} came to {what!r} when others had come to {self._what!r}")
-        self._said[rank] = content
-        if len(self._said) == len(self._names) and self._deadline is not None and not self._broken:
+        self._contents[rank] = content
+        if len(self._contents) == len(self._names) and self._deadline is not None and not self._broken:
             self._deadline.cancel()
-            said = [self._said[r] for r in self._all]
-            self._said.clear()
-            self._tell(_message("all", b"".join(said), sizes=[len(each) for each in said]))
+            contents = [self._contents[r] for r in self._all]
+            self._contents.clear()
+            self._tell(_message("all", b"".join(contents), sizes=[len(content_of) for content_of in contents]))
 
     def _judge(self) -> None:
         """Who is the cause of what one rank saw: one that does not answer, else the last of a chain of waiting."""
@@ -311,12 +311,12 @@ class _Coordinator(threading.Thread):
             self._fail(f"{self._named(silent)} does not answer ({cause})")
             return
         chain = [accuser, at]
-        while (before := self._waits[at]) is not None and before not in chain:
-            chain.append(at := before)
+        while (awaited := self._waits[at]) is not None and awaited not in chain:
+            chain.append(at := awaited)
         self._fail(f"{self._names[at]} keeps the others waiting ({cause})" if len(chain) > 2 else cause)
 
     def _end_of_gather(self, seconds: float) -> None:
-        missing = self._named(self._all - self._said.keys())
+        missing = self._named(self._all - self._contents.keys())
         self._fail(f"{missing} did not come to {self._what!r} within {seconds:g} s")
 
     def _end_of_patience(self) -> None:
@@ -355,10 +355,10 @@ def _read(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
-    found = file.read(count)
-    if len(found) < count:
+    content = file.read(count)
+    if len(content) < count:
         raise EOFError("the connection was closed")
-    return found
+    return content
 
 
 def _endpoint(store: str) -> tuple[str, int, str]:

@@ -16,7 +16,7 @@ from torch import nn
 from formats.errors import PlanError
 from formats.notation.axes import Run
 from reshard.live.parameters import piece, unwrapped
-from reshard.live.sides import Held
+from reshard.live.sides import Slice
 
 
 @runtime_checkable
@@ -47,24 +47,24 @@ class _Chunk(Protocol):
 
 
 @torch.no_grad()
-def held(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Held, torch.Tensor]]:
+def slices_of(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Slice, torch.Tensor]]:
     """What this rank holds of each stored tensor, with the live tensor, which has the dimensions of the stored one.
 
     The model, or its chunks where the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or not. A
     rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the other.
     A table has the rows that this mesh pads it to. Raises PlanError for a part that is no view of a parameter.
     """
-    found = []
+    parts = []
     for chunk in [model] if isinstance(model, nn.Module) else model:
         chunk = unwrapped(chunk)
-        live = {each.untyped_storage().data_ptr() for each in [*chunk.parameters(), *chunk.buffers()]}
+        live = {parameter.untyped_storage().data_ptr() for parameter in [*chunk.parameters(), *chunk.buffers()]}
         if not isinstance(chunk, _Chunk):
             raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
         for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
             if tensor.untyped_storage().data_ptr() not in live:
                 raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
-            found.append(_of(part, tensor))
-    return found
+            parts.append(_of(part, tensor))
+    return parts
 
 
 def _parts(state: object) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
@@ -72,8 +72,8 @@ def _parts(state: object) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, list):
-        for each in state:
-            yield from _parts(each)
+        for entry in state:
+            yield from _parts(entry)
     elif isinstance(state, _Factory):
         yield from _built(state)
     elif isinstance(state, _ShardedTensor):
@@ -106,7 +106,7 @@ def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor
     return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)
 
 
-def _of(part: _ShardedTensor, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
+def _of(part: _ShardedTensor, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     local = tensor[(None,) * part.prepend_axis_num]
     runs = tuple(
         (Run(int(at), size),) if size else () for at, size in zip(part.global_offset, local.shape, strict=True)

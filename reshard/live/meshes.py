@@ -11,7 +11,7 @@ from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import cut
-from reshard.live.sides import Held, Live, Runs
+from reshard.live.sides import LiveState, Runs, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -63,8 +63,8 @@ class Target:
 
     def __str__(self) -> str:
         degrees = {"": self.fsdp, "x": self.replicas, "tp": self.tp, "ep": self.ep, "pp": self.pp}
-        shown = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-        return f"{self.program}:{shown or 1}"
+        text = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        return f"{self.program}:{text or 1}"
 
 
 _NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": "tp", "ep": "ep", "pp": "pp"}
@@ -72,15 +72,15 @@ _NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": 
 
 def target_of(text: str) -> Target:
     """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
-    program, _, rest = text.partition(":")
-    found = re.findall(r"([a-z]*)(\d{1,18})", rest)
-    known = {_NAMES[name]: int(number) for name, number in found if name in _NAMES}
-    if "".join(f"{name}{number}" for name, number in found) != rest or len(known) != len(found) or 0 in known.values():
+    program, _, tail = text.partition(":")
+    pairs = re.findall(r"([a-z]*)(\d{1,18})", tail)
+    sizes = {_NAMES[name]: int(number) for name, number in pairs if name in _NAMES}
+    if "".join(f"{name}{number}" for name, number in pairs) != tail or len(sizes) != len(pairs) or 0 in sizes.values():
         raise PlanError(
             f"'{text}' is not a program and its degrees",
             "write for example fsdp2:8, fsdp2:4tp2, megatron:tp2pp2, vllm:tp4",
         )
-    return Target(program, **known)
+    return Target(program, **sizes)
 
 
 def arranged(model: Model, target: Target) -> Arrangement:
@@ -95,28 +95,28 @@ def arranged(model: Model, target: Target) -> Arrangement:
     return on_mesh(plan_for(model, format, degrees), format)
 
 
-def held_on(model: Model, target: Target) -> Live:
+def trainer_state(model: Model, target: Target) -> LiveState:
     """What the ranks of a trainer would hold. Raises PlanError."""
     if target.program not in TRAINERS:
         raise PlanError(
             f"'{target}': {target.program} is no trainer, and has no FSDP", f"trainers are {', '.join(TRAINERS)}"
         )
     arrangement = arranged(model, target)
-    whole = {each.name: each.geometry.shape(0) for each in on_mesh(arrangement.plan.unsplit, target.format).stored}
+    whole = {part.name: part.geometry.shape(0) for part in on_mesh(arrangement.plan.unsplit, target.format).stored}
     inner = arrangement.plan.mesh.size
-    known: dict[tuple[Geometry, int], Runs | None] = {}
-    ranks: list[list[Held]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
-    again = {placed.stored.name for _, placed in arrangement.copies}  # a tied parameter comes once
+    runs_of: dict[tuple[Geometry, int], Runs | None] = {}
+    ranks: list[list[Slice]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
+    again = {atom.stored.name for _, atom in arrangement.copies}  # a tied parameter comes once
     for stored in arrangement.stored:
         geometry, shape = stored.geometry, whole[stored.name]
         assert shape is not None
         for number, parts in enumerate(() if stored.constant or stored.name in again else ranks):
-            if (geometry, number) not in known:
-                known[geometry, number] = _runs(geometry, number, inner, target.fsdp)
-            runs = known[geometry, number]
+            if (geometry, number) not in runs_of:
+                runs_of[geometry, number] = _runs(geometry, number, inner, target.fsdp)
+            runs = runs_of[geometry, number]
             if runs is not None:
-                parts.append(Held(stored.name, stored.dtype, shape, runs))
-    return Live(target.format, ranks)
+                parts.append(Slice(stored.name, stored.dtype, shape, runs))
+    return LiveState(target.format, ranks)
 
 
 def _runs(geometry: Geometry, number: int, inner: int, fsdp: int) -> Runs | None:

@@ -20,7 +20,7 @@ from formats.errors import LiveError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.notation.placements import Cut, Runs, runs_of
 from formats.torch_internals import TORCH_DTYPES, unsaved_buffers
-from reshard.live.sides import Held
+from reshard.live.sides import Slice
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What headers call a dtype of torch."""
@@ -40,7 +40,7 @@ def unwrapped(model: Any) -> Any:
 
 
 @torch.no_grad()
-def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
+def slices_of(model: nn.Module | Named) -> list[tuple[Slice, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
     The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once.
@@ -54,16 +54,16 @@ def held(model: nn.Module | Named) -> list[tuple[Held, torch.Tensor]]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-    found = []
+    parts = []
     for name, tensor in _named(model):
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
         if not _is_elsewhere(tensor):
-            found.append(_of(name, tensor))
-    return found
+            parts.append(_of(name, tensor))
+    return parts
 
 
-def check_unchanged(planned: Sequence[Held], now: Sequence[Held]) -> None:
+def check_unchanged(planned: Sequence[Slice], now: Sequence[Slice]) -> None:
     """Raise LiveError, with the tensor's name, unless a later reading of the model gave what the plan was made of."""
     for old, new in zip_longest(planned, now):
         if old != new:
@@ -98,7 +98,7 @@ def _is_elsewhere(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
-def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Held, torch.Tensor]:
+def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     """The part ``runs`` of a tensor of ``shape``, whose elements are in ``local``.
 
     Raises PlanError if they have no dtype of checkpoints, or are not yet there, or not plainly.
@@ -112,10 +112,10 @@ def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torc
         )
     if local.device.type == "meta":
         raise PlanError(f"{name} is on the meta device: it has no data yet")
-    return Held(name, dtype, shape, runs), local.detach()
+    return Slice(name, dtype, shape, runs), local.detach()
 
 
-def _of(name: str, tensor: torch.Tensor) -> tuple[Held, torch.Tensor]:
+def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return piece(name, shape, tuple((Run(0, size),) if size else () for size in shape), tensor)
@@ -146,8 +146,8 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
     return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
 
 
-def _shown(held: Held | None) -> str:
-    if held is None:
+def _shown(part: Slice | None) -> str:
+    if part is None:
         return "no tensor"
-    runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in held.runs]
-    return f"{held.name} ({held.dtype} [{', '.join(runs)}] of {[*held.shape]})"
+    runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in part.runs]
+    return f"{part.name} ({part.dtype} [{', '.join(runs)}] of {[*part.shape]})"

@@ -22,18 +22,18 @@ from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
-from reshard.live.changes import Changes, Memory, word_of
+from reshard.live.changes import Changes, Memory, word_size
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
-from reshard.live.routing import BUCKET, Part, Routes, between
-from reshard.live.sides import Held, Live, bound, from_document, to_document
+from reshard.live.routing import BUCKET, Part, Routes, plan_push
+from reshard.live.sides import LiveState, Slice, bound, from_document, to_document
 from reshard.live.views import Blocks, Tensors
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.access import HubAccess, find
 from reshard.store.selection import Weights
 
-Parts = Sequence[tuple[Held, torch.Tensor]]
+Parts = Sequence[tuple[Slice, torch.Tensor]]
 """What a rank holds, with its tensors."""
 Sizes = Sequence[Mapping[int, int]]
 """For each step, the bytes of a rank's messages by the other rank."""
@@ -99,7 +99,7 @@ class _Process:
         self.at: int | None = None
         self._base: int | None = None
         self._memory = Memory()
-        self._said: Sequence[dict[str, Any]] = ()
+        self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
         self._messages: list[list[_Peer]] = []
@@ -116,7 +116,7 @@ class _Process:
         """What this process says of itself. Raises ReshardError."""
         raise NotImplementedError
 
-    def _own_parts(self, parts: Parts) -> list[Held]:
+    def _own_parts(self, parts: Parts) -> list[Slice]:
         """What is held; where the tensors are is the device, unless another was named."""
         self.device = self.device or next((str(tensor.device) for _, tensor in parts), None)
         return [held for held, _ in parts]
@@ -140,7 +140,7 @@ class _Process:
                 lost = f"{error.message}; then "
                 self.close()
         if self._fence is None or self._wire is None or self.routes is None:
-            join = join or (meeting.timeout if self._said else meeting.join)
+            join = join or (meeting.timeout if self._descriptions else meeting.join)
             try:
                 self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
@@ -153,34 +153,34 @@ class _Process:
 
     def _plan(self, fence: Fence) -> None:
         """Make the plan from what all say, and agree on it. Raises LiveError on all ranks, or on none."""
-        said = self._told(fence, "description", self._describe)
-        if said != self._said:
+        descriptions = self._gather(fence, "description", self._describe)
+        if descriptions != self._descriptions:
             self.routes = None
 
         def planned() -> dict[str, Any]:
             if self.routes is None:
-                self.routes, self._said = _planned(self.meeting, said), said
-                self._messages = list(self._made(self.routes))
+                self.routes, self._descriptions = _planned(self.meeting, descriptions), descriptions
+                self._messages = list(self._messages_of(self.routes))
                 self._forget()
             self._verify(self.routes)
             return {"digest": self.routes.digest}
 
-        answers = self._told(fence, "plan", planned)
-        for name, each in zip(self.meeting.names, answers, strict=True):
-            if each != answers[0]:
+        answers = self._gather(fence, "plan", planned)
+        for name, answer in zip(self.meeting.names, answers, strict=True):
+            if answer != answers[0]:
                 raise LiveError(f"{name} has made another plan than {self.meeting.names[0]}")
 
-    def _told(
-        self, fence: Fence, what: str, own: Callable[[], dict[str, Any]], patience: float | None = None
+    def _gather(
+        self, fence: Fence, what: str, work: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
         """What all processes say. Raises LiveError on all ranks if one has a problem."""
-        said = [json.loads(each) for each in fence.gather(what, json_bytes(_tried(own), indent=None), patience)]
-        self._raise(said)
-        return said
+        replies = [json.loads(r) for r in fence.gather(what, json_bytes(_attempt(work), indent=None), patience)]
+        self._raise(replies)
+        return replies
 
-    def _raise(self, said: Iterable[Mapping[str, Any]]) -> None:
+    def _raise(self, replies: Iterable[Mapping[str, Any]]) -> None:
         """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
-        problems = [(each.get("problem"), each.get("hint")) for each in said]
+        problems = [(reply.get("problem"), reply.get("hint")) for reply in replies]
         for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
             if problem:
                 raise LiveError(problem if len({*problems}) == 1 else f"{name}: {problem}", hint)
@@ -193,29 +193,29 @@ class _Process:
         fence, wire, routes = self._meet()
         if not isinstance(version, int) or not 0 <= version < 1 << 63:
             version, problem = 0, f"version={version!r} is no whole number from 0 to 2**63 - 1"
-        mine = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
-        answers = fence.gather("begin", json_bytes([*mine], indent=None), self.meeting.patience)
-        said = [_Begin(*json.loads(each)) for each in answers]
-        for name, each in zip(self.meeting.names, said, strict=True):
-            if each.problem:
-                raise LiveError(f"{name}: {each.problem}")
-            if each.version != said[0].version:
+        proposal = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
+        answers = fence.gather("begin", json_bytes([*proposal], indent=None), self.meeting.patience)
+        proposals = [_Begin(*json.loads(other)) for other in answers]
+        for name, other in zip(self.meeting.names, proposals, strict=True):
+            if other.problem:
+                raise LiveError(f"{name}: {other.problem}")
+            if other.version != proposals[0].version:
                 raise LiveError(
-                    f"{name} is to have version {each.version}, and {self.meeting.names[0]} {said[0].version}"
+                    f"{name} is to have version {other.version}, and {self.meeting.names[0]} {proposals[0].version}"
                 )
-            if each.digest != said[0].digest:
+            if other.digest != proposals[0].digest:
                 raise LiveError(f"{name} has another plan than {self.meeting.names[0]}")
-            if each.at is not None and each.at >= version:
-                raise LiveError(f"{name} has version {each.at} already: push a later one")
+            if other.at is not None and other.at >= version:
+                raise LiveError(f"{name} has version {other.at} already: push a later one")
         self._base = None  # until all of this push is there
-        return fence, wire, routes, said[0].base is not None and len({each.base for each in said}) == 1
+        return fence, wire, routes, proposals[0].base is not None and len({other.base for other in proposals}) == 1
 
     def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
         """What this rank does in each bucket; ``sizes`` are those of its messages where only what changed is sent."""
         steps, is_sender = [], self.rank < self.meeting.trainers
         for number, peers in enumerate(self._messages):
-            found = [(of, of.nbytes if sizes is None else sizes[number][of.rank]) for of in peers]
-            messages = [Message(of.rank, size, self._work(of, size, tensors)) for of, size in found if size]
+            sized = [(of, of.nbytes if sizes is None else sizes[number][of.rank]) for of in peers]
+            messages = [Message(of.rank, size, self._work(of, size, tensors)) for of, size in sized if size]
             steps.append(Step(messages, ()) if is_sender else Step((), messages))
         return steps
 
@@ -223,7 +223,7 @@ class _Process:
         """What fills or takes a message of so many bytes."""
         raise NotImplementedError
 
-    def _made(self, routes: Routes) -> Iterator[list[_Peer]]:
+    def _messages_of(self, routes: Routes) -> Iterator[list[_Peer]]:
         """For each bucket, the messages of this rank."""
         source, target, first = routes.source, routes.target, routes.source.ranks
         is_sender = self.rank < first
@@ -237,15 +237,15 @@ class _Process:
     def _peer(self, rank: int, parts: Sequence[Part], routes: Routes) -> _Peer:
         is_sender = self.rank < self.meeting.trainers
         blocks = Blocks(parts, routes.source if is_sender else routes.target, sends=is_sender)
-        nbytes, word = sum(part.nbytes for part in parts), word_of(parts, routes.target)
+        nbytes, word = sum(part.nbytes for part in parts), word_size(parts, routes.target)
         return _Peer(rank, nbytes, blocks, Changes(blocks, nbytes, word, self._memory) if word else None)
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
-        self._raise({"problem": each.decode()} for each in fence.gather(what, problem.encode()))
+        self._raise({"problem": reply.decode()} for reply in fence.gather(what, problem.encode()))
 
 
-def _tried(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a call returns, or the problem that it raises: told to all, so that none waits."""
     try:
         return call()
@@ -257,17 +257,22 @@ class Push(_Process):
     """A trainer's rank: gives its weights to the receivers. Made by ``push``."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts], said: Mapping[str, Any]
+        self,
+        meeting: Meeting,
+        rank: int,
+        device: str | None,
+        read_parts: Callable[[], Parts],
+        description: Mapping[str, Any],
     ) -> None:
         super().__init__(meeting, rank, device)
-        self._read, self._own = read, dict(said)
-        self._planned: list[Held] = []
-        self._before: dict[str, list[torch.Tensor]] = {}
+        self._read, self._description = read_parts, dict(description)
+        self._planned: list[Slice] = []
+        self._previous: dict[str, list[torch.Tensor]] = {}
 
     def _describe(self) -> dict[str, Any]:
         self._planned = self._own_parts(self._read())
-        self._own["dtype"] = _rounding(self._own["dtype"])
-        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._own}
+        self._description["dtype"] = _rounding(self._description["dtype"])
+        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._description}
 
     @property
     def ticket(self) -> dict[str, Any]:
@@ -294,9 +299,9 @@ class Push(_Process):
         Raises LiveError on all ranks. Then receivers have the version before, or refuse to go on.
         """
         self._meet()
-        found = _tried(self._tensors)
-        fence, wire, _, has_base = self._begin(version, found.get("problem", ""), delta=delta)
-        tensors: Tensors = found["tensors"]
+        result = _attempt(self._tensors)
+        fence, wire, _, has_base = self._begin(version, result.get("problem", ""), delta=delta)
+        tensors: Tensors = result["tensors"]
         stats = wire.exchange(self._steps(tensors, self._sizes(fence, tensors) if has_base else None), version)
         self._agree(fence, "received")
         self._keep_copy(version, tensors if delta else None)
@@ -307,42 +312,42 @@ class Push(_Process):
     def _sizes(self, fence: Fence, tensors: Tensors) -> Sizes:
         """The bytes of each message of what changed; told to all."""
 
-        def own() -> dict[str, Any]:
+        def own_sizes() -> dict[str, Any]:
             return {"sizes": [{of.rank: self._size(of, tensors) for of in peers} for peers in self._messages]}
 
-        said = self._told(fence, "changes", own, self.meeting.patience)
-        return [{int(rank): size for rank, size in step.items()} for step in said[self.rank]["sizes"]]
+        replies = self._gather(fence, "changes", own_sizes, self.meeting.patience)
+        return [{int(rank): size for rank, size in step.items()} for step in replies[self.rank]["sizes"]]
 
     def _size(self, of: _Peer, tensors: Tensors) -> int:
-        return of.nbytes if of.changes is None else of.changes.size(tensors, self._before)
+        return of.nbytes if of.changes is None else of.changes.size(tensors, self._previous)
 
     def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
         if size == of.nbytes or of.changes is None:
             return partial(of.blocks.pack, tensors)
-        return partial(of.changes.pack, tensors, self._before)
+        return partial(of.changes.pack, tensors, self._previous)
 
     def _keep_copy(self, version: int, tensors: Tensors | None) -> None:
         """Keep a copy of what was pushed, as it was sent."""
         if tensors is None:
-            self._before = {}
+            self._previous = {}
             return
-        rounded = TORCH_DTYPES[self._own["dtype"]] if self._own["dtype"] else torch.float32
+        rounded = TORCH_DTYPES[self._description["dtype"]] if self._description["dtype"] else torch.float32
         for name, of in tensors.items():
-            if name not in self._before:
-                dtypes = [rounded if each.dtype == torch.float32 else each.dtype for each in of]
-                self._before[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(of, dtypes, strict=True)]
-            for copy, each in zip(self._before[name], of, strict=True):
-                copy.copy_(each)
+            if name not in self._previous:
+                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in of]
+                self._previous[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(of, dtypes, strict=True)]
+            for copy, tensor in zip(self._previous[name], of, strict=True):
+                copy.copy_(tensor)
         self._base = version
 
     def _forget(self) -> None:
-        self._before, self._base = {}, None
+        self._previous, self._base = {}, None
 
     def _tensors(self) -> dict[str, Any]:
         parts = self._read()
-        parameters.check_unchanged(self._planned, [held for held, _ in parts])
+        parameters.check_unchanged(self._planned, [part for part, _ in parts])
         assert self.routes is not None
-        tensors = by_stored_name(self._own["format"], parts)
+        tensors = by_stored_name(self._description["format"], parts)
         for each in self.routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
                 raise MismatchError(
@@ -380,8 +385,8 @@ class Pull(_Process):
         return self._meet(self.meeting.join)[2]
 
     def _describe(self) -> dict[str, Any]:
-        held = to_document(self._own_parts(self._live())) if self._live else None
-        return {"host": socket.gethostname(), "held": held, "format": self._format}
+        document = to_document(self._own_parts(self._live())) if self._live else None
+        return {"host": socket.gethostname(), "held": document, "format": self._format}
 
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:
@@ -418,9 +423,9 @@ class Pull(_Process):
 
     def _sizes(self, fence: Fence) -> Sizes:
         """The bytes of each message of what changed, as the trainers say."""
-        said = [each.get("sizes", []) for each in self._told(fence, "changes", dict, self.meeting.patience)]
+        sizes = [reply.get("sizes", []) for reply in self._gather(fence, "changes", dict, self.meeting.patience)]
         steps = enumerate(self._messages)
-        return [{of.rank: said[of.rank][step][str(self.rank)] for of in peers} for step, peers in steps]
+        return [{of.rank: sizes[of.rank][step][str(self.rank)] for of in peers} for step, peers in steps]
 
     def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
         return partial((of.blocks if size == of.nbytes or of.changes is None else of.changes).unpack, tensors)
@@ -450,11 +455,11 @@ class Pull(_Process):
         """Tensors for what comes, kept between pushes."""
         if not self._room:
             if live is not None:
-                self._room = {name: [torch.empty_like(each) for each in tensors] for name, tensors in live.items()}
+                self._room = {name: [torch.empty_like(tensor) for tensor in tensors] for name, tensors in live.items()}
             else:
                 self._room = {
                     name: [torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)]
-                    for name, dtype, shape in routes.target.held(self.number)
+                    for name, dtype, shape in routes.target.tensors_of(self.number)
                 }
         return self._room
 
@@ -463,7 +468,7 @@ class Pull(_Process):
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = part.move.wanted.stored.name_on(part.target)
+                name = part.move.dst.stored.name_on(part.target)
                 counts[name] = counts.get(name, 0) + part.block.numel
             self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
@@ -485,7 +490,7 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
     try:
         return _routes(meeting, descriptions)
     except ReshardError as error:
-        names = [{name for name, _ in each["held"]["names"]} if each["held"] else set() for each in descriptions]
+        names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
         holders = [who for who, of in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & of]
         if 0 < len(holders) < sum(map(bool, names)):
             raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
@@ -495,24 +500,24 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
 def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    live = Live(format_of(first["format"]), [from_document(each["held"]) for each in trainers])
+    live = LiveState(format_of(first["format"]), [from_document(answer["held"]) for answer in trainers])
     model = bound(live, first["config"], dtype=first["dtype"])
-    goal: Live | Target = target_of(first["target"])
+    goal: LiveState | Target = target_of(first["target"])
     if receivers[0]["held"] is not None:
-        goal = Live(format_of(receivers[0]["format"]), [from_document(each["held"]) for each in receivers])
-    found = between(model, live, goal, bucket=meeting.bucket, hosts=[each["host"] for each in descriptions])
-    if found.target.ranks != meeting.receivers:
-        raise PlanError(f"{goal} has {found.target.ranks} ranks, and there are {meeting.receivers} receivers")
-    return found
+        goal = LiveState(format_of(receivers[0]["format"]), [from_document(answer["held"]) for answer in receivers])
+    plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
+    if plan.target.ranks != meeting.receivers:
+        raise PlanError(f"{goal} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
+    return plan
 
 
 def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
     """A rank's tensors by the names of stored tensors."""
-    found: dict[str, list[torch.Tensor]] = {}
-    live = Live(format_of(format), [[held for held, _ in parts]])
+    tensors: dict[str, list[torch.Tensor]] = {}
+    live = LiveState(format_of(format), [[part for part, _ in parts]])
     for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
-        found.setdefault(name, []).append(tensor)
-    return found
+        tensors.setdefault(name, []).append(tensor)
+    return tensors
 
 
 def push(
@@ -531,9 +536,9 @@ def push(
     """
     target = target_of(to) if isinstance(to, str) else to
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
-    said: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
-    said["config"] = _config(model, config) if rank == 0 else None
-    return Push(meeting, rank, device, reader(model, program), said)
+    description: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
+    description["config"] = _config(model, config) if rank == 0 else None
+    return Push(meeting, rank, device, reader(model, program), description)
 
 
 def reader(model: Any, program: str) -> Callable[[], Parts]:
@@ -541,18 +546,18 @@ def reader(model: Any, program: str) -> Callable[[], Parts]:
     if program == "megatron":
         from reshard.live import megatron
 
-        return partial(megatron.held, model)
+        return partial(megatron.slices_of, model)
     if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
-    return partial(parameters.held, model)
+    return partial(parameters.slices_of, model)
 
 
 def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if config is None:
-        own = getattr(parameters.unwrapped(model), "config", None)
-        if own is None or not hasattr(own, "to_json_string"):
+        settings = getattr(parameters.unwrapped(model), "config", None)
+        if settings is None or not hasattr(settings, "to_json_string"):
             raise PlanError("the model has no config of transformers", "give config=: a folder, a Hub id, or a mapping")
-        return dict(json.loads(own.to_json_string(use_diff=False)))
+        return dict(json.loads(settings.to_json_string(use_diff=False)))
     if isinstance(config, Mapping):
         return config
     return read_config(find(config, HubAccess(), Weights.HEADERS) / CONFIG)

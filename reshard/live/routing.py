@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
-from reshard.live.meshes import TRAINERS, Target, arranged, held_on
-from reshard.live.sides import Live, Side, by_rules, live_side, whole
+from reshard.live.meshes import TRAINERS, Target, arranged, trainer_state
+from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.moves import check_atoms, conversion
-from reshard.placement.arrangement import same_atoms
+from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Piece, Runs, Spread
-from reshard.placement.stored import Atom, Placed, blocks_of
+from reshard.placement.stored import Atom, Location, blocks_of
 from reshard.text import Result, align, human_bytes, human_time, plural
 from reshard.version import __version__
 
@@ -49,28 +49,28 @@ class Span(NamedTuple):
 class Block(NamedTuple):
     """Elements of an atom that some holders have, any of which may send them, and others want.
 
-    ``held`` and ``wanted`` have the number of the piece of each source and each target that has them. ``spans`` has the
+    ``src`` and ``dst`` have the number of the piece of each source and each target that has them. ``spans`` has the
     ranges of each dimension: all products of them are moved. ``numel`` is the number of elements.
     """
 
     sources: tuple[int, ...]
-    held: tuple[int, ...]
+    src: tuple[int, ...]
     targets: tuple[int, ...]
-    wanted: tuple[int, ...]
+    dst: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     numel: int
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class Link:
     """How an atom goes from one side to the other; atoms that lie alike share it.
 
-    ``before`` and ``after`` are its spreads on both sides, with the same dimensions.
+    ``source`` and ``target`` are its spreads on both sides, with the same dimensions.
     """
 
     number: int
-    before: Spread
-    after: Spread
+    source: Spread
+    target: Spread
     blocks: tuple[Block, ...]
 
     @cached_property
@@ -93,9 +93,9 @@ class Move(NamedTuple):
     """An atom that goes a way. ``senders`` has the holder that sends each of the way's ``wants``."""
 
     atom: Atom
-    held: Placed
-    wanted: Placed
-    way: Way
+    src: Location
+    dst: Location
+    way: Link
     dtype: str
     """The dtype of what is sent."""
     senders: tuple[int, ...]
@@ -130,13 +130,13 @@ class Routes(Result):
     def digest(self) -> str:
         """The SHA-256 of all that two ranks must agree on."""
         hashed = sha256(json.dumps([__version__, self.source.ranks, self.target.ranks, self.ends]).encode())
-        told: set[int] = set()
+        hashed_ways: set[int] = set()
         for move in self.moves:
             way = move.way
-            if way.number not in told:
-                told.add(way.number)
+            if way.number not in hashed_ways:
+                hashed_ways.add(way.number)
                 hashed.update(json.dumps([way.number, [*way.blocks]]).encode())
-            names = (move.held.stored.name, move.wanted.stored.name, move.held.number, move.wanted.number)
+            names = (move.src.stored.name, move.dst.stored.name, move.src.number, move.dst.number)
             hashed.update(json.dumps([*move.atom, *names, way.number, move.dtype, move.senders]).encode())
         return hashed.hexdigest()
 
@@ -166,32 +166,32 @@ class Routes(Result):
 
     def pairs(self) -> Counter[tuple[int, int]]:
         """The bytes that each rank of the source sends to each of the target, by their numbers on their sides."""
-        found: Counter[tuple[int, int]] = Counter()
+        nbytes: Counter[tuple[int, int]] = Counter()
         for move in self.moves:
             item = DTYPE_BITS[move.dtype] // 8
             for (block, target), sender in zip(move.way.wants, move.senders, strict=True):
-                found[sender // self.source.width, target // self.target.width] += block.numel * item
-        return found
+                nbytes[sender // self.source.width, target // self.target.width] += block.numel * item
+        return nbytes
 
     def parts(self, rank: int) -> Iterator[list[Part]]:
         """For each bucket what a rank sends or receives, in order, elements of more bytes first.
 
         Ranks of the target count on from the source's.
         """
-        known: dict[int, list[tuple[int, Block, int]]] = {}
+        blocks_of: dict[int, list[tuple[int, Block, int]]] = {}
         width, begin = self.source.width, 0
         for end in self.ends:
             parts = []
             for move in self.moves[begin:end]:
-                if move.way.number not in known:
-                    known[move.way.number] = self._of(rank, move.way)
-                for number, block, target in known[move.way.number]:
+                if move.way.number not in blocks_of:
+                    blocks_of[move.way.number] = self._of(rank, move.way)
+                for number, block, target in blocks_of[move.way.number]:
                     if rank in (move.senders[number] // width, self._receiver(target)):
                         parts.append(Part(move, block, move.senders[number], target))
             yield sorted(parts, key=lambda part: -DTYPE_BITS[part.move.dtype])
             begin = end
 
-    def _of(self, rank: int, way: Way) -> list[tuple[int, Block, int]]:
+    def _of(self, rank: int, way: Link) -> list[tuple[int, Block, int]]:
         """What a rank may send or receive of a way: the number of each of its ``wants``, the block, and the target."""
         return [
             (number, block, target)
@@ -213,18 +213,18 @@ def _rows(role: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
             first = number
 
 
-def between(
-    model: Model, source: Live, target: Live | Target, *, bucket: int = BUCKET, hosts: Sequence[str] = ()
+def plan_push(
+    model: Model, source: LiveState, target: LiveState | Target, *, bucket: int = BUCKET, hosts: Sequence[str] = ()
 ) -> Routes:
     """The plan of a push of a model from live ranks to others, or to those of a program by its rules. Raises PlanError,
     MismatchError.
     """
     if isinstance(target, Target) and (target.program in TRAINERS or target.fsdp * target.replicas > 1):
-        target = held_on(model, target)
-    there = whole(model, target) if isinstance(target, Live) else arranged(model, target)
-    own, other = same_atoms(whole(model, source), there)
-    wanted = live_side(target, other) if isinstance(target, Live) else by_rules(other)
-    return routes(live_side(source, own), wanted, bucket=bucket, hosts=hosts)
+        target = trainer_state(model, target)
+    goal = whole(model, target) if isinstance(target, LiveState) else arranged(model, target)
+    origin, wanted_atoms = align_atoms(whole(model, source), goal)
+    target_side = live_side(target, wanted_atoms) if isinstance(target, LiveState) else by_rules(wanted_atoms)
+    return routes(live_side(source, origin), target_side, bucket=bucket, hosts=hosts)
 
 
 def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
@@ -236,13 +236,13 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     if not isinstance(bucket, int) or bucket < _SMALLEST:
         raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
     check_atoms(source.arrangement, target.arrangement)
-    found = _Planning(source, target, bucket, hosts)
+    planning = _Planning(source, target, bucket, hosts)
     layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
     for _, atoms in itertools.groupby(
-        sorted(target.placed(), key=lambda each: layers[each[0].tensor]), lambda each: layers[each[0].tensor]
+        sorted(target.atoms(), key=lambda entry: layers[entry[0].tensor]), lambda entry: layers[entry[0].tensor]
     ):
-        found.add(atoms)
-    return found.routes()
+        planning.add(atoms)
+    return planning.routes()
 
 
 class _Planning:
@@ -251,19 +251,19 @@ class _Planning:
     def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
         self._source, self._target, self._bucket = source, target, bucket
         self._dtypes = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
-        self._held = dict(source.placed())
+        self._locations = dict(source.atoms())
         self._hosts = hosts or ["", *[""] * (source.ranks + target.ranks)]
-        self._ways: dict[tuple[object, ...], tuple[Way, ...]] = {}
+        self._ways: dict[tuple[object, ...], tuple[Link, ...]] = {}
         self._costs: dict[tuple[int, str], NDArray[np.int64]] = {}
         ranks = source.ranks + target.ranks
-        self._all, self._here = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+        self._all, self._load = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
         self._moves: list[Move] = []
         self._ends: list[int] = []
         self._count = 0
 
-    def add(self, atoms: Iterable[tuple[Atom, Placed]]) -> None:
+    def add(self, atoms: Iterable[tuple[Atom, Location]]) -> None:
         """Plan the atoms of a layer, in turns from each of their senders. Raises PlanError."""
-        moves = [move for atom, wanted in atoms for move in self._moves_of(atom, wanted)]
+        moves = [move for atom, dst in atoms for move in self._moves_of(atom, dst)]
         turns: Counter[int] = Counter()
         ordered = []
         for move in moves:
@@ -273,22 +273,22 @@ class _Planning:
         for _, move in sorted(ordered, key=itemgetter(0)):
             self._place(move)
 
-    def _moves_of(self, atom: Atom, wanted: Placed) -> Iterator[Move]:
-        held = self._held.get(atom)
-        if held is None or held.portion.function is not None:
+    def _moves_of(self, atom: Atom, dst: Location) -> Iterator[Move]:
+        src = self._locations.get(atom)
+        if src is None or src.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
-        own, stored = self._source.dtype(held.stored), self._target.dtype(wanted.stored)
-        same = own == stored and wanted.portion.function is None
-        dtype = own if same else self._dtypes[atom.tensor]
-        if not same and (dtype, wanted.portion.function) != (stored, None):
-            if dtype == "F32" != stored:
+        src_dtype, dst_dtype = self._source.dtype(src.stored), self._target.dtype(dst.stored)
+        same = src_dtype == dst_dtype and dst.portion.function is None
+        dtype = src_dtype if same else self._dtypes[atom.tensor]
+        if not same and (dtype, dst.portion.function) != (dst_dtype, None):
+            if dtype == "F32" != dst_dtype:
                 raise PlanError(
-                    f"tensor '{held.stored.name}' is F32 in the trainer, and {stored} in a receiver",
-                    f"push(dtype='{stored}') rounds it",
+                    f"tensor '{src.stored.name}' is F32 in the trainer, and {dst_dtype} in a receiver",
+                    f"push(dtype='{dst_dtype}') rounds it",
                 )
-            conversion(atom.tensor, dtype, stored, wanted.portion.function)  # raises, if there is none
-        for way in self._ways_of(held, wanted, DTYPE_BITS[dtype] // 8):
-            yield Move(atom, held, wanted, way, dtype, ())
+            conversion(atom.tensor, dtype, dst_dtype, dst.portion.function)  # raises, if there is none
+        for way in self._ways_of(src, dst, DTYPE_BITS[dtype] // 8):
+            yield Move(atom, src, dst, way, dtype, ())
 
     def _place(self, move: Move) -> None:
         way, key = move.way, (move.way.number, move.dtype)
@@ -299,10 +299,10 @@ class _Planning:
             if key not in self._costs:
                 self._costs[key] = self._cost(move)
             cost = self._costs[key]
-        if self._moves and int((self._here + cost).max()) > self._bucket:
+        if self._moves and int((self._load + cost).max()) > self._bucket:
             self._ends.append(len(self._moves))
-            self._here[:] = 0
-        self._here += cost
+            self._load[:] = 0
+        self._load += cost
         self._all += cost
         self._moves.append(move)
 
@@ -327,25 +327,25 @@ class _Planning:
             senders.append(sender)
         return move._replace(senders=tuple(senders)), cost
 
-    def _ways_of(self, held: Placed, wanted: Placed, item: int) -> tuple[Way, ...]:
+    def _ways_of(self, src: Location, dst: Location, item: int) -> tuple[Link, ...]:
         """The way of an atom; several, one for each part, if it is larger than a bucket."""
-        blocks = blocks_of(held, wanted)
+        blocks = blocks_of(src, dst)
         if blocks is None:
             raise PlanError(
-                f"tensor '{held.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
+                f"tensor '{src.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
                 "push a model that is not quantized",
             )
-        before, after = held.spread(blocks), wanted.spread(blocks)
-        key = (before, after, item)
+        from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
+        key = (from_spread, to_spread, item)
         if key not in self._ways:
-            shapes = (piece.shape for side in (before, after) for of in side.pieces.values() for piece in of)
+            shapes = (piece.shape for side in (from_spread, to_spread) for of in side.pieces.values() for piece in of)
             largest = max(map(math.prod, shapes), default=0)
-            windows = _windows(before.full, -(-largest * item // self._bucket))
+            windows = _windows(from_spread.full, -(-largest * item // self._bucket))
             ways = []
             for window in windows:
-                common = tuple(_blocks(before, after, window))
-                _check_covered(held, wanted, common, after, window)
-                ways.append(Way(self._count, before, after, common))
+                common = tuple(_blocks(from_spread, to_spread, window))
+                _check_covered(src, dst, common, to_spread, window)
+                ways.append(Link(self._count, from_spread, to_spread, common))
                 self._count += 1
             self._ways[key] = tuple(ways)
         return self._ways[key]
@@ -371,59 +371,59 @@ def _windows(full: Sequence[int], count: int) -> Sequence[_Window]:
     return [(*whole[:dim], part, *whole[dim + 1 :]) for part in parts]
 
 
-def _blocks(before: Spread, after: Spread, window: _Window) -> Iterator[Block]:
+def _blocks(from_spread: Spread, to_spread: Spread, window: _Window) -> Iterator[Block]:
     """What goes from where to where: for each piece that differs between holders, on both sides."""
-    sources, targets = _alike(before), _alike(after)
-    for held, holders in sources.items():
-        for wanted, wanting in targets.items():
-            spans = tuple(map(spans_of, held, wanted, window))
+    sources, targets = _alike(from_spread), _alike(to_spread)
+    for src, holders in sources.items():
+        for dst, wanting in targets.items():
+            spans = tuple(map(spans_of, src, dst, window))
             if all(spans):
                 numel = math.prod(sum(span.length for span in dim) for dim in spans)
-                ends = [tuple(each[i] for each in of) for of in (holders, wanting) for i in (0, 1)]
+                ends = [tuple(holder[i] for holder in of) for of in (holders, wanting) for i in (0, 1)]
                 yield Block(ends[0], ends[1], ends[2], ends[3], spans, numel)
 
 
 def _alike(spread: Spread) -> Mapping[tuple[Runs, ...], list[tuple[int, int]]]:
     """The holders of pieces with the same elements, each with the number of its piece."""
-    found: dict[tuple[Runs, ...], list[tuple[int, int]]] = {}
+    holders: dict[tuple[Runs, ...], list[tuple[int, int]]] = {}
     for holder, pieces in spread.pieces.items():
         for number, piece in enumerate(pieces):
-            found.setdefault(piece.runs, []).append((holder, number))
-    return found
+            holders.setdefault(piece.runs, []).append((holder, number))
+    return holders
 
 
 @lru_cache(maxsize=1 << 16)
-def spans_of(held: tuple[Run, ...], wanted: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
+def spans_of(src: tuple[Run, ...], dst: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
     """The ranges of a dimension within a window that both sides have; neighbours on both sides are joined."""
-    found: list[Span] = []
+    spans: list[Span] = []
     at = 0
-    for run in held:
+    for run in src:
         to = 0
-        for other in wanted:
+        for other in dst:
             begin, end = max(run.offset, other.offset, window.offset), min(run.end, other.end, window.end)
             if begin < end:
                 span = Span(at + begin - run.offset, to + begin - other.offset, end - begin)
-                last = found[-1] if found else None
+                last = spans[-1] if spans else None
                 if last and last.source + last.length == span.source and last.target + last.length == span.target:
-                    found[-1] = last._replace(length=last.length + span.length)
+                    spans[-1] = last._replace(length=last.length + span.length)
                 else:
-                    found.append(span)
+                    spans.append(span)
             to += other.length
         at += run.length
-    return tuple(found)
+    return tuple(spans)
 
 
-def _check_covered(held: Placed, wanted: Placed, blocks: Sequence[Block], after: Spread, window: _Window) -> None:
+def _check_covered(src: Location, dst: Location, blocks: Sequence[Block], to_spread: Spread, window: _Window) -> None:
     """Raise PlanError unless each target gets each of its elements once; what is padding, it has for itself."""
     got: dict[int, int] = {}
     for block in blocks:
         for target in block.targets:
             got[target] = got.get(target, 0) + block.numel
-    for target, pieces in after.pieces.items():
+    for target, pieces in to_spread.pieces.items():
         should = sum(_inside(piece, window) for piece in pieces)
         if got.get(target, 0) != should:
             raise PlanError(
-                f"tensor '{held.stored.name}': a target rank wants {should:,} elements of '{wanted.stored.name}', and "
+                f"tensor '{src.stored.name}': a target rank wants {should:,} elements of '{dst.stored.name}', and "
                 f"gets {got.get(target, 0):,}"
             )
 

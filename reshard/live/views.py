@@ -51,23 +51,23 @@ class Blocks:
     def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
         """Copy the blocks from ``room`` (bytes) to where they belong."""
         for part, view, block in self._on(tensors, room):
-            view.copy_(_converted(part, block, self._side.dtype(part.move.wanted.stored)))
+            view.copy_(_converted(part, block, self._side.dtype(part.move.dst.stored)))
 
     def _on(self, tensors: Tensors, room: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
         """Each block: as a view of the rank's tensor, and of the message."""
         if self._views is None:
-            self._views = list(self._found(tensors))
+            self._views = list(self._located(tensors))
         dtype, typed = "", room
         for part, name, number, shape, stride, offset, at, packed in self._views:
             if part.move.dtype != dtype:
                 dtype = part.move.dtype
                 size = TORCH_DTYPES[dtype].itemsize
                 typed = room[: len(room) // size * size].view(TORCH_DTYPES[dtype])
-            own = tensors[name][number]
-            view = own.as_strided(shape, stride, own.storage_offset() + offset)
+            tensor = tensors[name][number]
+            view = tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
             yield part, view, typed.as_strided(shape, packed, typed.storage_offset() + at)
 
-    def _found(self, tensors: Tensors) -> Iterator[_View]:
+    def _located(self, tensors: Tensors) -> Iterator[_View]:
         at = 0
         for part in self._parts:
             size = TORCH_DTYPES[part.move.dtype].itemsize
@@ -93,24 +93,24 @@ def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Ite
     """The blocks of a part on one side, as views of the rank's own tensors: alike in number and shape on both sides."""
     way, block = part.move.way, part.block
     if sends:
-        placed, holder, piece = part.move.held, part.source, block.held[block.sources.index(part.source)]
-        spread, ranges = way.before, [[(span.source, span.length) for span in dim] for dim in block.spans]
+        location, holder, piece = part.move.src, part.source, block.src[block.sources.index(part.source)]
+        spread, ranges = way.source, [[(span.source, span.length) for span in dim] for dim in block.spans]
     else:
-        placed, holder, piece = part.move.wanted, part.target, block.wanted[block.targets.index(part.target)]
-        spread, ranges = way.after, [[(span.target, span.length) for span in dim] for dim in block.spans]
-    name, number, chunk = _chunk(side, placed.stored, holder, tensors)
-    own, first = spread.pieces[holder][piece], placed.stored.geometry.first(holder, placed.number)
+        location, holder, piece = part.move.dst, part.target, block.dst[block.targets.index(part.target)]
+        spread, ranges = way.target, [[(span.target, span.length) for span in dim] for dim in block.spans]
+    name, number, chunk = _chunk(side, location.stored, holder, tensors)
+    local, first = spread.pieces[holder][piece], location.stored.geometry.first(holder, location.number)
 
     def moved(elements: int) -> int:
         """How far it is from the chunk's first element to another, in the tensor that it is a view of."""
-        found = 0
+        distance = 0
         for size, stride in zip(reversed(chunk.shape), reversed(chunk.stride()), strict=True):
             elements, index = divmod(elements, size)
-            found += index * stride
-        return found
+            distance += index * stride
+        return distance
 
-    strides = [moved(stride) if size > 1 else 0 for size, stride in zip(own.shape, own.strides, strict=True)]
-    base = int(chunk.storage_offset() - tensors[name][number].storage_offset()) + moved(first + own.base)
+    strides = [moved(stride) if size > 1 else 0 for size, stride in zip(local.shape, local.strides, strict=True)]
+    base = int(chunk.storage_offset() - tensors[name][number].storage_offset()) + moved(first + local.base)
     for product in itertools.product(*ranges):
         offset = base + sum(begin * stride for (begin, _), stride in zip(product, strides, strict=True))
         yield BlockView(name, number, tuple(length for _, length in product), tuple(strides), offset)
@@ -134,7 +134,7 @@ def _chunk(side: Side, stored: Stored, holder: int, tensors: Tensors) -> tuple[s
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     """What arrived, as the target stores it."""
-    move, function = part.move, part.move.wanted.portion.function
+    move, function = part.move, part.move.dst.portion.function
     if move.dtype == stored and function is None:
         return block
     edit = conversion(move.atom.tensor, move.dtype, stored, function)

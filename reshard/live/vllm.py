@@ -117,9 +117,9 @@ class Server:
             with urllib.request.urlopen(request, timeout=self.timeout):
                 pass
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace")
+            answer = error.read(500).decode("utf-8", "replace")
             hint = "start it with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else None
-            raise LiveError(f"{self.url} answered {error.code} to {route}: {said}", hint) from None
+            raise LiveError(f"{self.url} answered {error.code} to {route}: {answer}", hint) from None
         except OSError as error:
             raise LiveError(f"{self.url} did not answer to {route}: {error}") from None
 

@@ -76,26 +76,26 @@ def check(source: str | Path, question: Question, *, python: str = sys.executabl
             for rank in range(question.tp)
         ]  # fmt: skip
         try:
-            said = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
             raise LiveError(f"vLLM has not built {source} within {timeout:.0f} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-            for left in Path("/dev/shm").glob(f"*{ident}*"):
-                left.unlink(missing_ok=True)
-    return [line for rank, text in enumerate(said) for line in _answer(rank, text)]
+            for leftover in Path("/dev/shm").glob(f"*{ident}*"):
+                leftover.unlink(missing_ok=True)
+    return [line for rank, text in enumerate(outputs) for line in _answer(rank, text)]
 
 
-def _answer(rank: int, said: str) -> Sequence[str]:
-    lines = said.strip().splitlines()
+def _answer(rank: int, output: str) -> Sequence[str]:
+    lines = output.strip().splitlines()
     for line in lines:
         if line.startswith(ANSWER):
-            found: list[str] = json.loads(line.removeprefix(ANSWER))
-            return found
+            answer: list[str] = json.loads(line.removeprefix(ANSWER))
+            return answer
     last = [line for line in lines if "Error" in line] or lines or ["it said nothing"]
-    lacks = "No module named" in said
+    lacks = "No module named" in output
     hint = "--engine-python names the Python of an environment that has vLLM and reshard" if lacks else None
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
@@ -104,18 +104,18 @@ def differences(source: str, config: Path, rank: int, meeting: str, question: Qu
     """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
     from formats.files.safetensors import stated_dtype
     from formats.torch_internals import TORCH_DTYPES
-    from reshard.live.witness import apart, compare, probed, recorded
+    from reshard.live.witness import compare, probed, recorded, unlike
 
     arrangement = arrangement_of(source, question)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
     dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
     model = built(config, rank, meeting, question, dtype)
     loaded = recorded(model, model.load_weights, tensors)  # type: ignore[arg-type]  # a method of vLLM's
-    found = compare(arrangement, rank, model, loaded)
+    lines = compare(arrangement, rank, model, loaded)
     if question.probe:
         again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
-        found += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in apart(loaded, again)]
-    return found
+        lines += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in unlike(loaded, again)]
+    return lines
 
 
 def arrangement_of(source: str | Path, question: Question) -> Arrangement:
@@ -164,8 +164,8 @@ def built(config_folder: Path, rank: int, meeting: str, question: Question, dtyp
 def main() -> None:
     """Be one rank: print what it finds."""
     source, config, rank, meeting, question = sys.argv[1:]
-    found = differences(source, Path(config), int(rank), meeting, Question(**json.loads(question)))
-    print(ANSWER + json.dumps(found), flush=True)
+    lines = differences(source, Path(config), int(rank), meeting, Question(**json.loads(question)))
+    print(ANSWER + json.dumps(lines), flush=True)
     os._exit(0)  # vLLM's process groups need no orderly end
 
 

@@ -103,21 +103,21 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a push and keep it, if all ranks have all of it and it is what the model has."""
-        version, kept = -1, {}
+        version, received = -1, {}
 
         def receive() -> None:
-            nonlocal version, kept
+            nonlocal version, received
             if update_info.keys() != {"version"}:
                 raise LiveError(f"vLLM was told {update_info}, and not a version")
             version = update_info["version"]
             if self.receiver is None:
                 raise LiveError(self.problem or "init_weight_transfer_engine was not called")
-            kept = by_all_names(self.receiver.receive(version), self.parameters)
+            received = by_all_names(self.receiver.receive(version), self.parameters)
 
         self._kept = None
         self.problem = self._agreed(receive)
         if self.problem is None:
-            self._kept = version, kept
+            self._kept = version, received
         else:
             self._tell(version)
 
@@ -129,8 +129,8 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         """Compute with what was received; if any rank fails, no rank answers requests until the next push."""
         if self._kept is None:
             return
-        (version, kept), self._kept = self._kept, None
-        self.problem = self._agreed(lambda: vllm_reload.commit(self.model, kept, self.model_config.dtype))
+        (version, received), self._kept = self._kept, None
+        self.problem = self._agreed(lambda: vllm_reload.commit(self.model, received, self.model_config.dtype))
         poison(self.model, self.problem)
         self._tell(version)
 
@@ -150,12 +150,12 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             work()
         except Exception as error:
             wrong = f"vLLM's rank {group.rank_in_group}: {_words(error)}"
-        said: list[str | None] = [None] * group.world_size
-        torch.distributed.all_gather_object(said, wrong, group=group.cpu_group)
-        found = "; ".join(dict.fromkeys(filter(None, said))) or None
-        if found is not None:
-            _LOGGER.error("reshard: %s", found)
-        return found
+        problems: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(problems, wrong, group=group.cpu_group)
+        problem = "; ".join(dict.fromkeys(filter(None, problems))) or None
+        if problem is not None:
+            _LOGGER.error("reshard: %s", problem)
+        return problem
 
 
 def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:

@@ -51,20 +51,20 @@ def parameters_of(
     model: torch.nn.Module, loaded: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
 ) -> list[Parameter]:
     """A model's parameters, each once. ``loaded`` is given a name, and gives the parameter as it is loaded."""
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    made: Iterable[tuple[torch.Tensor, list[str]]] = ((loaded(names[0], one), names) for one, names in found.values())
-    return [Parameter(tuple(names), tuple(tensor.shape), tensor.dtype) for tensor, names in made]
+        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
+    pairs: Iterable[tuple[torch.Tensor, list[str]]] = ((loaded(names[0], one), names) for one, names in by_id.values())
+    return [Parameter(tuple(names), tuple(tensor.shape), tensor.dtype) for tensor, names in pairs]
 
 
-def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter]) -> dict[str, torch.Tensor]:
+def by_all_names(tensors: Mapping[str, torch.Tensor], parameters: Sequence[Parameter]) -> dict[str, torch.Tensor]:
     """What was received, under each name of each parameter.
 
     Raises MismatchError if anything is missing, of another shape or dtype, or not known.
     """
-    found: dict[str, torch.Tensor] = {}
-    for parameter in wanted:
+    received: dict[str, torch.Tensor] = {}
+    for parameter in parameters:
         name = next((name for name in parameter.names if name in tensors), None)
         if name is None:
             raise MismatchError(f"parameter '{parameter.names[0]}' was not received")
@@ -74,11 +74,11 @@ def by_all_names(tensors: Mapping[str, torch.Tensor], wanted: Sequence[Parameter
                 f"parameter '{name}' is {parameter.dtype} {[*parameter.shape]} in the engine, and {tensor.dtype} "
                 f"{[*tensor.shape]} was received"
             )
-        found |= dict.fromkeys(parameter.names, tensor)
-    unknown = [repr(name) for name in tensors if name not in found]
+        received |= dict.fromkeys(parameter.names, tensor)
+    unknown = [repr(name) for name in tensors if name not in received]
     if unknown:
         raise MismatchError(f"the engine's model has no parameter {listed(unknown, 3)}")
-    return found
+    return received
 
 
 TRIED = "0.32"
@@ -157,14 +157,14 @@ def commit(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: t
     for name, tensor in tensors.items():
         prefix, _, leaf = name.rpartition(".")
         layers.setdefault(model.get_submodule(prefix), {})[leaf] = tensor
-    for layer, own in layers.items():
-        _renew(layer, own)
+    for layer, tensors_of in layers.items():
+        _renew(layer, tensors_of)
     for layer in model.modules():
         if layerwise().is_deferred_attention_layer(layer):  # it makes its own of others' weights
             layer.process_weights_after_loading(dtype)  # type: ignore[operator]  # a method of vLLM's
 
 
-def _renew(layer: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+def _renew(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give one layer its parameters, as if it were loaded."""
     vllm = layerwise()
     info = _begun(layer)
@@ -173,7 +173,7 @@ def _renew(layer: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         room = getattr(layer, leaf, None)
         if room is not None and room is not buffer and room.shape == buffer.shape:
             room.copy_(buffer)
-    for leaf, tensor in own.items():
+    for leaf, tensor in tensors.items():
         layer.get_parameter(leaf).data.copy_(tensor)
     quantization = getattr(layer, "quant_method", None)
     on_cpu = all(tensor.device.type == "cpu" for tensor in info.kernel_tensors[0].values())
@@ -201,7 +201,7 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
     """
     vllm = layerwise()
     begun, biases = [], []
-    aliases = [each.names for each in parameters_of(model)]
+    aliases = [parameter.names for parameter in parameters_of(model)]
     try:
         for layer in model.modules():
             begun.append((layer, _begun(layer)))
@@ -212,8 +212,8 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
                 if tensor is begun[-1][1].kernel_tensors[0].get(leaf):  # vLLM leaves it where it is
                     biases.append((tensor, tensor.data))
                     tensor.data = torch.empty_like(_before_processing(layer, leaf, tensor), device=tensor.device)
-        for first, *others in aliases:
-            for name in others:  # vLLM forgets which are one
+        for first, *aliases_of in aliases:
+            for name in aliases_of:  # vLLM forgets which are one
                 prefix, _, leaf = name.rpartition(".")
                 model.get_submodule(prefix)._parameters[leaf] = model.get_parameter(first)
         yield

@@ -144,15 +144,15 @@ class Wire:
 
     def _connect(self, listener: socket.socket | None, size: int) -> None:
         fence, address = self._fence, f"reshard-{secrets.token_hex(8)}"
-        here = [self._device.type, _machine(self._device) if listener is not None else "", address]
+        own_address = [self._device.type, _machine(self._device) if listener is not None else "", address]
         if listener is not None:
             listener.bind("\0" + address)
             listener.listen(fence.world)
-        said = [json.loads(each) for each in fence.gather("wire", json_bytes(here, indent=None))]
-        for name, (device, *_) in zip(fence.names, said, strict=True):
-            if device != here[0]:
-                raise ValueError(f"its tensors are on {here[0]}, those of {name} on {device}")
-        near = {r: there for r, (_, machine, there) in enumerate(said) if machine == here[1] and r != self._rank}
+        ends = [json.loads(reply) for reply in fence.gather("wire", json_bytes(own_address, indent=None))]
+        for name, (device, *_) in zip(fence.names, ends, strict=True):
+            if device != own_address[0]:
+                raise ValueError(f"its tensors are on {own_address[0]}, those of {name} on {device}")
+        near = {r: peer for r, (_, machine, peer) in enumerate(ends) if machine == own_address[1] and r != self._rank}
         if listener is not None:
             self._out = _Ring(self._share(listener, near, size))
         else:
@@ -257,16 +257,16 @@ class Wire:
             if link := self._out_links.get(message.peer):
                 self._wait_for_device()
                 link.send(start.to_bytes(8))
-                done: Callable[[], object] = partial(self._hear, link)
+                wait: Callable[[], object] = partial(self._hear, link)
             else:
-                done = self._point_to_point("send", part, message.peer)
-        self._sent.append((message.peer, step, done))
+                wait = self._point_to_point("send", part, message.peer)
+        self._sent.append((message.peer, step, wait))
 
     def _settle(self) -> None:
         """Wait until the oldest message has left, and use its memory again."""
-        peer, step, done = self._sent.popleft()
+        peer, step, wait = self._sent.popleft()
         with self._waiting(peer, f"takes nothing in step {step}"):
-            done()
+            wait()
         self._out.free()
 
     def _post(self) -> None:
@@ -284,8 +284,8 @@ class Wire:
                 start = self._hear(link)
                 part = memory[start : start + _padded(message.nbytes)]
             else:
-                part, done = self._posted.popleft()
-                done()
+                part, wait = self._posted.popleft()
+                wait()
         expected = version, step, message.nbytes, int(_checksum(part))
         for what, one, other in zip(_WORDS, part.view(torch.int64)[:4].tolist(), expected, strict=True):
             if one != other:
@@ -314,8 +314,8 @@ class Wire:
         Raises LiveError, OSError.
         """
         poll = select.poll()
-        for each in (link, self._fence.alarm):
-            poll.register(each, select.POLLIN)
+        for readable in (link, self._fence.alarm):
+            poll.register(readable, select.POLLIN)
         if not poll.poll(self._fence.timeout * 1000):
             raise TimeoutError
         self._fence.check()
@@ -344,24 +344,24 @@ class _Ring:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._held = deque[tuple[int, int]]()
+        self._used = deque[tuple[int, int]]()
 
     def take(self, size: int) -> int | None:
         """Where ``size`` bytes begin; None if they are not free."""
-        first, last = (self._held[0][0], self._held[-1][1]) if self._held else (0, 0)
-        wrapped = bool(self._held) and self._held[-1][0] < first
+        first, last = (self._used[0][0], self._used[-1][1]) if self._used else (0, 0)
+        wrapped = bool(self._used) and self._used[-1][0] < first
         if last + size <= (first if wrapped else self.memory.numel()):
             start = last
         elif not wrapped and size <= first:
             start = 0
         else:
             return None
-        self._held.append((start, start + size))
+        self._used.append((start, start + size))
         return start
 
     def free(self) -> None:
         """Let go of the oldest."""
-        self._held.popleft()
+        self._used.popleft()
 
 
 def _checksum(part: torch.Tensor) -> torch.Tensor:

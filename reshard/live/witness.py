@@ -24,8 +24,8 @@ from formats.errors import LiveError, PlanError
 from formats.notation.format_file import HUGGING_FACE
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
-from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
-from reshard.placement.stored import Placed, Stored, blocks_of
+from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
+from reshard.placement.stored import Location, Stored, blocks_of
 from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
@@ -69,10 +69,10 @@ class Recorder(torch.Tensor):
     @staticmethod
     def of(place: torch.Tensor, number: int, notes: list[tuple[torch.Tensor, Copied]]) -> Recorder:
         """``place``: the view, of a tensor on the meta device."""
-        made = torch.Tensor._make_wrapper_subclass(Recorder, place.shape, strides=place.stride(), dtype=place.dtype)
-        assert isinstance(made, Recorder)
-        made.place, made.number, made.notes = place, number, notes
-        return made
+        recorder = torch.Tensor._make_wrapper_subclass(Recorder, place.shape, strides=place.stride(), dtype=place.dtype)
+        assert isinstance(recorder, Recorder)
+        recorder.place, recorder.number, recorder.notes = place, number, notes
+        return recorder
 
     @classmethod
     def __torch_function__(
@@ -83,18 +83,18 @@ class Recorder(torch.Tensor):
         if name == "copy_" and isinstance(args[1], Recorder) and not isinstance(args[0], Recorder):
             args[1]._note(args[0])
             return args[0]
-        own = args[0] if args and isinstance(args[0], Recorder) else None
+        recorder = args[0] if args and isinstance(args[0], Recorder) else None
         with torch._C.DisableTorchFunctionSubclass():
-            if own is None or name not in _VIEWS | _FUNCTIONS:
+            if recorder is None or name not in _VIEWS | _FUNCTIONS:
                 return func(*args, **kwargs)
             if name in _FUNCTIONS:
-                return own
-            found = func(own.place, *args[1:], **kwargs)
-        views = [found] if isinstance(found, torch.Tensor) else found
-        if any(view.untyped_storage()._cdata != own.place.untyped_storage()._cdata for view in views):
-            raise LiveError(f"the loader copies a part of tensor {own.number} with '{name}' before it uses it")
-        made = [Recorder.of(view, own.number, own.notes) for view in views]
-        return made[0] if isinstance(found, torch.Tensor) else tuple(made)
+                return recorder
+            result = func(recorder.place, *args[1:], **kwargs)
+        views = [result] if isinstance(result, torch.Tensor) else result
+        if any(view.untyped_storage()._cdata != recorder.place.untyped_storage()._cdata for view in views):
+            raise LiveError(f"the loader copies a part of tensor {recorder.number} with '{name}' before it uses it")
+        recorders = [Recorder.of(view, recorder.number, recorder.notes) for view in views]
+        return recorders[0] if isinstance(result, torch.Tensor) else tuple(recorders)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -127,10 +127,10 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
         (name, Recorder.of(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"), number, log))
         for number, (name, (dtype, shape)) in enumerate(tensors.items())
     )
-    found: dict[int, list[Copied]] = {}
+    copies: dict[int, list[Copied]] = {}
     for room, copied in log:
-        found.setdefault(room.untyped_storage()._cdata, []).append(copied)
-    return {name: found.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
+        copies.setdefault(room.untyped_storage()._cdata, []).append(copied)
+    return {name: copies.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
@@ -146,16 +146,16 @@ def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ra
 @contextmanager
 def _numbered(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A model's tensors with -1 in each element, 64 bits each, for the length of a block."""
-    rooms, before = rooms_of(model), {}
+    rooms, saved = rooms_of(model), {}
     for room in rooms.values():
-        if id(room) not in before:
-            before[id(room)] = room, room.data, room.requires_grad
+        if id(room) not in saved:
+            saved[id(room)] = room, room.data, room.requires_grad
             room.requires_grad_(False)
             room.data = torch.full(room.shape, -1, dtype=torch.int64)
     try:
         yield rooms
     finally:
-        for room, data, grad in before.values():
+        for room, data, grad in saved.values():
             room.data = data
             room.requires_grad_(grad)
 
@@ -205,45 +205,45 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
     """What our rules put into each tensor of a rank; constants are left out. Raises PlanError."""
     model = arrangement.plan.model
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
-    whole, arrangement = same_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE), arrangement)
-    for stored, _ in arrangement.held(rank):
+    whole, arrangement = align_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE), arrangement)
+    for stored, _ in arrangement.tensors_of(rank):
         if stored.constant is not None:
             continue
         copies: list[Copied] = []
         for number, atom in enumerate(stored.atoms):
-            placed = Placed(stored, number)
-            if stored.geometry.has(rank, number) and not placed.is_zero(rank):
-                copies += _copies(whole.placed[atom], placed, rank, numbers[atom.tensor])
+            location = Location(stored, number)
+            if stored.geometry.has(rank, number) and not location.is_zero(rank):
+                copies += _copies(whole.atoms[atom], location, rank, numbers[atom.tensor])
         yield stored, ranges(copies)
 
 
-def _copies(held: Placed, placed: Placed, rank: int, number: int) -> Iterator[Copied]:
+def _copies(src: Location, dst: Location, rank: int, number: int) -> Iterator[Copied]:
     """What a rank has of an atom: a copy for each product of runs."""
-    blocks = blocks_of(held, placed)
+    blocks = blocks_of(src, dst)
     if blocks is None:
-        raise PlanError(f"'{placed.stored.name}' counts '{held.stored.name}' in blocks of another size")
-    before, after = held.spread(blocks), placed.spread(blocks)
-    (piece,), (own,) = before.pieces[0], after.pieces[rank]
+        raise PlanError(f"'{dst.stored.name}' counts '{src.stored.name}' in blocks of another size")
+    from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
+    (piece,), (target,) = from_spread.pieces[0], to_spread.pieces[rank]
     parts = []
-    for size, runs in zip(before.full, own.runs, strict=True):
+    for size, runs in zip(from_spread.full, target.runs, strict=True):
         ends = itertools.accumulate((run.length for run in runs), initial=0)
         parts.append(
             [(at, run.offset, min(run.length, size - run.offset)) for at, run in zip(ends, runs, strict=False)]
         )
     first, begin = (
-        of.base + each.stored.geometry.first(holder, each.number)
-        for of, each, holder in ((own, placed, rank), (piece, held, 0))
+        of.base + location.stored.geometry.first(holder, location.number)
+        for of, location, holder in ((target, dst, rank), (piece, src, 0))
     )
     for part in itertools.product(*parts):
         shape = tuple(max(length, 0) for _, _, length in part)  # what is behind the tensor's end is padding
-        into = first + sum(at * step for (at, _, _), step in zip(part, own.strides, strict=True))
+        into = first + sum(at * step for (at, _, _), step in zip(part, target.strides, strict=True))
         out_of = begin + sum(at * step for (_, at, _), step in zip(part, piece.strides, strict=True))
-        yield Copied(View(into, shape, own.strides), number, View(out_of, shape, piece.strides))
+        yield Copied(View(into, shape, target.strides), number, View(out_of, shape, piece.strides))
 
 
-def apart(loaded: Mapping[str, Sequence[Copied]], found: Mapping[str, Ranges]) -> list[str]:
+def unlike(loaded: Mapping[str, Sequence[Copied]], probed_ranges: Mapping[str, Ranges]) -> list[str]:
     """The parameters of which the recorder and the probe do not say the same: none, if both are right."""
-    return [name for name in loaded if not np.array_equal(ranges(loaded[name]), found[name])]
+    return [name for name in loaded if not np.array_equal(ranges(loaded[name]), probed_ranges[name])]
 
 
 def compare(
@@ -257,31 +257,31 @@ def compare(
     rooms = rooms_of(model)
     names = [tensor.name for tensor in arrangement.plan.model.tensors]
     shapes = [tensor.shape for tensor in arrangement.plan.model.tensors]
-    found, held = [], dict[str, tuple[int, ...]]()
-    held = {stored.name: shape for stored, shape in arrangement.held(rank)}
+    lines, shapes_of = [], dict[str, tuple[int, ...]]()
+    shapes_of = {stored.name: shape for stored, shape in arrangement.tensors_of(rank)}
     seen: set[int] = set()
-    for stored, own in by_rules(arrangement, rank):
+    for stored, expected in by_rules(arrangement, rank):
         name = stored.name_on(rank)
         if name not in rooms:
-            found.append(f"rank {rank}: '{name}' is in our rules, and not in the engine's model")
+            lines.append(f"rank {rank}: '{name}' is in our rules, and not in the engine's model")
             continue
         room = rooms[name]
         seen.add(id(room))
-        if tuple(room.shape) != held[stored.name]:
-            line: str | None = f" has shape {[*held[stored.name]]} by our rules, and {[*room.shape]} in the engine"
+        if tuple(room.shape) != shapes_of[stored.name]:
+            line: str | None = f" has shape {[*shapes_of[stored.name]]} by our rules, and {[*room.shape]} in the engine"
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
             line = (
                 f" is {stored.dtype} by our rules, and {room.dtype} in the engine: push(dtype=) rounds F32, and the "
                 "engine's --dtype chooses"
             )
         else:
-            line = _difference(_Opinions(tuple(room.shape), names, shapes), own, ranges(loaded[name]))
-        found += [f"rank {rank}: '{name}'{line}"] if line else []
+            line = _difference(_Opinions(tuple(room.shape), names, shapes), expected, ranges(loaded[name]))
+        lines += [f"rank {rank}: '{name}'{line}"] if line else []
     for name, room in rooms.items():
         if id(room) not in seen and (isinstance(room, torch.nn.Parameter) or len(loaded[name])):
             seen.add(id(room))
-            found.append(f"rank {rank}: '{name}' is in the engine's model, and our rules say nothing of it")
-    return found
+            lines.append(f"rank {rank}: '{name}' is in the engine's model, and our rules say nothing of it")
+    return lines
 
 
 class _Opinions(NamedTuple):
@@ -300,20 +300,20 @@ class _Opinions(NamedTuple):
         return f"'{self.names[row[2]]}'{_box(start, start + length - 1, self.shapes[row[2]])}"
 
 
-def _difference(words: _Opinions, own: Ranges, loaded: Ranges) -> str | None:
+def _difference(words: _Opinions, expected: Ranges, loaded: Ranges) -> str | None:
     """The first elements of a parameter of which two witnesses say something else, and how many they are."""
-    if np.array_equal(own, loaded):
+    if np.array_equal(expected, loaded):
         return None
     size = math.prod(words.shape)
-    ends = [edge for rows in (own, loaded) for edge in (rows[:, 0], rows[:, 0] + rows[:, 1])]
+    ends = [edge for rows in (expected, loaded) for edge in (rows[:, 0], rows[:, 0] + rows[:, 1])]
     edges = np.unique(np.concatenate([np.array([0, size]), *ends]))
-    said = [_at(rows, edges[:-1]) for rows in (own, loaded)]
-    differ = (said[0] != said[1]).any(1)
+    rows_at = [_at(rows, edges[:-1]) for rows in (expected, loaded)]
+    differ = (rows_at[0] != rows_at[1]).any(1)
     lengths, first = np.diff(edges), int(np.flatnonzero(differ)[0])
     at, length = int(edges[first]), int(lengths[first])
     count = int(lengths[differ].sum())
     return (
-        f"{_box(at, at + length - 1, words.shape)} is {words.of(own, at, length)} by our rules, and "
+        f"{_box(at, at + length - 1, words.shape)} is {words.of(expected, at, length)} by our rules, and "
         f"{words.of(loaded, at, length)} by the engine's loader ({count:,} of {size:,} elements differ)"
     )
 
@@ -331,5 +331,5 @@ def _box(first: int, last: int, shape: tuple[int, ...]) -> str:
     """The box from one element to another, as an index: ``[0:2, 3:4]``."""
     if not shape:
         return ""
-    low, high = (np.unravel_index(each, shape) for each in (first, last))
+    low, high = (np.unravel_index(element, shape) for element in (first, last))
     return f"[{', '.join(f'{min(a, b)}:{max(a, b) + 1}' for a, b in zip(low, high, strict=True))}]"

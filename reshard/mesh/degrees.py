@@ -107,9 +107,9 @@ def valid_degrees(
         return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
     least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in units)])
     fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in units]
-    found = sorted(set(range(1, least + 1)).intersection(*fixed))
+    common = sorted(set(range(1, least + 1)).intersection(*fixed))
     uneven = tuple(units.items())
-    return [d for d in found if _refusal(model, Mesh(((mesh_dim, d),), same_ranks, uneven=uneven), pad=pad) is None]
+    return [d for d in common if _refusal(model, Mesh(((mesh_dim, d),), same_ranks, uneven=uneven), pad=pad) is None]
 
 
 def _families(
@@ -140,8 +140,8 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
             continue
         why = _refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
         if why is not None:
-            others = other_ways(model, mesh, why, pad=pad)
-            ways = tuple(way for way in others if not way.keys() & {*lacking})
+            alternatives = other_ways(model, mesh, why, pad=pad)
+            ways = tuple(way for way in alternatives if not way.keys() & {*lacking})
             units = dict(mesh.uneven) if mesh_dim == "tp" else {}
             valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, units=units)
             raise SettingError(replace(why, valid=tuple(valid), instead=ways))
@@ -157,7 +157,7 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
         yield {"uneven": True}
     if mesh.degrees == (("tp", degree),) and _is_dealt(model, "ep"):
         tried = (refusal(model, dim, degree, pad=pad, same_ranks=True) for dim in ("tp", "ep"))
-        if all(found is None for found in tried):
+        if all(obstacle is None for obstacle in tried):
             yield {"tp": degree, "ep": degree, "same_ranks": True}
     begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
     if why.tensor is not None and block_size(model.config) and not begins_anew:
@@ -225,8 +225,8 @@ def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
 
 def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
     """``an intermediate size of 96 in units of 32 is enough for 3 of 4 ranks``."""
-    each = Share(degree, 0, unit).run(size).length
-    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // each)} of {degree} ranks"
+    length = Share(degree, 0, unit).run(size).length
+    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // length)} of {degree} ranks"
 
 
 def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:
@@ -331,4 +331,4 @@ def with_blocks(model: Model, block: tuple[int, int]) -> Model:
     """The same model with scale blocks of another size (rows, columns)."""
     blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
     tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
-    return bind(model.architecture, with_block_size(model.config, block), tensors, known=model.sizes.measured)
+    return bind(model.architecture, with_block_size(model.config, block), tensors, axes=model.sizes.measured)

@@ -83,19 +83,19 @@ class Entry(NamedTuple):
 
 def dequantized(plan: Plan) -> Plan:
     """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
-    model, kept, weights = plan.model, [], set()
+    model, plain_tensors, weights = plan.model, [], set()
     dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
     for tensor in model.tensors:
         belonging = belonging_of(tensor.name, dtypes, model.architecture, model.sizes)
         if belonging is None:
-            kept.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
+            plain_tensors.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
         else:
             weights.add(belonging.weight)
     if not weights:
         return plan
-    missing = sorted(weights - {tensor.name for tensor in kept})
-    tensors = [*kept, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
-    plain = bind(model.architecture, model.config, tensors, known=model.sizes.measured)
+    missing = sorted(weights - {tensor.name for tensor in plain_tensors})
+    tensors = [*plain_tensors, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
+    plain = bind(model.architecture, model.config, tensors, axes=model.sizes.measured)
     return make_plan(plain, plan.mesh, padding=plan.padding)
 
 
@@ -151,7 +151,7 @@ class Plan(Result):
         padded = padded_sizes(sizes, self.padding)
         shares = shares_of(self.model, self.mesh, rank, padded, frozenset())
         if self.mesh.same_ranks:  # an axis that only experts have is not split by tp
-            outside = {axis for found in self.model.axis_sets(experts=False) for axis in found}
+            outside = {axis for axes in self.model.axis_sets(experts=False) for axis in axes}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
             shares |= shares_of(self.model, self.mesh, rank, padded, self.model.expert_axes)
         return sizes_of_parts(padded, shares)
@@ -204,7 +204,7 @@ def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
     if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
         return None
     sizes = model.sizes.of(dict(tensor.indices))
-    found = []
+    ranks = []
     for rank in range(mesh.size):
         if tensor.stages is not None and mesh.stage(rank) not in tensor.stages:
             continue
@@ -214,9 +214,9 @@ def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
             for axis, index in tensor.places
             if axis in shares
         ]
-        if all(part == own for part, own in parts):
-            found.append(rank)
-    return None if len(found) == mesh.size else frozenset(found)
+        if all(part == coordinate for part, coordinate in parts):
+            ranks.append(rank)
+    return None if len(ranks) == mesh.size else frozenset(ranks)
 
 
 def layout_of(
@@ -337,8 +337,8 @@ def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
 
 def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's ``config.json`` with the whole model's sizes in place of the rank's."""
-    architecture, found = plan.model.architecture, copy.deepcopy(dict(config))
-    ours: dict[str, Any] = found
+    architecture, edited = plan.model.architecture, copy.deepcopy(dict(config))
+    ours: dict[str, Any] = edited
     whole: dict[str, Any] = dict(plan.model.config)
     for key in architecture.section(plan.model.config):
         ours, whole = ours.get(key) or {}, whole[key]
@@ -349,22 +349,22 @@ def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
         for (inner, last, _), (outer, _, _) in places:
             inner.pop(last, None)
             inner |= {last: outer[last]} if last in outer else {}
-    return found
+    return edited
 
 
 def _settings_at(
     settings: dict[str, Any], path: Sequence[str], indices: Mapping[str, int]
 ) -> Iterable[tuple[dict[str, Any], str, Mapping[str, int]]]:
     """Where a key of ``[config]`` is kept: the settings, the last part of the key, and the indices in the path."""
-    first, *rest = path
-    if not rest:
+    first, *path_left = path
+    if not path_left:
         yield settings, first, indices
         return
     keys = [key for key in settings if is_index(key)] if first.startswith("{") else [first]
     for key in keys:
         if isinstance(settings.get(key), dict):
-            found = {first[1:-1]: int(key)} if first.startswith("{") else {}
-            yield from _settings_at(settings[key], rest, {**indices, **found})
+            index = {first[1:-1]: int(key)} if first.startswith("{") else {}
+            yield from _settings_at(settings[key], path_left, {**indices, **index})
 
 
 def _config_value(plan: Plan, rank: int, expression: Any, original: Any, indices: Mapping[str, int]) -> Any:

@@ -46,8 +46,8 @@ def even_stages(layers: int, degree: int) -> tuple[int, ...]:
     Layers that are left over go one each to the stages just before the last, which has the norm and the head (as in
     vLLM).
     """
-    least, more = divmod(layers, degree)
-    return tuple(least + (degree - 1 - more <= stage < degree - 1) for stage in range(degree))
+    least, remainder = divmod(layers, degree)
+    return tuple(least + (degree - 1 - remainder <= stage < degree - 1) for stage in range(degree))
 
 
 def layers_of(model: Model) -> int:
@@ -89,12 +89,12 @@ def staged(model: Model, mesh: Mesh) -> Model:
     stage_at = {kind: _stage_at(model, kind, ends, last) for kind in model.kinds}
     tied = _tied_templates(model, {kind: find for kind, find in stage_at.items() if isinstance(find, int)}, last)
     of_kind: dict[tuple[Kind, int], list[BoundTensor]] = {}
-    placed: list[tuple[Kind, int]] = []
+    keys: list[tuple[Kind, int]] = []
     for tensor in model.tensors:
-        found = stage_at[tensor.kind]
-        key = tensor.kind, found if isinstance(found, int) else found(tensor.at)
+        stage_of = stage_at[tensor.kind]
+        key = tensor.kind, stage_of if isinstance(stage_of, int) else stage_of(tensor.at)
         of_kind.setdefault(key, []).append(tensor)
-        placed.append(key)
+        keys.append(key)
     empty = sorted({*range(mesh.pp)} - {stage for kind, stage in of_kind if not isinstance(stage_at[kind], int)})
     if empty:
         layers = model.architecture.layers.text
@@ -104,7 +104,7 @@ def staged(model: Model, mesh: Mesh) -> Model:
         (kind, stage): _kind_at(kind, tensors, both if kind.template in tied else frozenset({stage}))
         for (kind, stage), tensors in of_kind.items()
     }
-    tensors = (tensor._replace(kind=kinds[key]) for tensor, key in zip(model.tensors, placed, strict=True))
+    tensors = (tensor._replace(kind=kinds[key]) for tensor, key in zip(model.tensors, keys, strict=True))
     return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
 
 
@@ -125,11 +125,11 @@ def _kind_at(kind: Kind, tensors: Sequence[BoundTensor], stages: frozenset[int] 
 def divided(model: Model, key: Callable[[BoundTensor], object]) -> Model:
     """The same model with kinds divided so that all tensors of a kind have the same key."""
     of_kind: dict[tuple[Kind, object], list[BoundTensor]] = {}
-    found = [(tensor.kind, key(tensor)) for tensor in model.tensors]
-    for tensor, own in zip(model.tensors, found, strict=True):
-        of_kind.setdefault(own, []).append(tensor)
-    kinds = {own: _kind_at(own[0], tensors, own[0].stages) for own, tensors in of_kind.items()}
-    tensors = (tensor._replace(kind=kinds[own]) for tensor, own in zip(model.tensors, found, strict=True))
+    keys = [(tensor.kind, key(tensor)) for tensor in model.tensors]
+    for tensor, pair in zip(model.tensors, keys, strict=True):
+        of_kind.setdefault(pair, []).append(tensor)
+    kinds = {pair: _kind_at(pair[0], tensors, pair[0].stages) for pair, tensors in of_kind.items()}
+    tensors = (tensor._replace(kind=kinds[pair]) for tensor, pair in zip(model.tensors, keys, strict=True))
     return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
 
 
@@ -155,14 +155,14 @@ def _stage_at(model: Model, kind: Kind, ends: Sequence[int], last: int) -> int |
         return last
     if where.text == "every":
         raise refused("pp", last + 1, f"every stage would need the tensor '{kind.name}'", tensor=kind.name)
-    expression, known = where, dict[tuple[int, ...], int]()
+    expression, stages = where, dict[tuple[int, ...], int]()
     axes = [*model.architecture.index_places(kind.name)]
 
     def find(at: tuple[int, ...]) -> int:
-        if at not in known:
+        if at not in stages:
             number = model.sizes.evaluate(expression, dict(zip(axes, at, strict=True)))
-            known[at] = bisect_right(ends, number)
-        return known[at]
+            stages[at] = bisect_right(ends, number)
+        return stages[at]
 
     return find
 
@@ -171,8 +171,8 @@ def _tied_templates(model: Model, stages: Mapping[Kind, int], last: int) -> froz
     """The lines of the embedding, if the last stage has no head of its own and the config does not say otherwise."""
 
     def tables(stage: int) -> Iterable[str]:
-        found = (kind.template for kind, at in stages.items() if at == stage)
-        return (template for template in found if model.architecture.is_table(template))
+        of_kind = (kind.template for kind, at in stages.items() if at == stage)
+        return (template for template in of_kind if model.architecture.is_table(template))
 
     if any(tables(last)) or not _is_tied(model):
         return frozenset()
@@ -187,6 +187,6 @@ def _is_tied(model: Model) -> bool:
     classes = model.config.get("architectures")
     if not isinstance(classes, list) or not classes:
         settings = (model.config, model.sizes.settings)
-        return not any(found.get("tie_word_embeddings") is False for found in settings)
+        return not any(settings_of.get("tie_word_embeddings") is False for settings_of in settings)
     name = str(classes[0])
     return name.endswith((*HEADED, "MTModel")) or not name.endswith(_HEADLESS)

@@ -135,22 +135,22 @@ def _largest(plan: Plan) -> int:
     """The rank that has the most: the first, but for pipeline stages."""
     if plan.mesh.pp == 1:
         return 0
-    found = bytes_of_ranks(plan)
-    return found.index(max(found))
+    nbytes = bytes_of_ranks(plan)
+    return nbytes.index(max(nbytes))
 
 
 def _shown_name(entry: Entry) -> str:
     """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
-    before, dot, last = entry.template.rpartition(".")
-    own = entry.name.rpartition(".")[2]
-    return entry.template if last.startswith("{") or last == "*" else f"{before}{dot}{own}"
+    prefix, dot, last = entry.template.rpartition(".")
+    leaf = entry.name.rpartition(".")[2]
+    return entry.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
 
 
 def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
     entry = plan.laid[kinds[0]]
     layout, rank = entry.layout, min(entry.layout.boxes)
     count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
-    there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
+    count_there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
     counts = copies_of(layout, rank)
     shared = sum(length for copies, length in counts.items() if copies > 1)
     return Row(
@@ -163,8 +163,8 @@ def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
         tensors=count,
         copies=tuple(sorted(counts)),
         bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
-        bytes_per_rank=there * tensor_bytes(entry.name, entry.dtype, local),
-        replicated=there * shared * DTYPE_BITS[entry.dtype] // 8,
+        bytes_per_rank=count_there * tensor_bytes(entry.name, entry.dtype, local),
+        replicated=count_there * shared * DTYPE_BITS[entry.dtype] // 8,
         is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
     )
 
@@ -172,13 +172,13 @@ def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
     """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
     dims = [segments(dict(enumerate(layout.runs(i)))) for i in range(len(layout.padded))]
-    own = [[(ranks, run.length) for run, ranks in parts if rank in ranks] for parts in dims]
+    parts_of = [[(ranks, run.length) for run, ranks in parts if rank in ranks] for parts in dims]
     everyone = frozenset(layout.boxes)
-    found: Counter[int] = Counter()
-    for parts in itertools.product(*own):
+    counts: Counter[int] = Counter()
+    for parts in itertools.product(*parts_of):
         holders = everyone.intersection(*(ranks for ranks, _ in parts))
-        found[len(holders)] += math.prod(length for _, length in parts)
-    return found
+        counts[len(holders)] += math.prod(length for _, length in parts)
+    return counts
 
 
 def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
@@ -199,14 +199,14 @@ def totals_of(plan: Plan, rows: Sequence[Row]) -> Totals:
 
 def bytes_of_ranks(plan: Plan) -> list[int]:
     """The bytes of all tensors that each rank has."""
-    found = [0] * plan.mesh.size
+    nbytes = [0] * plan.mesh.size
     alike = Counter[tuple[Layout, str]]()
     for kind, entry in plan.laid.items():
         alike[entry.layout, entry.dtype] += kind.count
     for (layout, dtype), count in alike.items():
         for rank, box in layout.boxes.items():
-            found[rank] += count * tensor_bytes("", dtype, box.shape)
-    return found
+            nbytes[rank] += count * tensor_bytes("", dtype, box.shape)
+    return nbytes
 
 
 def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
@@ -229,13 +229,13 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     width, architecture = activation_bytes(plan), plan.model.architecture
     blocks: dict[tuple[str, frozenset[int]], int] = {}
     tables: dict[str, Entry] = {}
-    for found, entry in plan.laid.items():
+    for kind_of_entry, entry in plan.laid.items():
         layout = entry.layout
         if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
             continue
         kind = _plain_kind(entry, architecture)
         if is_summed(entry, architecture):
-            blocks[entry.template, found.layers] = output_size(entry)
+            blocks[entry.template, kind_of_entry.layers] = output_size(entry)
         elif kind == "vocabulary":
             tables[entry.template] = entry
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
@@ -302,10 +302,10 @@ def _copies_text(row: Row) -> tuple[str, str]:
 def _fit_columns(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """All columns if they fit, else without the dtype, else without the rule, too."""
     lines: list[str] = []
-    for kept in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
-        columns = [[line[i] for i in kept] for line in cells]
-        elastic = [kept.index(i) for i in (0, 1) if i in kept]
-        lines = align(columns, right=(len(kept) - 2, len(kept) - 1), width=width, elastic=elastic)
+    for chosen in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
+        columns = [[line[i] for i in chosen] for line in cells]
+        elastic = [chosen.index(i) for i in (0, 1) if i in chosen]
+        lines = align(columns, right=(len(chosen) - 2, len(chosen) - 1), width=width, elastic=elastic)
         if width is None or max(map(len, lines)) <= width:
             break
     return lines
@@ -345,7 +345,7 @@ def totals_lines(plan: Plan, totals: Totals, download: int | None = None) -> lis
         pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
     if plan.mesh.pp > 1:
         stages = (layers_at(plan.mesh, stage) for stage in range(plan.mesh.pp))
-        text = ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in stages)
+        text = ", ".join(str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}" for layers in stages)
         pairs.append(("stages", f"layers {text}"))
     pairs += [("uneven", line) for line in uneven_lines(plan)]
     if ranks > 1:

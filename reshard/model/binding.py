@@ -28,29 +28,29 @@ def bind(
     config: Mapping[str, Any],
     tensors: Iterable[FullTensor],
     *,
-    known: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None,
     every_rule: bool = False,
     mesh: Mesh | None = None,
     padding: Mapping[str, int] | None = None,
 ) -> Model:
     """Find the rule of every tensor and check it against the shape on disk.
 
-    A rule may have several shapes: only the one that fits is kept, in the model's architecture too. ``known`` gives
+    A rule may have several shapes: only the one that fits is kept, in the model's architecture too. ``axes`` gives
     axis sizes measured earlier. ``mesh`` and ``padding`` describe the shards, for tensors of which only one rank's
     shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error. Raises PlanError
     that names the file, the tensor, the rule, and both shapes.
     """
-    sizes = AxisSizes(architecture, config, known or {})
+    sizes = AxisSizes(architecture, config, axes or {})
     tensors = list(tensors)
     groups = _Groups(architecture, sizes, {tensor.name: tensor.dtype for tensor in tensors})
-    placed = [groups.add(tensor) for tensor in tensors]
-    found = groups.all
-    several = [each for each in found if len(each.shapes) > 1]
-    _measure(sizes, (each for each in found if len(each.shapes) == 1))
+    places = [groups.add(tensor) for tensor in tensors]
+    all_groups = groups.all
+    several = [group for group in all_groups if len(group.shapes) > 1]
+    _measure(sizes, (group for group in all_groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
     _measure(sizes, several)
-    kinds = {each: _kind(each, groups) for each in found}
-    bound = (BoundTensor(tensor.name, kinds[each], at) for tensor, (each, at) in zip(tensors, placed, strict=True))
+    kinds = {group: _kind(group, groups) for group in all_groups}
+    bound = (BoundTensor(tensor.name, kinds[group], at) for tensor, (group, at) in zip(tensors, places, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     allowed = model.used_templates | architecture.inherited | architecture.derived
     unused = [template for template in architecture.tensors if template not in allowed]
@@ -80,7 +80,7 @@ def tied_twice(architecture: Architecture, config: Mapping[str, Any], tensors: I
     if len(firsts) != 1:
         return {}
     (first,) = firsts
-    alike = (last for last in lasts if (last.dtype, last.shape, last.held) == (first.dtype, first.shape, first.held))
+    alike = (last for last in lasts if (last.dtype, last.shape, last.local) == (first.dtype, first.shape, first.local))
     return {last.name: first.name for last in alike}
 
 
@@ -154,7 +154,7 @@ class _Groups:
 
         Raises PlanError if no rule covers the tensor.
         """
-        name, dtype, shape, _, held = tensor
+        name, dtype, shape, _, local_shape = tensor
         words, texts = self.architecture.form(name)
         spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
         pattern = self._patterns.get(spelled)
@@ -170,20 +170,20 @@ class _Groups:
         numbers = [*map(int, texts)]
         at = tuple([numbers[place] for place in pattern.places.values()])
         at = self._at.setdefault(at, at)
-        key = (pattern, shape, held, *[numbers[place] for place in pattern.apart.values()])
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
+        key = (pattern, shape, local_shape, *[numbers[place] for place in pattern.apart.values()])
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
             indices = {axis: numbers[place] for axis, place in pattern.apart.items()}
-            found.axes, found.indices = tuple(pattern.places), self.sizes.key(indices)
-        found.tensors.append(tensor)
-        found.all_at.append(at)
-        return found, at
+            group.axes, group.indices = tuple(pattern.places), self.sizes.key(indices)
+        group.tensors.append(tensor)
+        group.all_at.append(at)
+        return group, at
 
 
-def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
+def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
     """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
-    tensor, match, rule, belonging, sizes = each.tensor, each.match, each.shapes[0], each.belonging, groups.sizes
+    tensor, match, rule, belonging, sizes = group.tensor, group.match, group.shapes[0], group.belonging, groups.sizes
     of = sizes.of(match.indices)
     try:
         shape = rule.sizes(of)
@@ -202,24 +202,24 @@ def _kind(each: _TensorGroup, groups: _Groups) -> Kind:
             if method
             else (_WRONG_BLOCKS if belonging else _WRONG_RULE),
         )
-    for place, axis in enumerate(each.axes):
+    for place, axis in enumerate(group.axes):
         size = sizes.counts.get(axis)
-        if size is not None and max(each.seen[axis]) >= size:
-            other, at = next((t, at) for t, at in zip(each.tensors, each.all_at, strict=True) if at[place] >= size)
+        if size is not None and max(group.seen[axis]) >= size:
+            other, at = next((t, at) for t, at in zip(group.tensors, group.all_at, strict=True) if at[place] >= size)
             why = f"{axis} {at[place]} is out of range, config.json says {size}"
             raise PlanError(f"{other.where}: tensor '{other.name}': {why}")
-    layers = next((seen for axis, seen in each.seen.items() if axis not in groups.dealt), frozenset[int]())
+    layers = next((seen for axis, seen in group.seen.items() if axis not in groups.dealt), frozenset[int]())
     return Kind(
         name=tensor.name,
         dtype=tensor.dtype,
         template=match.template,
         rule=rule,
-        indices=each.indices,
+        indices=group.indices,
         places=tuple((axis, index) for axis, index in match.indices.items() if axis in groups.dealt),
         shape=shape,
-        stated=stated_shape(each.rule.shapes[0]) if belonging and belonging.states_shape else None,
+        stated=stated_shape(group.rule.shapes[0]) if belonging and belonging.states_shape else None,
         advice=belonging.advice if belonging else None,
-        count=len(each.tensors),
+        count=len(group.tensors),
         layers=groups.layers.setdefault(layers, layers),
     )
 
@@ -233,7 +233,7 @@ def _group_of(
     rule = sizes.holds(match)
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
-    on_disk = tensor.held if tensor.shape is None else tensor.shape
+    on_disk = tensor.local if tensor.shape is None else tensor.shape
     if rule.shapes[0].is_open:  # no dimension is split, so one rank's shape is the full shape
         return _TensorGroup(tensor, match, rule, (rule.shapes[0].closed(on_disk or ()),))
     if belonging is None:
@@ -272,43 +272,43 @@ def _with_layouts_on_disk(
     its companions) decide together, because they are laid out in the same way.
     """
     skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), list[list[int]]()
-    for each in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
-        found, tensor = sizes.of(each.match.indices), each.tensor
+    for group in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
+        lengths_of, tensor = sizes.of(group.match.indices), group.tensor
         if tensor.shape is None:
-            axes = frozenset().union(*(shape.axes for shape in each.shapes), each.match.indices)
-            padded = padded_sizes(found, padding)
-            found = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
-        given: list[tuple[int, ...] | None] = []
-        for shape in each.shapes:
+            axes = frozenset().union(*(shape.axes for shape in group.shapes), group.match.indices)
+            padded = padded_sizes(lengths_of, padding)
+            lengths_of = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
+        alternatives: list[tuple[int, ...] | None] = []
+        for shape in group.shapes:
             try:
-                given.append(shape.sizes(found))
+                alternatives.append(shape.sizes(lengths_of))
             except NotationError:
-                given.append(None)
-        on_disk = tensor.held if tensor.shape is None else tensor.shape
-        fitting.append([place for place, lengths in enumerate(given) if lengths == on_disk])
+                alternatives.append(None)
+        on_disk = tensor.local if tensor.shape is None else tensor.shape
+        fitting.append([place for place, lengths in enumerate(alternatives) if lengths == on_disk])
         if not fitting[-1]:
-            pairs = zip(each.shapes, given, strict=True)
-            shown = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
+            pairs = zip(group.shapes, alternatives, strict=True)
+            choices = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
             raise PlanError(
-                f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {shown}",
+                f"{tensor.where}: tensor '{tensor.name}' has shape {list(on_disk or ())}, and the rule gives {choices}",
                 _WRONG_RULE,
             )
     common: dict[str, set[int]] = {}
-    for each, places in zip(several, fitting, strict=True):
-        end = _ending(each.match.template)
+    for group, places in zip(several, fitting, strict=True):
+        end = _ending(group.match.template)
         common[end] = common.get(end, {*places}) & {*places}
     chosen: dict[tuple[str, int], set[int]] = {}
-    for each, places in zip(several, fitting, strict=True):
-        left = places if len(places) == 1 else sorted(common[_ending(each.match.template)])
-        if len({each.shapes[place].joined for place in left}) != 1:
-            tensor, shown = each.tensor, " and ".join(f"'{each.shapes[place]}'" for place in places)
+    for group, places in zip(several, fitting, strict=True):
+        options = places if len(places) == 1 else sorted(common[_ending(group.match.template)])
+        if len({group.shapes[place].joined for place in options}) != 1:
+            tensor, choices = group.tensor, " and ".join(f"'{group.shapes[place]}'" for place in places)
             raise PlanError(
-                f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.held or ())}, "
-                f"which may be either of {shown}",
+                f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.local or ())}, "
+                f"which may be either of {choices}",
                 "save the plan with 'reshard plan SOURCE --save FILE', leave one shape, pass it with --plan FILE",
             )
-        chosen.setdefault((each.match.template, each.match.rules.index(each.rule)), set()).add(left[0])
-        each.shapes = (each.shapes[left[0]],)
+        chosen.setdefault((group.match.template, group.match.rules.index(group.rule)), set()).add(options[0])
+        group.shapes = (group.shapes[options[0]],)
     if not chosen:
         return architecture
     tensors = {
@@ -344,8 +344,8 @@ def belonging_of(
 
 
 def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> PlanError:
-    shown = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
-    what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shown}) has no rule in plan '{architecture.name}'"
+    shape = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
+    what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shape}) has no rule in plan '{architecture.name}'"
     method = unknown_method(settings, tensor.name)
     if method is not None:
         return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
@@ -356,22 +356,22 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
     weight = architecture.match(f"{module}.weight")
     if weight is not None:  # plain numbers would replicate the tensor: wrong if it belongs to a split weight
         rule = f"'{weight.rules[0].shapes[0]}'"
-        beside = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
-        return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {beside}")
+        line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
+        return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
     line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
     return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
-def _measure(sizes: AxisSizes, found: Iterable[_TensorGroup]) -> None:
+def _measure(sizes: AxisSizes, groups: Iterable[_TensorGroup]) -> None:
     """Measure the axes whose size the config does not give.
 
     The size comes from a dimension in which the axis stands alone, or from the indices in names.
     """
     first: dict[str, str] = {}
-    for each in found:
-        tensor, rule, match = each.tensor, each.shapes[0], each.match
+    for group in groups:
+        tensor, rule, match = group.tensor, group.shapes[0], group.match
         for counted in match.indices.keys() - sizes.counts.keys():
-            sizes.measured[counted] = max(sizes.measured.get(counted, 0), max(each.seen[counted]) + 1)
+            sizes.measured[counted] = max(sizes.measured.get(counted, 0), max(group.seen[counted]) + 1)
         if tensor.shape is None or len(rule.dims) != len(tensor.shape):
             continue
         configured: dict[str, int] | None = None

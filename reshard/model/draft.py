@@ -51,7 +51,7 @@ def draft_of(path: FilePath) -> Draft:
     checkpoint = open_checkpoint(path)
     tensors = dict(checkpoint.tensors)
     if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: tensors[kept]._replace(name=alias) for alias, kept in checkpoint.aliases.items()}
+        tensors |= {alias: tensors[original]._replace(name=alias) for alias, original in checkpoint.aliases.items()}
     return draft(checkpoint.config, [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()])
 
 
@@ -112,9 +112,9 @@ def _lines(
     for kind in kinds:
         match = base.match(kind.name)
         groups[match.template if match else _template(base, kind.name)].append(kind)
-    unclear, split = set[str](), {axis for families in base.families.values() for each in families for axis in each}
-    others = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
-    for template, group in others.items():
+    unclear, split = set[str](), {axis for families in base.families.values() for family in families for axis in family}
+    unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
+    for template, group in unlike.items():
         shapes = [shape for rule in base.tensors.get(template, ()) for shape in rule.shapes if not shape.is_open]
         for shape in shapes:
             rules = {**base.tensors, template: (Rule((shape,)),)}
@@ -127,7 +127,7 @@ def _lines(
             yield template, (_whole(group), why)
             if len(group[0].shape or ()) > 1 or template.endswith(".bias"):
                 unclear.add(_part(template))
-    for template in (each for each in groups if each not in others):
+    for template in (family for family in groups if family not in unlike):
         is_split = any(shape.axes & split for rule in base.tensors[template] for shape in rule.shapes)
         if is_split and "{layer}" in template and _part(template) in unclear:
             yield template, (_whole(groups[template]), "a weight beside it is not clear")
@@ -155,8 +155,8 @@ def _template(base: Architecture, name: str) -> str:
 
 def _part(template: str) -> str:
     """The part of a layer that a tensor belongs to: its attention, its MLP."""
-    before, _, after = template.partition("}.")
-    return f"{before}.{after.partition('.')[0]}"
+    prefix, _, suffix = template.partition("}.")
+    return f"{prefix}.{suffix.partition('.')[0]}"
 
 
 def _text(config: Mapping[str, Any], base: str, fit: str, lines: Mapping[str, tuple[str, str]]) -> str:

@@ -32,7 +32,7 @@ class FullTensor(NamedTuple):  # there may be half a million of these: a datacla
     dtype: str
     shape: tuple[int, ...] | None
     where: str
-    held: tuple[int, ...] | None = None  # one rank's shape, where the full shape is not known
+    local: tuple[int, ...] | None = None  # one rank's shape, where the full shape is not known
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +129,8 @@ class Model:
     @cached_property
     def with_channels(self) -> tuple[Kind, ...]:
         """The kinds with an axis that may be split unevenly, one for each rule, its sizes and its bits."""
-        found = (kind for kind in self.kinds if kind.rule.axes & self.channels)
-        return tuple({(k.rule, k.indices, k.axes, DTYPE_BITS[k.dtype]): k for k in found}.values())
+        kinds = (kind for kind in self.kinds if kind.rule.axes & self.channels)
+        return tuple({(k.rule, k.indices, k.axes, DTYPE_BITS[k.dtype]): k for k in kinds}.values())
 
     @cached_property
     def _axes(self) -> frozenset[tuple[frozenset[str], tuple[tuple[str, int], ...]]]:
@@ -146,9 +146,9 @@ class Model:
             if experts or not names & self.expert_axes:
                 axes.setdefault(indices, set()).update(names)
         restricted = []
-        for indices, found in axes.items():
+        for indices, names_of in axes.items():
             sizes = self.sizes.of(dict(indices))
-            restricted.append({name: sizes[name] for name in sorted(found)})
+            restricted.append({name: sizes[name] for name in sorted(names_of)})
         return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
 
 
@@ -167,12 +167,12 @@ def shares_of(
         if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & model.expert_axes):
             continue
         for family in model.architecture.families.get(mesh_dim, ()):
-            known = [axis for axis in family if axis in sizes]
+            present = [axis for axis in family if axis in sizes]
             unit = mesh.unit(family[0]) if mesh_dim == "tp" else None
             if unit is not None:
                 shares[family[0]] = Share(degree, coordinates[mesh_dim], unit)
                 continue
-            parts = deal(known, sizes, degree) if known else None
+            parts = deal(present, sizes, degree) if present else None
             if parts is not None:
                 shares |= share(parts, coordinates[mesh_dim])
     return shares

@@ -50,10 +50,10 @@ class _Unknown(dict[str, int]):
 class AxisSizes:
     """The size of every axis for a tensor's indices: from the config, else measured on disk."""
 
-    def __init__(self, architecture: Architecture, config: Mapping[str, Any], known: Mapping[str, int]) -> None:
+    def __init__(self, architecture: Architecture, config: Mapping[str, Any], measured: Mapping[str, int]) -> None:
         self._architecture = architecture
         self.settings = architecture.settings(config)
-        self.measured: dict[str, int] = dict(known)
+        self.measured: dict[str, int] = dict(measured)
         self._named = frozenset(
             segment[1:-1] for name in architecture.tensors for segment in name.split(".") if segment.startswith("{")
         )
@@ -79,16 +79,16 @@ class AxisSizes:
         The sizes of all axes of a family matter, because they are split together.
         """
         axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
-        families = (family for found in self._architecture.families.values() for family in found)
+        families = (family for families_of in self._architecture.families.values() for family in families_of)
         axes = axes.union(*(family for family in families if axes & {*family}))
         names = frozenset().union(*(rule.when.names for rule in rules if rule.when and self._asks_for_index(rule.when)))
         while True:
             sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
             names = names.union(*(expression.names for expression in sizes))
-            more = names - self._index_names - axes
-            if not more & self._architecture.sizes.keys():
+            further = names - self._index_names - axes
+            if not further & self._architecture.sizes.keys():
                 return names & self._index_names
-            axes |= more
+            axes |= further
 
     def _asks_for_index(self, condition: Expression) -> bool:
         """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
@@ -101,12 +101,12 @@ class AxisSizes:
     @cached_property
     def varying(self) -> frozenset[str]:
         """The axes whose size depends on an index in the tensor's name."""
-        sizes, found = self._architecture.sizes, frozenset[str]()
+        sizes, axes = self._architecture.sizes, frozenset[str]()
         while True:
-            more = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | found))
-            if more == found:
-                return found
-            found = more
+            wider = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | axes))
+            if wider == axes:
+                return axes
+            axes = wider
 
     @cached_property
     def counts(self) -> dict[str, int]:

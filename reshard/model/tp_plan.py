@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from formats.errors import PlanError, need_transformers
+from formats.errors import PlanError, require_transformers
 from formats.notation.axes import Dim, Shape, deal
 from formats.quantization.settings import quantization_settings
 from reshard.model.model import Kind, Model
@@ -86,7 +86,7 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
 
     Raises PlanError without transformers, for a type that it does not know, and for quantized weights.
     """
-    need_transformers("--tp-plan")
+    require_transformers("--tp-plan")
     if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
     network = _network(model)
@@ -138,28 +138,28 @@ def _parts(model: Model, network: Any, degree: int | None) -> Iterator[_Part]:
     from formats.transformers_internals import placements
 
     tensors = {tensor.name: tensor.kind for tensor in model.tensors}
-    found: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
+    kinds_of: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
     first: dict[str, tuple[Kind, tuple[int, ...]]] = {}
-    for name, placed in placements(network, {tensor.name: tensor.shape for tensor in model.tensors}).items():
+    for name, parameter in placements(network, {tensor.name: tensor.shape for tensor in model.tensors}).items():
         generic = _generic(name)
-        sources = [tensors[source] for source in placed.sources]
-        found[generic] |= {_kind(model, source, degree) for source in sources}
-        first.setdefault(generic, (sources[0], placed.shape))
-    for generic, kinds in found.items():
-        known = sorted(kind for kind in kinds if kind is not None)
-        if len(known) == len(kinds) and len({kind for kind, _ in known}) == 1:
-            yield _Part(generic, generic.rpartition(".")[0], *known[0], *first[generic], len(known) > 1)
+        sources = [tensors[source] for source in parameter.sources]
+        kinds_of[generic] |= {_kind(model, source, degree) for source in sources}
+        first.setdefault(generic, (sources[0], parameter.shape))
+    for generic, kinds in kinds_of.items():
+        split = sorted(kind for kind in kinds if kind is not None)
+        if len(split) == len(kinds) and len({kind for kind, _ in split}) == 1:
+            yield _Part(generic, generic.rpartition(".")[0], *split[0], *first[generic], len(split) > 1)
 
 
 def _kind(model: Model, tensor: Kind, degree: int | None) -> tuple[str, int] | None:
     """Whether a tensor is split along its output, its input, or its only dimension; and the number of the family."""
     sizes = model.sizes.of(dict(tensor.indices))
     for number, family in enumerate(model.architecture.families.get("tp", ())):
-        known = [axis for axis in family if axis in sizes]
-        dealt = set(known)
-        if degree is not None and not set(known) <= set(model.architecture.pad):
-            parts = deal(known, sizes, degree) or {}
-            dealt = {axis for axis in known if parts.get(axis, 1) > 1}
+        present = [axis for axis in family if axis in sizes]
+        dealt = set(present)
+        if degree is not None and not set(present) <= set(model.architecture.pad):
+            parts = deal(present, sizes, degree) or {}
+            dealt = {axis for axis in present if parts.get(axis, 1) > 1}
         split = [i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt]
         if not split:
             continue
@@ -227,16 +227,16 @@ _SAYS_WHAT_IT_IS = {"device", "dtype", "shape", "size", "ndim"}
 def _weights_read(cls: type) -> frozenset[str]:
     """The paths of the submodules whose ``weight`` the methods of a class read: ``self.a.b.weight`` in their code."""
     methods = [value for name, value in vars(cls).items() if inspect.isfunction(value) and name not in _NO_FORWARD]
-    found: set[str] = set()
+    paths: set[str] = set()
     for method in methods:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-        read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
-        asked = {id(node.value) for node in read if node.attr in _SAYS_WHAT_IT_IS}
-        for node in read:
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+        asked = {id(node.value) for node in nodes if node.attr in _SAYS_WHAT_IT_IS}
+        for node in nodes:
             first, *path = ast.unparse(node).split(".")
             if id(node) not in asked and first == "self" and len(path) > 1 and path[-1] == "weight":
-                found.add(".".join(path[:-1]))
-    return frozenset(found)
+                paths.add(".".join(path[:-1]))
+    return frozenset(paths)
 
 
 # ------------------------------------------------------------------------------------------------------- the styles
@@ -271,8 +271,8 @@ def _tied(network: Any, owners: set[str]) -> list[set[str]]:
     groups: list[set[str]] = []
     for owner in sorted(owners):
         group = {owner}
-        while more := set().union(*(shared for shared in users.values() if shared & group)) - group:
-            group |= more
+        while new := set().union(*(shared for shared in users.values() if shared & group)) - group:
+            group |= new
         if group not in groups:
             groups.append(group)
     return groups
@@ -283,9 +283,9 @@ def _plan_experts(draft: _Draft, network: Any, owner: str, parts: list[_Part]) -
     if any(_is_transposed(network, part.name) for part in parts):
         draft.whole[owner] = "transformers does not cut what it transposes as it loads it"
         return
-    own = {name: style for name, style in draft.own.items() if name == owner or name.rpartition(".")[0] == owner}
-    if own.get(owner) == "moe_tp_experts":
-        draft.styles |= own
+    styles_of = {name: style for name, style in draft.own.items() if name == owner or name.rpartition(".")[0] == owner}
+    if styles_of.get(owner) == "moe_tp_experts":
+        draft.styles |= styles_of
         return
     styles: dict[str, str] = {}
     for part in parts:
@@ -330,17 +330,17 @@ def _is_pair(dim: Dim) -> bool:
 def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], degree: int | None) -> None:
     """The linear layers of a layer's MLP or attention: with parts of the vector between them, or with the whole."""
     linear: dict[str, list[_Part]] = defaultdict(list)
-    others: dict[str, _Part] = {}
+    rest_parts: dict[str, _Part] = {}
     for part in parts:
         if _is_linear(network, part.owner) and part.owner not in draft.used:
             linear[part.owner].append(part)
         else:
             is_own = part.name.rpartition(".")[2] in {"weight", "bias"}
-            others.setdefault(part.owner if is_own else part.name, part)
-    kinds = {owner: next((p.kind for p in found if p.kind != "vector"), "vector") for owner, found in linear.items()}
-    why = _why_not_local(draft, model, network, linear, kinds, others, degree)
-    for name in others:
-        used = _is_linear(network, others[name].owner)
+            rest_parts.setdefault(part.owner if is_own else part.name, part)
+    kinds = {owner: next((p.kind for p in group if p.kind != "vector"), "vector") for owner, group in linear.items()}
+    why = _why_not_local(draft, model, network, linear, kinds, rest_parts, degree)
+    for name in rest_parts:
+        used = _is_linear(network, rest_parts[name].owner)
         draft.whole[name] = "the model's code uses its weight itself" if used else "no linear layer"
     for owner, kind in kinds.items():
         if kind == "vector":
@@ -356,31 +356,31 @@ def _plan_block(draft: _Draft, model: Model, network: Any, parts: list[_Part], d
 
 def _why_not_local(
     draft: _Draft, model: Model, network: Any, linear: Mapping[str, list[_Part]], kinds: Mapping[str, str],
-    others: Mapping[str, _Part], degree: int | None,
+    rest_parts: Mapping[str, _Part], degree: int | None,
 ) -> str | None:  # fmt: skip
     """Why a rank's part of the vector between two linear layers is not enough for the model's code; None if it is."""
-    if any(part.is_mixed for found in linear.values() for part in found):
+    if any(part.is_mixed for parts in linear.values() for part in parts):
         return "it lies differently from layer to layer"
-    if others:
-        return f"{min(others)} would need its part of what is between"
+    if rest_parts:
+        return f"{min(rest_parts)} would need its part of what is between"
     if {"column", "row"} - set(kinds.values()):
         return "nothing takes the parts as its input" if "column" in kinds.values() else "nothing gives it parts"
-    own = {owner: draft.own[owner] for owner in kinds if owner in draft.own}
-    rules = [part.tensor.rule for found in linear.values() for part in found if part.kind == "column"]
+    styles = {owner: draft.own[owner] for owner in kinds if owner in draft.own}
+    rules = [part.tensor.rule for parts in linear.values() for part in parts if part.kind == "column"]
     columns = [rule.dims[rule.output_dim or 0] for rule in rules]
     is_plain = all(dim.axis is not None for dim in columns)
     packed = [dim for dim in columns if len(dim.summands) > 1]
     if packed:
         if not all(_is_pair(dim) and len(dim.summands[0].factors) == 1 for dim in packed):
             return "blocks are packed in a way that no style cuts"
-        vectors = [part.tensor.rule for found in linear.values() for part in found if part.kind == "vector"]
+        vectors = [part.tensor.rule for parts in linear.values() for part in parts if part.kind == "vector"]
         if any(len(rule.dims[0].summands) > 1 for rule in vectors):
             return "no style cuts the bias of packed blocks"
         return None if all(dim.axis is not None or dim in packed for dim in columns) else "its blocks are packed"
-    if own and not set(own.values()) <= LOCAL:
+    if styles and not set(styles.values()) <= LOCAL:
         return "transformers' own plan gathers here"
     if not is_plain:
-        if own.keys() != kinds.keys() and not all(_needs_nothing(model, network, owner) for owner in kinds):
+        if styles.keys() != kinds.keys() and not all(_needs_nothing(model, network, owner) for owner in kinds):
             return "the model's code counts the heads of the whole model"
         return _why_heads_are_cut(draft, model, linear, degree)
     return None
@@ -391,15 +391,15 @@ def _why_heads_are_cut(
 ) -> str | None:
     """Attention works on parts where each rank has whole KV heads of its own."""
     families = model.architecture.families["tp"]
-    number = next(part.family for found in linear.values() for part in found)
+    number = next(part.family for parts in linear.values() for part in parts)
     for sizes in model.axis_sets():
-        known = [axis for axis in families[number] if axis in sizes]
-        if known:
-            count = sizes[known[0]]
+        present = [axis for axis in families[number] if axis in sizes]
+        if present:
+            count = sizes[present[0]]
             if degree is None:
                 draft.degrees.add(count)
             elif count % degree:
-                return f"{known[0]} {count} is not divisible by {degree}"
+                return f"{present[0]} {count} is not divisible by {degree}"
     return None
 
 
@@ -407,9 +407,9 @@ def _needs_nothing(model: Model, network: nn.Module, owner: str) -> bool:
     """Whether the architecture file says that a module around this one works on any number of heads."""
     for name, _ in _modules(network, owner):
         for path in _ancestors(name):
-            found = model.architecture.match_module(path)
-            if found is not None:
-                return all(not rule.attributes and not rule.split for rule in found[0])
+            match = model.architecture.match_module(path)
+            if match is not None:
+                return all(not rule.attributes and not rule.split for rule in match[0])
         return False
     return False
 

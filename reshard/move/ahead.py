@@ -52,13 +52,13 @@ class Ahead:
         self._steps: list[Step] = []
         self._fetched, self._again = 0, tried_again()
 
-    def request(self, wanted: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
+    def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
         """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out."""
-        found: dict[SourceFile, list[Range]] = {}
-        for file, ranges in wanted:
+        ranges_of: dict[SourceFile, list[Range]] = {}
+        for file, ranges in tensors:
             if file.remote is not None:
-                found.setdefault(file, []).extend(joined(ranges, GAP))
-        step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in found.items()})
+                ranges_of.setdefault(file, []).extend(joined(ranges, GAP))
+        step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()})
         self._steps.append(step)
 
     @property
@@ -71,7 +71,7 @@ class Ahead:
         """The bytes of all steps that are not done."""
         return sum(part.end - part.begin for step in self._steps for parts in step.parts.values() for part in parts)
 
-    def done(self) -> None:
+    def end_step(self) -> None:
         """Forget the first step."""
         self._steps.pop(0)
 

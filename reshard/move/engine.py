@@ -20,7 +20,7 @@ from isal.isal_zlib import crc32
 from formats.files.checksum import PartialSum, sum_part
 from reshard.move.jobs import Job, Options, TargetFile, joined
 from reshard.move.mover import Account, Mover, Steps, stretches_of
-from reshard.move.reading import Sums, Wanted
+from reshard.move.reading import Sums, TargetSet
 from reshard.publishing.journal import Finished, Moved, Read
 from reshard.source.source import SourceFile
 from reshard.store.threads import Shared, work_together
@@ -126,15 +126,15 @@ class _Files:
         reads = ((self.sources[number], wanted, part) for (number, wanted), part in account.read.items())
         return Moved(tuple(account.steps), self._options.sizes.step, written, self._reads(reads))
 
-    def _reads(self, reads: Iterable[tuple[SourceFile, Wanted, PartialSum]]) -> tuple[Read, ...]:
+    def _reads(self, reads: Iterable[tuple[SourceFile, TargetSet, PartialSum]]) -> tuple[Read, ...]:
         names = [target.name for target in self._targets]
         return tuple(Read(of.name, frozenset(names[n] for n in wanted), part.to_text()) for of, wanted, part in reads)
 
     def take(self, account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
         self._sums.traffic = self._sums.traffic.plus(account.traffic)
-        for (number, wanted), part in account.read.items():
-            self._sums.add(self.sources[number], wanted, part)
+        for (number, targets), part in account.read.items():
+            self._sums.add(self.sources[number], targets, part)
         for number, runs in account.runs.items():
             self._targets[number].runs += runs
         for number, part in account.written.items():
@@ -175,7 +175,7 @@ class _Files:
                     os.fsync(opened.fileno())
             target.staged.rename(target.path)
         checksum = target.sum.value() if self._options.checksum else None
-        reads = self._reads(self._sums.wanted_by(self._targets.index(target)))
+        reads = self._reads(self._sums.read_for(self._targets.index(target)))
         self._finished(target.name, Finished(target.size, checksum, reads))
 
     def close(self) -> None:

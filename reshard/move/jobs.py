@@ -19,7 +19,7 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32, crc32_combine
 
 from formats.files.checksum import PIECE, Crc, PartialSum
-from reshard.move.slabs import Way
+from reshard.move.slabs import Route
 from reshard.source.source import Places, SourcePlace
 
 SMALLEST = 1 << 14
@@ -114,7 +114,7 @@ class Job(NamedTuple):
     """
 
     name: str
-    transfer: Way
+    transfer: Route
     sources: Places
     targets: Callable[[int], TargetPlace | None]
     nbytes: int

@@ -27,8 +27,8 @@ import numpy as np
 from formats.errors import MismatchError
 from formats.files.checksum import Part, PartialSum, sum_part
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within
-from reshard.move.reading import Bytes, Reader, Wanted, pieces
-from reshard.move.slabs import Copy, Region, Slab, Way
+from reshard.move.reading import Bytes, Reader, TargetSet, pieces
+from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Moved
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.remote import joined
@@ -48,16 +48,16 @@ class Window:
 
 def windows(copies: Sequence[Copy], size: int) -> Iterator[Window]:
     """The wanted parts of a source's region, of at most ``size`` bytes each."""
-    held = [copy.source_slices[0] for copy in copies]
-    bounds = sorted({bound for part in held for bound in (part.start, part.stop)})
-    wanted: list[list[Copy]] = [[] for _ in bounds]
-    for copy, part in zip(copies, held, strict=True):
+    slices = [copy.source_slices[0] for copy in copies]
+    bounds = sorted({bound for part in slices for bound in (part.start, part.stop)})
+    starting: list[list[Copy]] = [[] for _ in bounds]
+    for copy, part in zip(copies, slices, strict=True):
         for i in range(bisect_left(bounds, part.start), bisect_left(bounds, part.stop)):
-            wanted[i].append(copy)
-    for (first, last), found in zip(itertools.pairwise(bounds), wanted, strict=False):
-        if found:
+            starting[i].append(copy)
+    for (first, last), overlapping in zip(itertools.pairwise(bounds), starting, strict=False):
+        if overlapping:
             for begin in range(first, last, size):
-                yield Window(begin, min(begin + size, last), found)
+                yield Window(begin, min(begin + size, last), overlapping)
 
 
 _FEW = 256 << 20
@@ -77,7 +77,7 @@ class Steps:
 
     def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
         self._jobs, self._sizes = jobs, sizes
-        self._kept: Callable[[Way], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
+        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
 
     def of(self, number: int, first: int = 0, last: int | None = None) -> Iterator[Step]:
         """The steps of a job, from ``first`` to before ``last``."""
@@ -131,7 +131,7 @@ class Account:
 
     steps: list[tuple[int, int]] = field(default_factory=list)
     """The steps that are complete: all that was read and written is of these."""
-    read: dict[tuple[int, Wanted], PartialSum] = field(default_factory=dict)
+    read: dict[tuple[int, TargetSet], PartialSum] = field(default_factory=dict)
     """Sums of bytes read, by the source's number and the numbers of the targets that wanted them."""
     written: dict[int, PartialSum] = field(default_factory=dict)
     """Sums of bytes written, by the target's number."""
@@ -161,7 +161,7 @@ class Mover:
         self._busy, self._send = busy, send
         self._source_numbers = {file: number for number, file in enumerate(sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
-        self._wanted: Wanted | None = frozenset()
+        self._summed_for: TargetSet | None = frozenset()
         self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
         self._account, self._shown = Account(), 0
         self._traffic, self._reported = Traffic(), time.monotonic()
@@ -194,10 +194,10 @@ class Mover:
             waiting.append(steps)
             while ahead.nbytes > AHEAD:
                 yield waiting.popleft()
-                ahead.done()
+                ahead.end_step()
         for steps in waiting:
             yield steps
-            ahead.done()
+            ahead.end_step()
 
     @staticmethod
     def _reads_of(steps: Sequence[Step]) -> Iterator[tuple[SourcePlace, Region]]:
@@ -220,30 +220,30 @@ class Mover:
 
     def _carry_out_together(self, steps: Sequence[Step]) -> None:
         """Move small tensors: neighbours in a file are read or written with one call."""
-        reads, writes = _Runs[tuple[SourceFile, Wanted | None]](), _Runs[int]()
+        reads, writes = _Runs[tuple[SourceFile, TargetSet | None]](), _Runs[int]()
         ready = []
         for job, slab, _ in steps:
             places = [(number, region, job.target(region.rank)) for number, region in enumerate(slab.writes)]
-            wanted = frozenset([self._numbers[place.file] for _, _, place in places])
-            left = [each for each in places if not each[2].file.done]
-            if wanted and not left:
+            targets = frozenset([self._numbers[place.file] for _, _, place in places])
+            unwritten = [entry for entry in places if not entry[2].file.done]
+            if targets and not unwritten:
                 continue
             sources = [(region, job.source(region.rank)) for region in slab.reads]
-            summed = None if job.again else wanted
-            read = [reads.add((place.file, summed), place.offset, region) for region, place in sources]
-            written = [(i, writes.add(self._numbers[place.file], place.offset, r)) for i, r, place in left]
-            ready.append((job, slab, read, written))
+            summed = None if job.again else targets
+            spans = [reads.add((place.file, summed), place.offset, region) for region, place in sources]
+            written = [(i, writes.add(self._numbers[place.file], place.offset, r)) for i, r, place in unwritten]
+            ready.append((job, slab, spans, written))
         for run in reads.make_room():
-            file, self._wanted = run.key
+            file, self._summed_for = run.key
             self._reader.fill(run.data, file, run.begin)
         filled = writes.make_room()
-        for job, slab, read, written in ready:
-            found = [span.data for span in read]
-            check_slab(job, slab, found)
+        for job, slab, spans, written in ready:
+            blocks = [span.data for span in spans]
+            check_slab(job, slab, blocks)
             for number, span in written:
                 block = span.data
                 for copy in slab.copies_to[number]:
-                    block[copy.target_slices] = copy.block(found)
+                    block[copy.target_slices] = copy.block(blocks)
         for part in filled:
             self.write(self._targets[part.key], part.begin, part.data)
 
@@ -255,12 +255,12 @@ class Mover:
             return
         if not self._want(job, (region.rank for region in slab.writes)):
             return
-        read = [self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads]
-        check_slab(job, slab, read)
+        blocks = [self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads]
+        check_slab(job, slab, blocks)
         if slab.is_flat:
-            self._write_flat(job, slab, read)
+            self._write_flat(job, slab, blocks)
         else:
-            self._write_blocks(job, slab, read)
+            self._write_blocks(job, slab, blocks)
 
     # -- reading and writing
 
@@ -270,7 +270,7 @@ class Mover:
         Returns whether any of the files is unfinished.
         """
         files = [job.target(rank).file for rank in ranks]
-        self._wanted = None if job.again else frozenset(self._numbers[file] for file in files)
+        self._summed_for = None if job.again else frozenset(self._numbers[file] for file in files)
         return not files or not all(file.done for file in files)
 
     def _is_done(self, job: Job, rank: int) -> bool:
@@ -286,8 +286,8 @@ class Mover:
                     return
                 self._arena.clear()
                 data = self._arena.take(window.end - window.begin)
-                read = region.ranges(window.begin, data.size)
-                parts = [self._reader.fill(data[at : at + n], source.file, source.offset + o) for o, at, n in read]
+                ranges = region.ranges(window.begin, data.size)
+                parts = [self._reader.fill(data[at : at + n], source.file, source.offset + o) for o, at, n in ranges]
                 part = parts[0] if len(parts) == 1 else None
                 for copy in window.copies:
                     target, begin = slab.writes[copy.target], copy.target_slices[0].start - copy.source_slices[0].start
@@ -298,8 +298,8 @@ class Mover:
                         else:
                             self.write(place.file, place.offset + offset, data[at : at + n])
 
-            found = windows([copy for copy in slab.copies if copy.source == number], self._sizes.piece)
-            self._one_by_one(job, ((slab.writes[window.copies[0].target].rank, window) for window in found), move)
+            all_windows = windows([copy for copy in slab.copies if copy.source == number], self._sizes.piece)
+            self._one_by_one(job, ((slab.writes[window.copies[0].target].rank, window) for window in all_windows), move)
         for copy in slab.copies:
             if copy.source is None:
                 self._write_zeros(job, slab.writes[copy.target], copy)
@@ -328,15 +328,15 @@ class Mover:
         for begin in range(part.start, part.stop, self._sizes.piece):
             self._write_at(job, region, begin, zeros[: part.stop - begin])
 
-    def _write_flat(self, job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
+    def _write_flat(self, job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
         for copy in slab.copies:
             region = slab.writes[copy.target]
             if copy.source is None:
                 self._write_zeros(job, region, copy)
             elif not self._is_done(job, region.rank):
-                self._write_at(job, region, copy.target_slices[0].start, read[copy.source][copy.source_slices])
+                self._write_at(job, region, copy.target_slices[0].start, blocks[copy.source][copy.source_slices])
 
-    def _write_blocks(self, job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
+    def _write_blocks(self, job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
         arena = self._arena
         mark = arena.used
 
@@ -346,12 +346,12 @@ class Mover:
             at = job.target(region.rank).offset + region.rows.offset + region.offset
             block = arena.take(region.nbytes, at).reshape(region.shape)
             for copy in slab.copies_to[number]:
-                block[copy.target_slices] = copy.block(read)
+                block[copy.target_slices] = copy.block(blocks)
             self._write_at(job, region, 0, block.reshape(-1))
 
         ranks = [region.rank for region in slab.writes]
-        left = [(rank, number) for number, rank in enumerate(ranks) if not self._is_done(job, rank)]
-        self._one_by_one(job, left, move)
+        unwritten = [(rank, number) for number, rank in enumerate(ranks) if not self._is_done(job, rank)]
+        self._one_by_one(job, unwritten, move)
 
     def _write_at(self, job: Job, region: Region, begin: int, data: Bytes) -> None:
         """Write from byte ``begin`` of a region on."""
@@ -430,18 +430,18 @@ class Mover:
                         self._add_written(target, offset, data, sum_part(data, offset))
 
     def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
-        if self._wanted is None:
+        if self._summed_for is None:
             return
-        key = (self._source_numbers[file], self._wanted)
+        key = (self._source_numbers[file], self._summed_for)
         _sum_of(self._account.read, key, file.size).add(offset, length, part)
 
 
 def _sum_of(sums: dict[K, PartialSum], key: K, size: int) -> PartialSum:
     """The sum under a key, a new one of a file of ``size`` bytes if there is none: too large to be made in vain."""
-    found = sums.get(key)
-    if found is None:
-        found = sums[key] = PartialSum(size)
-    return found
+    total = sums.get(key)
+    if total is None:
+        total = sums[key] = PartialSum(size)
+    return total
 
 
 class _Arena:
@@ -469,15 +469,15 @@ class _Arena:
         self.used = used
 
 
-def check_slab(job: Job, slab: Slab, read: Sequence[Bytes]) -> None:
+def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
     """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
     for check in slab.checks:
-        block = check.block(read)
+        block = check.block(blocks)
         place = job.source(slab.reads[check.source].rank)
         if check.other is None:
             if block.any():
                 raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
-        elif not np.array_equal(block, read[check.other][check.other_slices]):
+        elif not np.array_equal(block, blocks[check.other][check.other_slices]):
             other, rank = job.source(slab.reads[check.other].rank), slab.reads[check.source].rank
             if rank >= job.holders > 0:
                 raise MismatchError(
@@ -544,7 +544,7 @@ class _Runs(Generic[K]):
         return self._runs
 
 
-def room(nbytes: int) -> Bytes:
+def allocate(nbytes: int) -> Bytes:
     """A new buffer."""
     return np.empty(nbytes, dtype=np.uint8)
 
@@ -554,10 +554,10 @@ def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     if slab.is_flat and not slab.checks:
         _read_flat(job, slab, reader, blocks)
         return
-    read = [reader.read(job.source(region.rank), region, room) for region in slab.reads]
-    check_slab(job, slab, read)
+    sources = [reader.read(job.source(region.rank), region, allocate) for region in slab.reads]
+    check_slab(job, slab, sources)
     for copy in slab.copies:
-        blocks[copy.target][copy.target_slices] = copy.block(read)
+        blocks[copy.target][copy.target_slices] = copy.block(sources)
 
 
 def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:

@@ -25,17 +25,17 @@ from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
-from formats.files.sharded import KEPT
+from formats.files.sharded import INTACT_FILE
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetPlace
-from reshard.move.slabs import Check, Copy, Region, Rows, Slab, Slices, Transfer, Way, rows_of
-from reshard.placement.arrangement import Arrangement, arrangement_of, same_atoms
+from reshard.move.slabs import Check, Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
+from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Piece, Spread
-from reshard.placement.stored import Atom, Placed, Stated, blocks_of
+from reshard.placement.stored import Atom, Location, Stated, blocks_of
 from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
 
 Block = NDArray[np.uint8]
@@ -102,10 +102,10 @@ _FROM_F32: Mapping[str, Callable[[NDArray[np.float32]], Block]] = {
 def _narrow(name: str, target: str, block: Block) -> Block:
     """What was widened, as it was. Raises MismatchError if it was not."""
     values = _AS_F32["F32"](block)
-    found = _FROM_F32[target](values)
-    if (_AS_F32[target](found).view("<u4") != values.view("<u4")).any():
+    narrowed = _FROM_F32[target](values)
+    if (_AS_F32[target](narrowed).view("<u4") != values.view("<u4")).any():
         raise MismatchError(f"tensor '{name}' is stored as F32 and has values that {target} cannot have", _CHANGED)
-    return found
+    return narrowed
 
 
 _CHANGED = "the original was of that type: these values were changed since"
@@ -223,7 +223,7 @@ class Regrid:
         self._item, self._steps = item_bits // 8, steps
         sources = [(rank, piece) for rank, of in source.pieces.items() for piece in of]
         targets = [(rank, piece) for rank, of in target.pieces.items() if rank in ranks for piece in of]
-        self._reads, self._writes = (tuple(self._region(*each) for each in of) for of in (sources, targets))
+        self._reads, self._writes = (tuple(self._region(*entry) for entry in of) for of in (sources, targets))
         self._sources, self._targets = ([_indices(piece.runs) for _, piece in of] for of in (sources, targets))
 
     @property
@@ -248,33 +248,33 @@ class Regrid:
 
     def _copies(self, target: int) -> Iterator[Copy]:
         """Each scale of a target comes from the source's scale block at the same indices: the first, if several."""
-        held = self._targets[target]
-        firsts = [found * b // a for found, (a, b) in zip(held, self._steps, strict=True)]
-        for source, here, there in self._holders(firsts):
-            yield Copy(source, there, target, here)
+        indices = self._targets[target]
+        firsts = [dim_indices * b // a for dim_indices, (a, b) in zip(indices, self._steps, strict=True)]
+        for source, source_at, target_at in self._holders(firsts):
+            yield Copy(source, target_at, target, source_at)
 
     def _checks(self, source: int) -> Iterator[Check]:
         """Each scale of a source must equal the first scale of the target's larger scale block."""
-        held = self._sources[source]
-        firsts = [_first(found, here, there) for found, (here, there) in zip(held, self._steps, strict=True)]
-        for other, here, there in self._holders(firsts):
-            yield Check(source, here, other, there)
+        indices = self._sources[source]
+        firsts = [_first(of, old, new) for of, (old, new) in zip(indices, self._steps, strict=True)]
+        for other, old, new in self._holders(firsts):
+            yield Check(source, old, other, new)
 
-    def _holders(self, wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
+    def _holders(self, targets: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
         """The source's pieces that together have the wanted indices.
 
-        Each comes with the positions of its indices in ``wanted``, and their positions in the piece.
+        Each comes with the positions of its indices in ``targets``, and their positions in the piece.
         """
-        covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
-        for number, held in enumerate(self._sources):
-            places = [np.flatnonzero(np.isin(indices, mine)) for indices, mine in zip(wanted, held, strict=True)]
-            here = np.ix_(*places)
-            if covered[here].all():
+        covered = np.zeros([len(indices) for indices in targets], dtype=bool)
+        for number, indices_of in enumerate(self._sources):
+            places = [np.flatnonzero(np.isin(indices, src)) for indices, src in zip(targets, indices_of, strict=True)]
+            grid = np.ix_(*places)
+            if covered[grid].all():
                 continue
-            covered[here] = True
-            triples = zip(held, wanted, places, strict=True)
-            local = [np.searchsorted(mine, indices[at]) for mine, indices, at in triples]
-            yield number, here, np.ix_(*local)
+            covered[grid] = True
+            triples = zip(indices_of, targets, places, strict=True)
+            local = [np.searchsorted(src, indices[at]) for src, indices, at in triples]
+            yield number, grid, np.ix_(*local)
 
 
 def _first(blocks: Indices, step: int, other: int) -> Indices:
@@ -300,15 +300,15 @@ class Restate:
 
     The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``, which is
     little, so all of it is one slab. It goes from the source ranks ``holders`` to the target ranks ``ranks``;
-    ``before`` and ``after`` have the shape that it states on a rank, ``places`` its place in a source rank's files.
+    ``source`` and ``target`` have the shape that it states on a rank, ``places`` its place in a source rank's files.
     """
 
     name: str
     dtype: str
     nbytes: int
     holders: Sequence[int]
-    before: Stated
-    after: Stated
+    source: Stated
+    target: Stated
     places: Places
     ranks: frozenset[int]
 
@@ -321,13 +321,13 @@ class Restate:
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """One step for the whole tensor, whatever the budget."""
-        (first, *others), ranks = self.holders, sorted(self.ranks)
+        (first, *replicas), ranks = self.holders, sorted(self.ranks)
         copies = [
-            Copy(0, _WHOLE, number, _WHOLE, self._edit(first, self.after(rank))) for number, rank in enumerate(ranks)
+            Copy(0, _WHOLE, number, _WHOLE, self._edit(first, self.target(rank))) for number, rank in enumerate(ranks)
         ]
         checks = [
-            Check(number, _WHOLE, 0, _WHOLE, self._edit(rank, self.before(first)))
-            for number, rank in enumerate(others, 1)
+            Check(number, _WHOLE, 0, _WHOLE, self._edit(rank, self.source(first)))
+            for number, rank in enumerate(replicas, 1)
         ]
         reads, writes = (
             tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in of)
@@ -337,13 +337,13 @@ class Restate:
 
     def _edit(self, source: int, shape: Sequence[int]) -> Edit:
         """Replaces the shape that a source rank must state by another; raises MismatchError if it states a third."""
-        before, place = self.before(source), self.places(source)
+        stated, place = self.source(source), self.places(source)
         assert place is not None
         path = place.file.path
 
         def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
             try:
-                new = restated(block.tobytes(), self.dtype, before, shape)
+                new = restated(block.tobytes(), self.dtype, stated, shape)
             except CheckpointError as error:
                 raise MismatchError(f"{path}: tensor '{self.name}' {error.message}", error.hint) from None
             return np.frombuffer(new, dtype=np.uint8)
@@ -351,7 +351,7 @@ class Restate:
         return edit
 
 
-KEPT_RANK = -1
+INTACT_RANK = -1
 """Stands for a rank: the file with the tensors that a program does not store."""
 
 Place = TypeVar("Place", SourcePlace, TargetPlace)
@@ -365,52 +365,52 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     ``target`` is an arrangement of the source's model; only what has a place in ``places`` is written. Without
     ``compare`` only one of several replicas is read. Raises PlanError if an atom cannot go from source to target.
     """
-    here, there = same_atoms(source.arrangement, target)
+    source_side, target_side = align_atoms(source.arrangement, target)
     own = {tensor.name: tensor.dtype for tensor in source.plan.model.tensors} if source.cast else {}
     casts = {t.name: t.dtype for t in target.plan.model.tensors if own.get(t.name, t.dtype) != t.dtype}
-    moves = _Moves(source, casts, compare=compare or bool(here.copies))
-    check_atoms(here, there)
-    origin, again = source.place_of, dict[Atom, list[Placed]]()
-    for atom, placed in here.copies:
+    moves = _Moves(source, casts, compare=compare or bool(source_side.copies))
+    check_atoms(source_side, target_side)
+    origin, again = source.place_of, dict[Atom, list[Location]]()
+    for atom, placed in source_side.copies:
         again.setdefault(atom, []).append(placed)
 
     def goal(name: str, rank: int) -> TargetPlace | None:
         return places[rank].get(name)
 
     @cache
-    def whole() -> Mapping[Atom, Placed]:
+    def whole() -> Mapping[Atom, Location]:
         """All atoms as Hugging Face has them, in its order: what a program does not store stands so in a file."""
-        plan = make_plan(there.plan.model, UNSPLIT, padding={})
-        return same_atoms(arrangement_of(plan, HUGGING_FACE), there)[0].placed
+        plan = make_plan(target_side.plan.model, UNSPLIT, padding={})
+        return align_atoms(arrangement_of(plan, HUGGING_FACE), target_side)[0].atoms
 
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
-    for atom in whole() if here.dropped or there.dropped else here.placed:
-        held, wanted = here.placed.get(atom), there.placed.get(atom)
-        if held is None or held.portion.function is not None:
-            held = whole()[atom]
-            held = held._replace(stored=held.stored._replace(dtype=own.get(atom.tensor, held.stored.dtype)))
-            sources: Places = _on_all(_place_in_kept(source, held, atom.tensor))
+    for atom in whole() if source_side.dropped or target_side.dropped else source_side.atoms:
+        src, dst = source_side.atoms.get(atom), target_side.atoms.get(atom)
+        if src is None or src.portion.function is not None:
+            src = whole()[atom]
+            src = src._replace(stored=src.stored._replace(dtype=own.get(atom.tensor, src.stored.dtype)))
+            sources: Places = _on_all(_intact_place(source, src, atom.tensor))
         else:
-            sources = _places(origin, held)
+            sources = _places(origin, src)
         ranks = frozenset[int]()
-        if wanted is not None:
-            key = (wanted.stored.geometry, wanted.number)
+        if dst is not None:
+            key = (dst.stored.geometry, dst.number)
             if key not in ranks_of:
-                ranks_of[key] = _ranks_of(wanted, places)
+                ranks_of[key] = _ranks_of(dst, places)
             ranks = ranks_of[key]
-        if wanted is not None and ranks:
+        if dst is not None and ranks:
             if copies := again.get(atom, ()):
                 each = [sources, *(_places(origin, placed) for placed in copies)]
-                sources = partial(_place_of_copies, each, here.ranks)
-            yield moves.job(atom, held, wanted, sources, _places(goal, wanted), ranks, copies)
-        if (wanted is None or wanted.portion.function is not None) and KEPT_RANK in places:
-            place = places[KEPT_RANK][atom.tensor]
+                sources = partial(_place_of_copies, each, source_side.ranks)
+            yield moves.job(atom, src, dst, sources, _places(goal, dst), ranks, copies)
+        if (dst is None or dst.portion.function is not None) and INTACT_RANK in places:
+            place = places[INTACT_RANK][atom.tensor]
             place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
-            yield moves.job(atom, held, whole()[atom], sources, _on_all(place), frozenset({0}))
-    for atom, wanted in there.copies:
-        held, ranks = here.placed[atom], _ranks_of(wanted, places)
+            yield moves.job(atom, src, whole()[atom], sources, _on_all(place), frozenset({0}))
+    for atom, dst in target_side.copies:
+        src, ranks = source_side.atoms[atom], _ranks_of(dst, places)
         if ranks:
-            job = moves.job(atom, held, wanted, _places(origin, held), _places(goal, wanted), ranks)
+            job = moves.job(atom, src, dst, _places(origin, src), _places(goal, dst), ranks)
             yield job._replace(again=True)
 
 
@@ -424,10 +424,10 @@ def _place_of_copies(places: Sequence[Places], ranks: int, number: int) -> Sourc
     return places[which](rank)
 
 
-def check_atoms(here: Arrangement, there: Arrangement) -> None:
+def check_atoms(source: Arrangement, target: Arrangement) -> None:
     """Raise PlanError for an atom that one side has, and that the other neither has nor leaves out by its format."""
-    for atom in here.placed.keys() ^ there.placed.keys():
-        lacking = there if atom in here.placed else here
+    for atom in source.atoms.keys() ^ target.atoms.keys():
+        lacking = target if atom in source.atoms else source
         if atom.tensor not in lacking.dropped:
             raise PlanError(
                 f"tensor '{atom.tensor}' cannot be brought from the one format into the other: they divide it in "
@@ -436,19 +436,19 @@ def check_atoms(here: Arrangement, there: Arrangement) -> None:
             )
 
 
-def _ranks_of(placed: Placed, places: TargetPlaces) -> frozenset[int]:
+def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
     """The ranks to which an atom is to be written: the same for all stored tensors of one geometry."""
-    stored, geometry = placed.stored, placed.stored.geometry
+    stored, geometry = location.stored, location.stored.geometry
     return frozenset(
         rank
         for rank, of_rank in places.items()
-        if stored.name_on(rank) in of_rank and geometry.has(rank, placed.number) and not placed.is_zero(rank)
+        if stored.name_on(rank) in of_rank and geometry.has(rank, location.number) and not location.is_zero(rank)
     )
 
 
-def _alike(placed: Placed) -> tuple[Geometry, int, str]:
+def _alike(location: Location) -> tuple[Geometry, int, str]:
     """What is equal for atoms that lie alike in stored tensors."""
-    return placed.stored.geometry, placed.number, placed.stored.dtype
+    return location.stored.geometry, location.number, location.stored.dtype
 
 
 class _Moves:
@@ -459,115 +459,115 @@ class _Moves:
     def __init__(self, source: Source, casts: Mapping[str, str], *, compare: bool) -> None:
         self._holders, self._casts, self._compare = source.arrangement.ranks, casts, compare
         self._zeros = source.manifest is not None or not source.format.padding.free  # as padding
-        self._known: dict[tuple[object, ...], tuple[Way, int]] = {}
-        self._ways: dict[tuple[object, ...], Way] = {}
+        self._of_kind: dict[tuple[object, ...], tuple[Route, int]] = {}
+        self._ways: dict[tuple[object, ...], Route] = {}
 
     def job(
         self,
         atom: Atom,
-        held: Placed,
-        wanted: Placed,
+        src: Location,
+        dst: Location,
         sources: Places,
         targets: Callable[[int], TargetPlace | None],
         ranks: frozenset[int],
-        copies: Sequence[Placed] = (),
+        copies: Sequence[Location] = (),
     ) -> Job:
         """The job that moves an atom to these ranks, and compares it with its ``copies`` in the source."""
-        change = _change(atom.tensor, held, wanted, self._casts.get(atom.tensor))
-        key = (*_alike(held), *_alike(wanted), change, ranks, *map(_alike, copies))
-        if key not in self._known:
-            nbytes = tensor_bytes(atom.tensor, held.stored.dtype, held.layout.full)
-            self._known[key] = self._way(atom, held, wanted, change, ranks, copies), nbytes
-        way, nbytes = self._known[key]
-        stated, states = held.stored.stated, wanted.stored.stated
+        change = _change(atom.tensor, src, dst, self._casts.get(atom.tensor))
+        key = (*_alike(src), *_alike(dst), change, ranks, *map(_alike, copies))
+        if key not in self._of_kind:
+            nbytes = tensor_bytes(atom.tensor, src.stored.dtype, src.layout.full)
+            self._of_kind[key] = self._way(atom, src, dst, change, ranks, copies), nbytes
+        way, nbytes = self._of_kind[key]
+        stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
-            holders = sorted(held.spread(blocks_of(held, held) or ()).pieces)[: None if self._compare else 1]
-            way = Restate(atom.tensor, held.stored.dtype, nbytes, holders, stated, states, sources, ranks)
+            holders = sorted(src.spread(blocks_of(src, src) or ()).pieces)[: None if self._compare else 1]
+            way = Restate(atom.tensor, src.stored.dtype, nbytes, holders, stated, states, sources, ranks)
         job = Job(atom.tensor, way, sources, targets, nbytes)
         names = [placed.stored.name for placed in copies]
         return job._replace(copies=names, holders=self._holders) if names else job
 
     def _way(
-        self, atom: Atom, held: Placed, wanted: Placed, change: Change | None, ranks: frozenset[int],
-        copies: Sequence[Placed],
-    ) -> Way:  # fmt: skip
-        blocks = blocks_of(held, wanted)
+        self, atom: Atom, src: Location, dst: Location, change: Change | None, ranks: frozenset[int],
+        copies: Sequence[Location],
+    ) -> Route:  # fmt: skip
+        blocks = blocks_of(src, dst)
         if blocks is None:
-            raise _shapes_differ(atom, held.layout.full, wanted.layout.full)
-        before, after = held.spread(blocks), wanted.spread(blocks)
+            raise _shapes_differ(atom, src.layout.full, dst.layout.full)
+        origin, goal = src.spread(blocks), dst.spread(blocks)
         for number, placed in enumerate(copies, 1):
             more = {number * self._holders + rank: of for rank, of in placed.spread(blocks).pieces.items()}
-            before = replace(before, pieces={**before.pieces, **more})
-        key, bits = (before.value, after.value, held.stored.dtype, change, ranks), DTYPE_BITS[held.stored.dtype]
+            origin = replace(origin, pieces={**origin.pieces, **more})
+        key, bits = (origin.value, goal.value, src.stored.dtype, change, ranks), DTYPE_BITS[src.stored.dtype]
         if key in self._ways:
             return self._ways[key]
-        if before.full == after.full:
-            way: Way = Transfer(before, after, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
+        if origin.full == goal.full:
+            way: Route = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
         else:
-            steps = _steps(held, wanted, blocks)
+            steps = _steps(src, dst, blocks)
             if change or steps is None:
-                raise _shapes_differ(atom, before.full, after.full)
-            way = Regrid(before, after, steps, bits, ranks)
+                raise _shapes_differ(atom, origin.full, goal.full)
+            way = Regrid(origin, goal, steps, bits, ranks)
         self._ways[key] = way
         return way
 
 
-def _shapes_differ(atom: Atom, before: Sequence[int], after: Sequence[int]) -> PlanError:
+def _shapes_differ(atom: Atom, old: Sequence[int], new: Sequence[int]) -> PlanError:
     return PlanError(
-        f"tensor '{atom.tensor}' has the shape {list(before)} in the one format and {list(after)} in the other, and "
+        f"tensor '{atom.tensor}' has the shape {list(old)} in the one format and {list(new)} in the other, and "
         "cannot be brought from the one into the other",
         "write it as huggingface first",
     )
 
 
-def _steps(held: Placed, wanted: Placed, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
+def _steps(src: Location, dst: Location, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
     """How many indices of a weight a block of each dimension counts, before and after; None if the rules agree on it.
 
     A dimension is a block of factors, of which one that is counted in blocks has no other beside it.
     """
-    own, other = held.portion.component.factors, wanted.portion.component.factors
-    if len(own) != len(other):
+    ours, theirs = src.portion.component.factors, dst.portion.component.factors
+    if len(ours) != len(theirs):
         return None
     steps = tuple(
-        (max(own[place].counted[0] for place in block), max(other[place].counted[0] for place in block))
+        (max(ours[place].counted[0] for place in block), max(theirs[place].counted[0] for place in block))
         for block in blocks
     )
-    return steps if any(before != after for before, after in steps) else None
+    return steps if any(old != new for old, new in steps) else None
 
 
-def _place_in_kept(source: Source, placed: Placed, tensor: str) -> SourcePlace:
+def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlace:
     """Where an atom lies in the source's file of tensors that its format does not store. Raises PlanError if it does
     not.
     """
-    info = source.kept.get(tensor)
+    info = source.intact.get(tensor)
     if info is None:
         raise PlanError(
             f"{source.path} does not have the bits of tensor '{tensor}', which the format '{source.format.name}' does "
             "not store as they are",
-            f"'reshard split' keeps them beside the shards, in {KEPT}; another program does not",
+            f"'reshard split' keeps them beside the shards, in {INTACT_FILE}; another program does not",
         )
-    return SourcePlace(source.files[info.file], info.offset + placed.first(0))
+    return SourcePlace(source.files[info.file], info.offset + location.first(0))
 
 
-def _change(name: str, held: Placed, wanted: Placed, cast: str | None) -> Change | None:
+def _change(name: str, src: Location, dst: Location, cast: str | None) -> Change | None:
     """The change of an atom's elements, if it is cast, stored in another dtype or by a function."""
-    function = wanted.portion.function
-    if held.stored.dtype == wanted.stored.dtype and function is None and cast is None:
+    function = dst.portion.function
+    if src.stored.dtype == dst.stored.dtype and function is None and cast is None:
         return None
     if cast is not None:
         name = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
-    return Change(name, held.stored.dtype, wanted.stored.dtype, function, cast)
+    return Change(name, src.stored.dtype, dst.stored.dtype, function, cast)
 
 
-def _places(of: Callable[[str, int], Place | None], placed: Placed) -> Callable[[int], Place | None]:
+def _places(of: Callable[[str, int], Place | None], location: Location) -> Callable[[int], Place | None]:
     """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank."""
-    if placed.is_alone:
-        return partial(of, placed.stored.name)
+    if location.is_alone:
+        return partial(of, location.stored.name)
 
     def within(rank: int) -> Place | None:
-        place = of(placed.stored.name_on(rank), rank)
-        if place is None or not placed.stored.geometry.has(rank, placed.number):
+        place = of(location.stored.name_on(rank), rank)
+        if place is None or not location.stored.geometry.has(rank, location.number):
             return None
-        return place._replace(offset=place.offset + placed.first(rank))
+        return place._replace(offset=place.offset + location.first(rank))
 
     return within

@@ -28,7 +28,7 @@ Room = Callable[[int], Bytes]
 _AT_ONCE = 64 << 20
 """Bytes of a remote file that are requested together for its checksum."""
 
-Wanted = frozenset[int]
+TargetSet = frozenset[int]
 """The numbers of the target files for which bytes of a source are read."""
 
 
@@ -40,7 +40,7 @@ class Sums:
     """
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
-        self.of: dict[SourceFile, dict[Wanted, PartialSum]] = {file: {} for file in files}
+        self.of: dict[SourceFile, dict[TargetSet, PartialSum]] = {file: {} for file in files}
         self.traffic = Traffic()
         """What was requested of remote files."""
         for file in self.of:
@@ -49,14 +49,14 @@ class Sums:
                 part.add(offset, len(content), sum_part(content, offset))
                 self.add(file, frozenset(), part)
 
-    def add(self, file: SourceFile, wanted: Wanted, part: PartialSum) -> None:
+    def add(self, file: SourceFile, targets: TargetSet, part: PartialSum) -> None:
         """Add the sum of bytes of a file that these targets wanted."""
-        self.of[file].setdefault(wanted, PartialSum(file.size)).merge(part)
+        self.of[file].setdefault(targets, PartialSum(file.size)).merge(part)
 
-    def wanted_by(self, number: int) -> Iterator[tuple[SourceFile, Wanted, PartialSum]]:
+    def read_for(self, number: int) -> Iterator[tuple[SourceFile, TargetSet, PartialSum]]:
         """The sums of what was read for a target: of all its bytes, once the target is complete."""
         for file, sums in self.of.items():
-            yield from ((file, wanted, total) for wanted, total in sums.items() if number in wanted)
+            yield from ((file, targets, total) for targets, total in sums.items() if number in targets)
 
     def checksum(self, file: SourceFile) -> str | None:
         """The checksum of a whole file; None if parts of it were not read."""
@@ -97,23 +97,23 @@ class Reader:
         Raises CheckpointError if the file cannot be read or is too short.
         """
         data = room(region.nbytes)
-        if region.wanted is None:
+        if region.needed is None:
             for begin, piece in pieces(data, self._piece):
                 for offset, at, length in region.ranges(begin, piece.size):
                     self.fill(piece[at : at + length], place.file, place.offset + offset)
         else:
             for row in range(0, data.size, region.shape[-1]):
-                for run in region.wanted:
+                for run in region.needed:
                     first = row + run.offset
                     for offset, at, length in region.ranges(first, run.length):
                         self._fill(place.file, place.offset + offset, data.data[first + at : first + at + length])
         return data.reshape(region.shape)
 
-    def request(self, wanted: Iterable[tuple[SourcePlace, Region]]) -> None:
+    def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
         """Request the bytes of remote files that ``read`` of these regions will read, as one step; ``ahead.done`` ends
         it.
         """
-        self.ahead.request((place.file, needed(place, region)) for place, region in wanted if place.file.remote)
+        self.ahead.request((place.file, needed(place, region)) for place, region in regions if place.file.remote)
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
@@ -170,7 +170,7 @@ def checksum_of(file: SourceFile) -> str:
             end = min(begin + _AT_ONCE, file.size)
             reader.ahead.request([(file, [(begin, end)])])
             reader.fill(buffer[: end - begin], file, begin)
-            reader.ahead.done()
+            reader.ahead.end_step()
     finally:
         reader.close()
     return total.value()
@@ -178,11 +178,11 @@ def checksum_of(file: SourceFile) -> str:
 
 def needed(place: SourcePlace, region: Region) -> list[tuple[int, int]]:
     """The ranges of a file (the first byte, and the one behind the last) that ``Reader.read`` of a region reads."""
-    if region.wanted is None:
+    if region.needed is None:
         parts: Iterable[tuple[int, int]] = ((0, region.nbytes),)
     else:
         rows = range(0, region.nbytes, region.shape[-1])
-        parts = ((row + run.offset, run.length) for row in rows for run in region.wanted)
+        parts = ((row + run.offset, run.length) for row in rows for run in region.needed)
     begins = ((place.offset + o, length) for begin, size in parts for o, _, length in region.ranges(begin, size))
     return [(begin, begin + length) for begin, length in begins]
 

@@ -48,15 +48,15 @@ class Rows(NamedTuple):
         if not self.outer:
             yield self.offset + begin, 0, length
             return
-        done = 0
-        while done < length:
-            row, within = divmod(begin + done, self.inner)
-            count, at = min(self.inner - within, length - done), self.offset + within
+        position = 0
+        while position < length:
+            row, within = divmod(begin + position, self.inner)
+            count, at = min(self.inner - within, length - position), self.offset + within
             for size, stride in self.outer:
                 row, index = divmod(row, size)
                 at += index * stride
-            yield at, done, count
-            done += count
+            yield at, position, count
+            position += count
 
 
 def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
@@ -66,8 +66,8 @@ def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
     """
 
     def nbytes(elements: int) -> int:
-        whole, rest = divmod(elements * bits, 8)
-        if rest:
+        whole, remainder = divmod(elements * bits, 8)
+        if remainder:
             raise PlanError(f"elements of {bits} bits would be cut within a byte")
         return whole
 
@@ -88,14 +88,14 @@ def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
 class Region:
     """A part of what a rank has of an atom: from byte ``offset`` of its ``rows`` on, in ``shape`` with bytes last.
 
-    ``wanted`` has the runs to read of the last dimension, if not all of a row is needed, else None.
+    ``needed`` has the runs to read of the last dimension, if not all of a row is needed, else None.
     """
 
     rank: int
     offset: int
     shape: tuple[int, ...]
     rows: Rows
-    wanted: Runs | None = None
+    needed: Runs | None = None
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +108,7 @@ class Region:
 
     def shifted(self, by: int) -> Region:
         """The same, moved by ``by`` indices of the first dimension."""
-        return Region(self.rank, self.offset + by * math.prod(self.shape[1:]), self.shape, self.rows, self.wanted)
+        return Region(self.rank, self.offset + by * math.prod(self.shape[1:]), self.shape, self.rows, self.needed)
 
 
 Slices = tuple[Any, ...]
@@ -127,11 +127,11 @@ class Copy:
     target_slices: Slices
     edit: Edit | None = None
 
-    def block(self, read: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
+    def block(self, regions: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
         """The bytes to write, given the regions that were read."""
         if self.source is None:
             return 0
-        block = read[self.source][self.source_slices]
+        block = regions[self.source][self.source_slices]
         return block if self.edit is None else self.edit(block)
 
 
@@ -145,9 +145,9 @@ class Check:
     other_slices: Slices
     edit: Edit | None = None
 
-    def block(self, read: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    def block(self, regions: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """The bytes to compare, given the regions that were read."""
-        block = read[self.source][self.slices]
+        block = regions[self.source][self.slices]
         return block if self.edit is None else self.edit(block)
 
 
@@ -167,10 +167,10 @@ class Slab:
     @cached_property
     def copies_to(self) -> Sequence[Sequence[Copy]]:
         """The copies of each region that is written."""
-        found: list[list[Copy]] = [[] for _ in self.writes]
+        copies: list[list[Copy]] = [[] for _ in self.writes]
         for copy in self.copies:
-            found[copy.target].append(copy)
-        return found
+            copies[copy.target].append(copy)
+        return copies
 
     def shifted(self, by: int) -> Slab:
         """The same step, moved by ``by`` indices of the first dimension."""
@@ -183,7 +183,7 @@ class Slab:
         return sum(region.nbytes for region in (*self.reads, *self.writes))
 
 
-class Way(Protocol):
+class Route(Protocol):
     """How a tensor goes from one layout to another."""
 
     def __hash__(self) -> int: ...
@@ -297,7 +297,7 @@ class Transfer:
             for i, (rank, _) in enumerate((*sources, *targets))
         ]
         self._sources, self._targets = parts[: len(sources)], parts[len(sources) :]
-        self._known: dict[tuple[int, frozenset[int], frozenset[int]], tuple[Segment, ...]] = {}
+        self._cache: dict[tuple[int, frozenset[int], frozenset[int]], tuple[Segment, ...]] = {}
         self._tails = ((change.before,), (change.after,)) if change else ((), ())
 
     @property
@@ -315,13 +315,13 @@ class Transfer:
         budget = max(budget, STREAM_SLAB) if self._is_stream else min(budget, BLOCK_SLAB)
         depth = self._depth(budget)
         for lead in self._leads(depth):
-            before: tuple[Segment, Slab] | None = None
+            previous: tuple[Segment, Slab] | None = None
             for group in self._groups(lead, depth, budget):
-                if before is not None and len(group) == 1 and _continues(before[0], group[0]):
-                    slab = before[1].shifted(group[0].offset - before[0].offset)
+                if previous is not None and len(group) == 1 and _continues(previous[0], group[0]):
+                    slab = previous[1].shifted(group[0].offset - previous[0].offset)
                 else:
                     slab = self._slab(lead, depth, group)
-                before = (group[0], slab) if len(group) == 1 else None
+                previous = (group[0], slab) if len(group) == 1 else None
                 if slab.reads or slab.writes:
                     yield slab
 
@@ -330,17 +330,17 @@ class Transfer:
         sources = frozenset(range(len(self._sources))) if within is None else within.sources
         targets = frozenset(range(len(self._targets))) if within is None else within.targets
         key = depth, sources, targets
-        if key not in self._known:
+        if key not in self._cache:
             runs = {i: self._sources[i].dims[depth].runs for i in sources}
             runs |= {~i: self._targets[i].dims[depth].runs for i in targets}
-            self._known[key] = tuple(
+            self._cache[key] = tuple(
                 Segment(
                     run.offset, run.length, frozenset(i for i in of if i >= 0), frozenset(~i for i in of if i < 0),
                     run.offset < self._sizes[depth],
                 )
                 for run, of in segments(runs, (0, self._sizes[depth]))
             )  # fmt: skip
-        return self._known[key]
+        return self._cache[key]
 
     @property
     def _is_stream(self) -> bool:
@@ -359,13 +359,13 @@ class Transfer:
 
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
-        found = 0
+        nbytes = 0
         for of, parts, tail in zip(
             (segment.sources, segment.targets), (self._sources, self._targets), self._tails, strict=True
         ):
             sizes = (math.prod(dim.length for dim in parts[i].dims[depth + 1 :]) for i in of)
-            found += len(of) * max(sizes, default=0) * math.prod(tail)
-        return found
+            nbytes += len(of) * max(sizes, default=0) * math.prod(tail)
+        return nbytes
 
     def _leads(
         self, depth: int, within: Segment | None = None, first: int = 0
@@ -376,8 +376,8 @@ class Transfer:
             return
         for segment in self._segments(first, within):
             for index in range(segment.offset, segment.offset + segment.length):
-                for rest in self._leads(depth, segment, first + 1):
-                    yield ((index, segment), *rest)
+                for following in self._leads(depth, segment, first + 1):
+                    yield ((index, segment), *following)
 
     def _groups(self, lead: Sequence[tuple[int, Segment]], depth: int, budget: int) -> Iterator[list[Segment]]:
         """Groups of neighbouring segments, or parts of them, that fit into the budget."""
@@ -390,14 +390,14 @@ class Transfer:
                 group, room = [], budget
                 continue
             cost = max(1, self._cost(depth, segment))
-            offset, left = segment.offset, segment.length
-            while left:
+            offset, remaining = segment.offset, segment.length
+            while remaining:
                 if room < cost and group:
                     yield group
                     group, room = [], budget
-                length = max(1, min(left, room // cost))
+                length = max(1, min(remaining, room // cost))
                 group.append(replace(segment, offset=offset, length=length))
-                offset, left, room = offset + length, left - length, room - length * cost
+                offset, remaining, room = offset + length, remaining - length, room - length * cost
         if group:
             yield group
 
@@ -408,7 +408,7 @@ class Transfer:
                 yield (segment,)
             else:
                 below = self._segments(depth + 1, segment)
-                yield from ((segment, *rest) for rest in self._cells(depth + 1, below))
+                yield from ((segment, *following) for following in self._cells(depth + 1, below))
 
     def _slab(self, lead: Sequence[tuple[int, Segment]], depth: int, group: Sequence[Segment]) -> Slab:
         start, end = group[0].offset, group[-1].offset + group[-1].length
@@ -421,19 +421,19 @@ class Transfer:
         is_lead_data = all(s.is_data for _, s in lead)
         for cell in self._cells(depth, group):
             is_data = is_lead_data and all(part.is_data for part in cell)
-            held, wanted = sorted(cell[-1].sources), cell[-1].targets
-            if is_data and not wanted:
+            holders, receivers = sorted(cell[-1].sources), cell[-1].targets
+            if is_data and not receivers:
                 continue
-            if is_data and not held:
+            if is_data and not holders:
                 raise PlanError("a target wants elements that no source holds")
-            held = held[: None if self._compare else 1] if is_data or self._zeros else []
-            places = [(sources.number(i), sources.slices(i, cell)) for i in held]
+            holders = holders[: None if self._compare else 1] if is_data or self._zeros else []
+            places = [(sources.number(i), sources.slices(i, cell)) for i in holders]
             if not is_data:
                 checks += [Check(*place, None, ()) for place in places]
-                copies += [Copy(None, (), targets.number(i), targets.slices(i, cell)) for i in sorted(wanted)]
+                copies += [Copy(None, (), targets.number(i), targets.slices(i, cell)) for i in sorted(receivers)]
                 continue
             checks += [Check(*place, *places[0]) for place in places[1:]]
-            copies += [Copy(*places[0], targets.number(i), targets.slices(i, cell), edit) for i in sorted(wanted)]
+            copies += [Copy(*places[0], targets.number(i), targets.slices(i, cell), edit) for i in sorted(receivers)]
         flat = self._is_flat(depth)
         return Slab(
             sources.regions(partial=True),
@@ -479,14 +479,14 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
     return joined
 
 
-def _continues(before: Segment, segment: Segment) -> bool:
+def _continues(previous: Segment, segment: Segment) -> bool:
     """Whether a part follows a part of equal length in the same segment: then the slab is the one before, shifted."""
     return (
-        segment.offset == before.offset + before.length
-        and segment.length == before.length
-        and segment.is_data == before.is_data
-        and segment.sources is before.sources
-        and segment.targets is before.targets
+        segment.offset == previous.offset + previous.length
+        and segment.length == previous.length
+        and segment.is_data == previous.is_data
+        and segment.sources is previous.sources
+        and segment.targets is previous.targets
     )
 
 
@@ -519,24 +519,24 @@ class _Regions:
         tail: tuple[int, ...],
     ) -> None:
         self._parts, self._lead, self._start, self._end, self._order, self._tail = parts, lead, start, end, order, tail
-        self._found: dict[int, tuple[int, Region]] = {}
-        self._wanted: dict[int, set[Run]] = {}
+        self._numbers: dict[int, tuple[int, Region]] = {}
+        self._needed: dict[int, set[Run]] = {}
 
     def number(self, piece: int) -> int:
         """The number of a piece's region."""
-        if piece not in self._found:
-            self._found[piece] = len(self._found), self._region(self._parts[piece])
-        return self._found[piece][0]
+        if piece not in self._numbers:
+            self._numbers[piece] = len(self._numbers), self._region(self._parts[piece])
+        return self._numbers[piece][0]
 
     def slices(self, piece: int, cell: Sequence[Segment]) -> Slices:
         """The slices of a block in a piece's region."""
-        dims, depth, found = self._parts[piece].dims, len(self._lead), []
+        dims, depth, parts = self._parts[piece].dims, len(self._lead), []
         for d in self._order:
             begin = dims[d].local(cell[d - depth].offset) - (dims[d].local(self._start) if d == depth else 0)
-            found.append(slice(begin, begin + cell[d - depth].length))
+            parts.append(slice(begin, begin + cell[d - depth].length))
         if not self._tail:
-            self._wanted.setdefault(piece, set()).add(Run(found[-1].start, cell[self._order[-1] - depth].length))
-        return (*found, *(slice(None) for _ in self._tail))
+            self._needed.setdefault(piece, set()).add(Run(parts[-1].start, cell[self._order[-1] - depth].length))
+        return (*parts, *(slice(None) for _ in self._tail))
 
     def _region(self, part: _Part) -> Region:
         dims, depth, place = part.dims, len(self._lead), 0
@@ -549,33 +549,33 @@ class _Regions:
 
     def regions(self, *, partial: bool = False) -> tuple[Region, ...]:
         """The regions by their numbers; with ``partial``, only what is wanted of their rows is read."""
-        found = []
-        for piece, (_, region) in self._found.items():
-            runs = tuple(merge_runs(sorted(self._wanted.get(piece, ()), key=lambda run: run.offset)))
+        numbered = []
+        for piece, (_, region) in self._numbers.items():
+            runs = tuple(merge_runs(sorted(self._needed.get(piece, ()), key=lambda run: run.offset)))
             is_part = partial and not self._tail and len(region.shape) > 1 and runs != (Run(0, region.shape[-1]),)
-            found.append(replace(region, wanted=runs) if is_part else region)
-        return tuple(found)
+            numbered.append(replace(region, needed=runs) if is_part else region)
+        return tuple(numbered)
 
 
 def _coalesced(copies: Sequence[Copy]) -> Iterator[Copy]:
     """Join copies of plain byte ranges that follow each other in source and target."""
     last: dict[int, Copy] = {}
     for copy in copies:
-        before = last.get(copy.target)
-        if before is not None and _follows(before, copy):
-            source = _union(before.source_slices, copy.source_slices) if copy.source is not None else ()
-            last[copy.target] = Copy(copy.source, source, copy.target, _union(before.target_slices, copy.target_slices))
+        prior = last.get(copy.target)
+        if prior is not None and _follows(prior, copy):
+            source = _union(prior.source_slices, copy.source_slices) if copy.source is not None else ()
+            last[copy.target] = Copy(copy.source, source, copy.target, _union(prior.target_slices, copy.target_slices))
             continue
-        if before is not None:
-            yield before
+        if prior is not None:
+            yield prior
         last[copy.target] = copy
     yield from last.values()
 
 
-def _follows(before: Copy, copy: Copy) -> bool:
-    if before.source != copy.source or before.target_slices[0].stop != copy.target_slices[0].start:
+def _follows(previous: Copy, copy: Copy) -> bool:
+    if previous.source != copy.source or previous.target_slices[0].stop != copy.target_slices[0].start:
         return False
-    return copy.source is None or before.source_slices[0].stop == copy.source_slices[0].start
+    return copy.source is None or previous.source_slices[0].stop == copy.source_slices[0].start
 
 
 def _union(first: Slices, second: Slices) -> Slices:

@@ -62,16 +62,16 @@ def diff_page(diff: Diff) -> str:
     """The text of the page."""
     title = f"{diff.a} and {diff.b}"
     kinds = {kind: len(diff.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in diff.tensors)}
-    known = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
-    known.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
-    known += [("config.json differs", ", ".join(diff.config))] if diff.config else []
+    properties = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
+    properties.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
+    properties += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     layered, alone = _lines(diff.tensors)
     pictures = [element("figure", both_widths(partial(_picture, lines))) for lines in (layered, alone) if lines]
     body = element(
         "body",
         element("main",
             element("header", element("h1", title)),
-            facts(known),
+            facts(properties),
             element("h2", "What differs where"),
             element("p", _WORDS),
             element("div", *_legend(), class_="legend"),
@@ -98,24 +98,24 @@ def _lines(tensors: Sequence[TensorDiff]) -> tuple[list[_Line], list[_Line]]:
 def _picture(lines: Sequence[_Line], name: str, width: int) -> Html:
     """A cell for each layer, or group of layers, of each row."""
     layers = max(max(line.layers) for line in lines) + 1
-    each = -(-layers // MOST)
-    columns = -(-layers // each)
+    per_cell = -(-layers // MOST)
+    columns = -(-layers // per_cell)
     labels = [shorten(line.name, int(width * 0.45 / CHARACTER)) for line in lines]
-    left = int(max(map(len, labels)) * CHARACTER) + 12
-    side = min(_HEIGHT * 2.0, (width - left - 8) / columns)
-    frame = Frame(name, width, TOP + 22 + _HEIGHT * len(lines), left, 8)
+    margin = int(max(map(len, labels)) * CHARACTER) + 12
+    side = min(_HEIGHT * 2.0, (width - margin - 8) / columns)
+    frame = Frame(name, width, TOP + 22 + _HEIGHT * len(lines), margin, 8)
     marks: list[Html] = []
     if layers > 1:
-        below = frame.labels_below(((left + (i + 0.5) * side, str(i * each)) for i in range(columns)), TOP + 12)
+        below = frame.labels_below(((margin + (i + 0.5) * side, str(i * per_cell)) for i in range(columns)), TOP + 12)
         marks += [label for _, label in below]
     for row, (line, label) in enumerate(zip(lines, labels, strict=True)):
         y = TOP + 18 + row * _HEIGHT
-        marks.append(text(left - 6, y + _HEIGHT / 2 + 4, label, "label", "end"))
+        marks.append(text(margin - 6, y + _HEIGHT / 2 + 4, label, "label", "end"))
         for column in range(columns):
-            of = range(column * each, min(column * each + each, layers))
+            of = range(column * per_cell, min(column * per_cell + per_cell, layers))
             tensors = [tensor for layer in of for tensor in line.layers.get(layer, ())]
             if tensors:
-                marks.append(_cell(frame, (left + column * side, y, side), _name(line, of), tensors))
+                marks.append(_cell(frame, (margin + column * side, y, side), _name(line, of), tensors))
     count = sum(len(of) for line in lines for of in line.layers.values())
     return frame.svg(joined(*marks), "What differs where", plural(count, "tensor"))
 
@@ -123,13 +123,13 @@ def _picture(lines: Sequence[_Line], name: str, width: int) -> Html:
 def _cell(frame: Frame, at: tuple[float, float, float], name: str, tensors: Sequence[TensorDiff]) -> Html:
     x, y, side = at
     kinds = {tensor.kind for tensor in tensors}
-    others, share = sorted(kinds - {SAME, CHANGED}), share_of(tensors)
-    mark = rectangle("other" if others else "changed" if CHANGED in kinds else "same",
+    unlike, share = sorted(kinds - {SAME, CHANGED}), share_of(tensors)
+    mark = rectangle("other" if unlike else "changed" if CHANGED in kinds else "same",
                      x + 0.5, y + 1, max(side - 1, 1), _HEIGHT - 2)  # fmt: skip
-    if CHANGED in kinds and not others:
+    if CHANGED in kinds and not unlike:
         mark = element("g", mark, opacity=_opacity(share))
-    said = [*others, *([f"{percent_text(share)} of the elements"] if CHANGED in kinds else [])]
-    return frame.hot(rectangle("hit", x, y, side, _HEIGHT), mark, name, ", ".join(said) or SAME)
+    notes = [*unlike, *([f"{percent_text(share)} of the elements"] if CHANGED in kinds else [])]
+    return frame.hot(rectangle("hit", x, y, side, _HEIGHT), mark, name, ", ".join(notes) or SAME)
 
 
 def _opacity(share: float) -> str:
@@ -150,8 +150,8 @@ def _table(tensors: Sequence[TensorDiff]) -> Html | None:
         return None
     head = element("thead", element("tr", *(element("th", name, scope="col", class_=_class(name)) for name in HEAD)))
     rows = (
-        element("tr", element("th", first, class_="name", scope="row"), *map(_td, HEAD[1:], rest))
-        for first, *rest in map(cells, rows_of(tensors))
+        element("tr", element("th", first, class_="name", scope="row"), *map(_td, HEAD[1:], numbers))
+        for first, *numbers in map(cells, rows_of(tensors))
     )
     caption = element("caption", "What differs, in rows of tensors that are alike")
     return element("div", element("table", caption, head, element("tbody", *rows)), class_="scroll", tabindex=0)

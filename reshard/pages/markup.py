@@ -33,8 +33,8 @@ class Html(str):
 def element(tag: str, *content: object, **attributes: object) -> Html:
     """``<tag attributes>content</tag>``. Attributes that are None are left out; ``class_`` is ``class``."""
     names = {key: key.rstrip("_").replace("_", "-") for key in attributes}
-    given = ((names[key], value) for key, value in attributes.items() if value is not None)
-    written = "".join(f' {name}="{_text(value)}"' for name, value in given)
+    pairs = ((names[key], value) for key, value in attributes.items() if value is not None)
+    written = "".join(f' {name}="{_text(value)}"' for name, value in pairs)
     return Html(f"<{tag}{written}>{joined(*content)}</{tag}>")
 
 
@@ -189,12 +189,12 @@ class Frame:
         """Marks that show their numbers when ``hit`` is hovered or tapped."""
         room, of_bold, name = int((self.width - 8) / CHARACTER), int((self.width - 8) / _BOLD), printable(title)
         name = name if len(name) <= of_bold else f"…{name[len(name) - of_bold + 1 :]}"
-        shown = numbers if len(numbers) <= room else f"{numbers[: room - 1]}…"
+        shortened = numbers if len(numbers) <= room else f"{numbers[: room - 1]}…"
         tip = element(
             "g",
             element("rect", x=0, y=0, width=self.width, height=TOP),
             element("text", name, class_="title", x=6, y=13),
-            element("text", shown, x=6, y=28),
+            element("text", shortened, x=6, y=28),
             class_="tip",
         )
         return element("g", element("title", f"{title}: {numbers}"), hit, marks, tip, class_="place", tabindex=-1)

@@ -108,9 +108,9 @@ def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
         stacks.setdefault(_stack(plan, kind), []).append(kind)
     outside = stacks.pop("", [])
     behind = [where is not None and where.text == "last" for where in (architecture.stage_of(k.name) for k in outside)]
-    first, last = ([k for k, is_behind in zip(outside, behind, strict=True) if is_behind is wanted]
-                   for wanted in (False, True))  # fmt: skip
-    drawn = [each for stack, kinds in stacks.items() for each in _layers_of(plan, stack, kinds)]
+    first, last = ([k for k, is_behind in zip(outside, behind, strict=True) if is_behind is side]
+                   for side in (False, True))  # fmt: skip
+    drawn = [block for stack, kinds in stacks.items() for block in _layers_of(plan, stack, kinds)]
     named = [("Before the layers", _one_of_each(plan, first)), *drawn, ("After the layers", _one_of_each(plan, last))]
     return [(name, kinds) for name, kinds in named if kinds]
 
@@ -128,13 +128,13 @@ def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[s
     for layer in sorted({layer for kind in laid for layer in kind.layers}):
         alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
     shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
-    for kinds, found in alike.items():
+    for kinds, layers in alike.items():
         key = tuple((kind.template, plan.laid[kind].layout.rule, kind.shape, kind.dtype) for kind in kinds)
-        shapes.setdefault(key, (kinds, []))[1].extend(found)
-    for kinds, found in shapes.values():
+        shapes.setdefault(key, (kinds, []))[1].extend(layers)
+    for kinds, layers in shapes.values():
         stages = sorted({min(kind.stages) for kind in kinds if kind.stages})
         where = f", as on stage {stages[0]}" if stages else ""
-        yield f"{_layers(stack, found)}{where}", _one_of_each(plan, kinds)
+        yield f"{_layers(stack, layers)}{where}", _one_of_each(plan, kinds)
 
 
 _ATTENTION = re.compile(r"att|mixer|mamba|conv|ssm|linear|recurrent|temporal|lru|qkv")
@@ -170,7 +170,7 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
         return bool(module), module not in whole, places.index(module), stems[kind] in summed, not is_router
 
     rows = [sorted((kind for kind in kinds if row(kind) == number), key=place) for number in (0, 1)]
-    return [found for found in rows if found]
+    return [members for members in rows if members]
 
 
 def _in_layer(kind: Kind) -> str:
@@ -180,11 +180,11 @@ def _in_layer(kind: Kind) -> str:
 
 def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
     """One kind for each rule, shape and cut."""
-    found: dict[tuple[object, ...], Kind] = {}
+    first: dict[tuple[object, ...], Kind] = {}
     for kind in kinds:
         layout = plan.laid[kind].layout
-        found.setdefault((kind.template, layout.full, kind.dtype, layout.dealt_by_name), kind)
-    return [*found.values()]
+        first.setdefault((kind.template, layout.full, kind.dtype, layout.dealt_by_name), kind)
+    return [*first.values()]
 
 
 def _layers(stack: str, numbers: Sequence[int]) -> str:
@@ -196,10 +196,10 @@ def _layers(stack: str, numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    more = ", …" if len(shown) > 8 else ""
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    ellipsis = ", …" if len(texts) > 8 else ""
     several = "s" if stack == "Layer" and len(ordered) > 1 else ""
-    return f"{stack}{several} {', '.join(shown[:8])}{more}"
+    return f"{stack}{several} {', '.join(texts[:8])}{ellipsis}"
 
 
 class _Picture:
@@ -234,7 +234,7 @@ class _Picture:
             colours = [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
             width = 6 if is_all else 5 * len(colours)
             ground = element("rect", width=width, height=width, class_="ground")
-            stripes = [element("rect", x=5 * i, width=5, height=width, fill=each) for i, each in enumerate(colours)]
+            stripes = [element("rect", x=5 * i, width=5, height=width, fill=colour) for i, colour in enumerate(colours)]
             line = element("rect", width=2, height=width, class_="stripe") if is_all else None
             yield element(
                 "pattern", ground, *stripes, line, id=name, width=width, height=width,
@@ -263,7 +263,7 @@ class _Picture:
 
     def block(self, name: str, kinds: Sequence[Kind]) -> Html:
         """A figure: the weights in their order, arrows to the row-parallel ones, a mark at each all-reduce."""
-        rows = (element("div", *self._row(found), class_="flow") for found in _modules(self._plan, kinds))
+        rows = (element("div", *self._row(weights), class_="flow") for weights in _modules(self._plan, kinds))
         return element("figure", element("h3", name), *rows)
 
     def _row(self, kinds: Sequence[Kind]) -> Iterator[Html]:
@@ -294,25 +294,25 @@ class _Picture:
 
     def _alike(self, kind: Kind) -> dict[Ranks, list[Kind]]:
         """The tensors of a layer that differ from one in the expert alone, by the ranks that hold them."""
-        found: dict[Ranks, list[Kind]] = {}
+        by_ranks: dict[Ranks, list[Kind]] = {}
         for other, entry in self._plan.laid.items():
             if other.template == kind.template and other.layers & kind.layers:
-                found.setdefault(frozenset(entry.layout.boxes), []).append(other)
-        return found
+                by_ranks.setdefault(frozenset(entry.layout.boxes), []).append(other)
+        return by_ranks
 
     def _experts(self, kind: Kind) -> Html:
         """Which ranks have which experts, where each expert is a tensor of its own."""
         alike = self._alike(kind)
-        counts = {ranks: sum(each.count // max(1, len(each.layers)) for each in alike[ranks]) for ranks in alike}
-        wide, high, left, parts = 120 / sum(counts.values()), 16, 0.0, list[Html]()
+        counts = {ranks: sum(tensor.count // max(1, len(tensor.layers)) for tensor in alike[ranks]) for ranks in alike}
+        wide, high, x, parts = 120 / sum(counts.values()), 16, 0.0, list[Html]()
         for ranks, count in counts.items():
-            box = {"x": f"{left:.1f}", "y": 0, "width": f"{count * wide:.1f}", "height": high}
+            box = {"x": f"{x:.1f}", "y": 0, "width": f"{count * wide:.1f}", "height": high}
             title = element("title", f"{plural(count, 'expert')} on {_ranks(ranks)}")
             parts.append(element("rect", title, **box, fill=self.fill(ranks), class_="cell"))
-            left += count * wide
+            x += count * wide
         text = "; ".join(f"{count} on {_ranks(ranks)}" for ranks, count in [*counts.items()][:4])
-        more = "; …" if len(counts) > 4 else ""
-        caption = element("figcaption", element("span", f"{sum(counts.values())} experts", class_="name"), text, more)
+        tail = "; …" if len(counts) > 4 else ""
+        caption = element("figcaption", element("span", f"{sum(counts.values())} experts", class_="name"), text, tail)
         drawing = element("svg", *parts, viewBox=f"0 0 120 {high}", width="120", height=high, role="img")
         return element("figure", drawing, caption, class_="weight")
 
@@ -320,15 +320,15 @@ class _Picture:
         """A weight; of experts that are dealt by name, one for each set of ranks."""
         layout = entry.layout
         kinds = [kinds[0] for kinds in self._alike(kind).values()] if layout.dealt_by_name else [kind]
-        drawings = element("div", *(self._drawing(each) for each in kinds[:MOST_SETS]), class_="drawings")
-        more = f", drawn for {MOST_SETS} of {len(kinds)} sets of ranks" if len(kinds) > MOST_SETS else ""
+        drawings = element("div", *(self._drawing(drawn) for drawn in kinds[:MOST_SETS]), class_="drawings")
+        limit = f", drawn for {MOST_SETS} of {len(kinds)} sets of ranks" if len(kinds) > MOST_SETS else ""
         sides, shape = _sides(layout), _shape(layout.stored)
         name = _in_layer(kind).removesuffix(".weight")
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
         copies = max(copies_of(layout, min(layout.boxes)))
         shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
         caption = element(
-            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared}{more} ",
+            "figcaption", element("span", name, class_="name"), f"{what} · {shape}{sides.note}{times}{shared}{limit} ",
             element("code", layout.rule),
         )  # fmt: skip
         return element("figure", drawings, caption, class_="weight")
@@ -416,25 +416,25 @@ def _sides(layout: Layout) -> _Sides:
     cut = [dim for dim in layout.parallel_dims if dim not in dims]
     if cut and len(dims) == 2:
         dims[0] = cut[0]
-    rest = [layout.full[dim] for dim in range(count) if dim not in dims]
-    note = f", drawn once for {'x'.join(map(str, rest))}" if rest else ""
+    outer = [layout.full[dim] for dim in range(count) if dim not in dims]
+    note = f", drawn once for {'x'.join(map(str, outer))}" if outer else ""
     everyone = [((Run(0, 1),) if rank in layout.boxes else ()) for rank in range(layout.ranks)]
     runs, lengths, full = list[Sequence[tuple[Run, ...]]](), list[int](), list[int]()
     for dim in dims:
         runs.append(layout.runs(dim))
         lengths.append(layout.padded[dim])
         full.append(layout.full[dim])
-    found: list[int | None] = [*dims]
+    drawn: list[int | None] = [*dims]
     while len(runs) < 2:  # a vector is drawn as a bar
         runs.insert(0, everyone)
         lengths.insert(0, 1)
         full.insert(0, 1)
-        found.insert(0, None)
-    if layout.rule.arrow is not None and found[0] is not None and found[0] < layout.rule.arrow:
-        for each in (runs, lengths, full, found):  # the input is stored first, but drawn from left to right as always
-            each.reverse()
+        drawn.insert(0, None)
+    if layout.rule.arrow is not None and drawn[0] is not None and drawn[0] < layout.rule.arrow:
+        for of in (runs, lengths, full, drawn):  # the input is stored first, but drawn from left to right as always
+            of.reverse()
     holders = frozenset(layout.boxes)
-    return _Sides((lengths[0], lengths[1]), (full[0], full[1]), (runs[0], runs[1]), (found[0], found[1]), note, holders)
+    return _Sides((lengths[0], lengths[1]), (full[0], full[1]), (runs[0], runs[1]), (drawn[0], drawn[1]), note, holders)
 
 
 def _cells(sides: _Sides) -> Iterator[tuple[tuple[Run, Run], Ranks]]:
@@ -442,16 +442,16 @@ def _cells(sides: _Sides) -> Iterator[tuple[tuple[Run, Run], Ranks]]:
     down, right = (
         _segments(runs, length, full) for runs, length, full in zip(sides.runs, sides.lengths, sides.full, strict=True)
     )
-    for (one, some), (other, others) in itertools.product(down, right):
-        yield (one, other), some & others
+    for (one, some), (other, holders) in itertools.product(down, right):
+        yield (one, other), some & holders
 
 
 def _segments(holders: Sequence[Sequence[Run]], length: int, full: int) -> list[tuple[Run, Ranks]]:
     """One side, cut wherever another set of ranks holds it, and where the padding begins."""
-    found = [*segments(dict(enumerate(holders)), (0, length, min(full, length)))]
-    if len(found) >= MOST_PARTS:
+    cut = [*segments(dict(enumerate(holders)), (0, length, min(full, length)))]
+    if len(cut) >= MOST_PARTS:
         return [(Run(0, length), frozenset(rank for rank, runs in enumerate(holders) if runs))]
-    return found
+    return cut
 
 
 def _shape(lengths: Sequence[int]) -> str:
@@ -486,10 +486,10 @@ def _stages(plan: Plan) -> Html | None:
 def _degrees(degrees: Sequence[Degree]) -> Html:
     rows = [
         element(
-            "tr", element("td", each.degree, class_="number"), element("td", "yes" if each.is_possible else "no"),
-            element("td", each.remark), class_="yes" if each.is_possible else "no",
+            "tr", element("td", degree.degree, class_="number"), element("td", "yes" if degree.is_possible else "no"),
+            element("td", degree.remark), class_="yes" if degree.is_possible else "no",
         )
-        for each in degrees
+        for degree in degrees
     ]  # fmt: skip
     head = element("thead", element("tr", *(element("th", text) for text in ("--tp", "possible", ""))))
     return _table("Other degrees", head, element("tbody", *rows))

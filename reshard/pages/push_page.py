@@ -29,7 +29,7 @@ _STYLE = "svg .sent { fill: var(--error); } svg .none { fill: none; stroke: var(
 def push_page(routes: Routes, title: str, link: float) -> str:
     """The text of the page; ``link`` is how many bytes a rank sends or receives in a second."""
     pairs = routes.pairs()
-    known = [
+    properties = [
         ("sent in all", human_bytes(routes.nbytes)),
         ("steps", f"{len(routes.ends):,}"),
         ("pairs of ranks", f"{len(pairs):,}"),
@@ -46,7 +46,7 @@ def push_page(routes: Routes, title: str, link: float) -> str:
         "body",
         element("main",
             element("header", element("h1", title)),
-            facts(known),
+            facts(properties),
             element("h2", "Who sends how much to whom"),
             element("p", words),
             element("figure", picture),
@@ -62,33 +62,33 @@ def _matrix(routes: Routes, pairs: Counter[tuple[int, int]], name: str, width: i
     cells = Counter[tuple[int, int]]()
     for (sender, receiver), nbytes in pairs.items():
         cells[of_row[sender], of_column[receiver]] += nbytes
-    left = int(max(len(_label("trainer", ranks)) for ranks in rows) * CHARACTER) + 10
-    wide = (width - left - 8) / len(columns)
+    margin = int(max(len(_label("trainer", ranks)) for ranks in rows) * CHARACTER) + 10
+    wide = (width - margin - 8) / len(columns)
     high = min(28.0, wide)
-    frame = Frame(name, width, TOP + 20 + high * len(rows), left, 8)
+    frame = Frame(name, width, TOP + 20 + high * len(rows), margin, 8)
     most = max(cells.values(), default=1)
-    marks = [text(left, TOP + 12, _label("receiver", range(len(routes.received))), "label")]
+    marks = [text(margin, TOP + 12, _label("receiver", range(len(routes.received))), "label")]
     for row, ranks in enumerate(rows):
         y = TOP + 18 + row * high
         if row % max(1, round(12 / high)) == 0:
-            marks.append(text(left - 6, y + high / 2 + 4, _label("trainer", ranks), "label", "end"))
-        for column, others in enumerate(columns):
-            marks.append(_cell(frame, (left + column * wide, y, wide, high), cells[row, column], most, ranks, others))
+            marks.append(text(margin - 6, y + high / 2 + 4, _label("trainer", ranks), "label", "end"))
+        for column, takers in enumerate(columns):
+            marks.append(_cell(frame, (margin + column * wide, y, wide, high), cells[row, column], most, ranks, takers))
     return frame.svg(joined(*marks), "Who sends how much to whom", plural(len(pairs), "pair") + " of ranks")
 
 
-def _cell(frame: Frame, at: Sequence[float], nbytes: int, most: int, ranks: range, others: range) -> Html:
+def _cell(frame: Frame, at: Sequence[float], nbytes: int, most: int, ranks: range, receivers: range) -> Html:
     x, y, wide, high = at
     mark = rectangle("sent" if nbytes else "none", x + 1, y + 1, max(wide - 2, 1), max(high - 2, 1))
     if nbytes:
         mark = element("g", mark, opacity=f"{0.15 + 0.85 * nbytes / most:.2f}")
-    title = f"{_label('trainer', ranks)} to {_label('receiver', others)}"
+    title = f"{_label('trainer', ranks)} to {_label('receiver', receivers)}"
     return frame.hot(rectangle("hit", x, y, wide, high), mark, title, human_bytes(nbytes) if nbytes else "nothing")
 
 
 def _groups(count: int) -> Sequence[range]:
-    each = -(-count // MOST)
-    return [range(begin, min(begin + each, count)) for begin in range(0, count, each)]
+    size = -(-count // MOST)
+    return [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def _group_of(groups: Sequence[range]) -> list[int]:

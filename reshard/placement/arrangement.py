@@ -25,8 +25,8 @@ from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.portions import (
+    Parts,
     Portion,
-    Taken,
     dropped_of,
     filled,
     kept_whole,
@@ -34,7 +34,7 @@ from reshard.placement.portions import (
     template_of,
     uses_of,
 )
-from reshard.placement.stored import Atom, Chunks, Naming, Placed, Stated, Stored
+from reshard.placement.stored import Atom, Chunks, Location, Naming, Stated, Stored
 
 
 class _Part(NamedTuple):
@@ -55,13 +55,13 @@ class Arrangement:
     """
 
     def __init__(
-        self, plan: Plan, taken: Mapping[Kind, Taken], format: Format, chunks: Chunks | None, twice: Mapping[str, str]
+        self, plan: Plan, parts: Mapping[Kind, Parts], format: Format, chunks: Chunks | None, twice: Mapping[str, str]
     ) -> None:
         format = format.of(plan.model.config)
-        self.plan, self.taken, self.format, self.chunks, self._twice = plan, taken, format, chunks, twice
+        self.plan, self.parts, self.format, self.chunks, self._twice = plan, parts, format, chunks, twice
         self.ranks = plan.mesh.size
         if chunks is not None:
-            self.ranks = 1 + max((number for found in chunks.values() for number in found), default=-1)
+            self.ranks = 1 + max((number for chunks_of in chunks.values() for number in chunks_of), default=-1)
         self.dropped = dropped_of(plan.model, format)
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
@@ -69,51 +69,53 @@ class Arrangement:
         self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
-        self.placed = {atom: Placed(each, number) for each in self.stored for number, atom in enumerate(each.atoms)}
-        self.copies = [(each.atoms[0], Placed(each, 0)) for each in self._copies()]
-        self.stored += tuple(placed.stored for _, placed in self.copies)
+        self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
+        self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
+        self.stored += tuple(location.stored for _, location in self.copies)
 
-    def refined(self, others: Iterable[tuple[Kind, Taken]]) -> Arrangement:
+    def refined(self, other_parts: Iterable[tuple[Kind, Parts]]) -> Arrangement:
         """The same arrangement, with the tensors of kinds in parts as fine as another side's. Raises PlanError."""
-        taken = dict(self.taken)
-        for kind, other in dict.fromkeys(others):
-            taken[kind] = refine(self.plan.model, kind, taken[kind], other)
-        return self if taken == self.taken else Arrangement(self.plan, taken, self.format, self.chunks, self._twice)
+        parts_of = dict(self.parts)
+        for kind, other in dict.fromkeys(other_parts):
+            parts_of[kind] = refine(self.plan.model, kind, parts_of[kind], other)
+        return (
+            self if parts_of == self.parts else Arrangement(self.plan, parts_of, self.format, self.chunks, self._twice)
+        )
 
-    def held(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
+    def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
-        for each in self.stored:
-            shape = each.geometry.shape(rank)
+        for stored in self.stored:
+            shape = stored.geometry.shape(rank)
             if shape is not None:
-                yield each, each.constant.shape if each.constant else shape
+                yield stored, stored.constant.shape if stored.constant else shape
 
     def _stated(self, kind: Kind) -> Stated | None:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
         if kind.stated is None:
             return None
-        own = self.plan.laid[kind].stated if self.format.plain else None
+        local = self.plan.laid[kind].stated if self.format.plain else None
         whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
-        return (lambda holder: whole) if own is None else (lambda holder: own.boxes[holder].shape)
+        return (lambda holder: whole) if local is None else (lambda holder: local.boxes[holder].shape)
 
     def _stored(self) -> Iterator[Stored]:
-        if self.format.plain and all(len(of) == 1 and not of[0].component.index for of in self.taken.values()):
+        if self.format.plain and all(len(of) == 1 and not of[0].component.index for of in self.parts.values()):
             geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
             for name, kind, _ in self.plan.model.tensors:  # each is stored as it is: there may be half a million
                 if kind not in geometries:
-                    layouts = (self._layout(kind, self.taken[kind][0], None, self.plan),)
-                    geometries[kind] = Geometry(self.taken[kind], layouts, False), self._stated(kind)
+                    layouts = (self._layout(kind, self.parts[kind][0], None, self.plan),)
+                    geometries[kind] = Geometry(self.parts[kind], layouts, False), self._stated(kind)
                 geometry, stated = geometries[kind]
                 yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
             return
-        found: dict[str, dict[tuple[int, int], _Part]] = {}
+        parts_of: dict[str, dict[tuple[int, int], _Part]] = {}
         for tensor in self.plan.model.tensors:
-            for portion in self.taken[tensor.kind] if tensor.name not in self.dropped else ():
+            for portion in self.parts[tensor.kind] if tensor.name not in self.dropped else ():
                 for index in range(tensor.shape[0]) if portion.component.index else (None,):
                     name, place, part = self._part(tensor, portion, index)
-                    other = found.setdefault(name, {}).setdefault((place, portion.slot), part)
+                    other = parts_of.setdefault(name, {}).setdefault((place, portion.slot), part)
                     if other is not part:
                         raise PlanError(f"tensors '{other.atom.tensor}' and '{tensor.name}' have one place in '{name}'")
-        for name, parts in found.items():
+        for name, parts in parts_of.items():
             yield self._join(name, parts)
 
     def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
@@ -142,15 +144,15 @@ class Arrangement:
             raise PlanError(f"'{name}' would be made of {why}")
         dtypes = {(part.portion.line.dtype if part.portion.line else None) or part.kind.dtype for part in ordered}
         if len(dtypes) > 1:
-            shown = " and ".join(sorted(dtypes))
-            raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {shown}")
+            texts = " and ".join(sorted(dtypes))
+            raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {texts}")
         portions = tuple(part.portion for part in ordered[: first.slots])
         laid = self.plan if self.chunks is None else self.plan.unsplit
         layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, laid) for part in ordered)
         sizes = {layout.full for layout in layouts[: first.slots]}
         if first.cut is not None and first.cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
-            shown = " and ".join(map(str, sorted(sizes)))
-            raise PlanError(f"'{name}' would be joined from tensors of sizes {shown}, which was not compared")
+            texts = " and ".join(map(str, sorted(sizes)))
+            raise PlanError(f"'{name}' would be joined from tensors of sizes {texts}, which was not compared")
         chunks = self.chunks.get(name) if self.chunks is not None else None
         if self.chunks is not None and chunks is None:
             raise MismatchError(f"tensor '{name}' is missing")
@@ -201,7 +203,7 @@ class Arrangement:
             again.setdefault(first, []).append(second)
         if not again and not any(line.also for line in rules.lines):
             return
-        there = {each.name for each in self.stored}
+        names = {stored.name for stored in self.stored}
         targets = {
             kind: [use.target for use in rules.uses(template_of(model.architecture, kind)) if use.line.also]
             for kind in model.kinds
@@ -209,8 +211,8 @@ class Arrangement:
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(model, tensor.kind, target), None)
-                if name not in there:
-                    there.add(name)
+                if name not in names:
+                    names.add(name)
                     yield self._join(name, {(0, 0): part})
 
     def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Naming | None:
@@ -231,19 +233,19 @@ class Arrangement:
         """For each rank, the numbers from which it counts the indices in names; none if names have the model's own."""
         numbered, mesh, model = self.format.rules.numbered, self.plan.mesh, self.plan.model
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
-        found = []
+        firsts_of = []
         for rank in range(mesh.size if numbered else 0):
             shares = shares_of(model, mesh, rank, sizes, frozenset(sizes))
             firsts = {axis: shares[axis].run(size).offset for axis, size in sizes.items() if axis in shares}
             if mesh.pp > 1:
                 firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
-            found.append(firsts)
-        return found
+            firsts_of.append(firsts)
+        return firsts_of
 
     def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
         """The program's name and the indices in it, where layers behind the last are called otherwise."""
         for layers, end in self._ends.items():
-            words = layers.found.match(target)
+            words = layers.old.match(target)
             if words is None or at.get(layers.index, -1) < end:
                 continue
             if layers.one_stage is not None and self.plan.mesh.pp > 1:
@@ -256,8 +258,8 @@ class Arrangement:
     def _ends(self) -> Mapping[LaterLayers, int]:
         """The first index that is called otherwise."""
         sizes = self.plan.model.sizes
-        found = {each: sizes.evaluate(each.beyond, {}) for each in self.format.rules.further}
-        return {each: int(end) for each, end in found.items() if end is not None}
+        ends = {layers: sizes.evaluate(layers.beyond, {}) for layers in self.format.rules.further}
+        return {layers: int(end) for layers, end in ends.items() if end is not None}
 
     def _layout(self, kind: Kind, portion: Portion, index: int | None, laid: Plan) -> Layout:
         """How an atom lies on the mesh of a plan, or, unsplit, on one rank."""
@@ -297,10 +299,10 @@ class Arrangement:
                 dtype = stated_dtype(self.plan.model.config) or "BF16"
             if constant.axes:
                 constant = replace(constant, shape=tuple(sizes.of({}).get(axis, 0) for axis in constant.axes))
-            for each in self.stored:
-                found = next((found for of in constant.beside if (found := of.match(each.name)) is not None), None)
-                for name in (pattern.fill(found) for pattern in constant.names) if found is not None else ():
-                    geometry = each.geometry
+            for stored in self.stored:
+                words = next((words for of in constant.beside if (words := of.match(stored.name)) is not None), None)
+                for name in (pattern.fill(words) for pattern in constant.names) if words is not None else ():
+                    geometry = stored.geometry
                     if self.chunks is not None:
                         geometry = geometry.whole.in_chunks(self.chunks.get(name, {}))
                     yield Stored(name, dtype, geometry, (), constant)
@@ -313,8 +315,8 @@ def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layou
     while len(places) > 1 and parts % layout.full[places[0]] == 0:  # a factor counts the parts
         parts //= layout.full[places.pop(0)]
     place, degree = places[0], dict(mesh.degrees).get("tp", 1)
-    size, rest = divmod(layout.full[place], degree * parts)
-    if rest:
+    size, remainder = divmod(layout.full[place], degree * parts)
+    if remainder:
         why = f"{layout.full[place]} do not divide by {degree * parts}"
         raise PlanError(f"tensor '{name}' cannot be split over {mesh}: {why}")
     boxes = {}
@@ -335,11 +337,11 @@ def arrangement_of(
     """
     if format.container.chunks and chunks is None:
         chunks = {}
-        for each in on_mesh(plan, format, twice).stored:
-            own = each.geometry.chunks_of_ranks()
-            if each.constant is not None:
-                own = {min(own): Chunk((0,) * len(each.constant.shape), each.constant.shape)}
-            chunks[each.name] = own
+        for stored in on_mesh(plan, format, twice).stored:
+            chunks_of = stored.geometry.chunks_of_ranks()
+            if stored.constant is not None:
+                chunks_of = {min(chunks_of): Chunk((0,) * len(stored.constant.shape), stored.constant.shape)}
+            chunks[stored.name] = chunks_of
     return Arrangement(plan, uses_of(plan.model, format), format, chunks, twice)
 
 
@@ -350,11 +352,11 @@ def on_mesh(plan: Plan, format: Format, twice: Mapping[str, str] = {}) -> Arrang
     return Arrangement(plan, uses_of(plan.model, format), format, None, twice)
 
 
-def same_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
+def align_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
     """Two arrangements of one model, refined to the same atoms. Raises PlanError if that is not possible."""
     tensors = zip(source.plan.model.tensors, target.plan.model.tensors, strict=True)
-    pairs = [*dict.fromkeys((here.kind, there.kind) for here, there in tensors)]
+    pairs = [*dict.fromkeys((kind.kind, other.kind) for kind, other in tensors)]
     return (
-        source.refined((here, target.taken[there]) for here, there in pairs),
-        target.refined((there, source.taken[here]) for here, there in pairs),
+        source.refined((kind, target.parts[other]) for kind, other in pairs),
+        target.refined((other, source.parts[kind]) for kind, other in pairs),
     )

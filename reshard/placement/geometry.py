@@ -74,10 +74,10 @@ class Geometry:
             lead, runs, base = first.lead if dim == first.dim else 0, list[Run](), 0
             outer: list[tuple[tuple[Run, ...], int]] = []
             for layout, portion in zip(layouts if dim == first.dim else layouts[:1], self.portions, strict=False):
-                own = [(layout.boxes[holder].dims[f], layout.padded[f]) for f in portion.of_dim(dim)]
-                outer = outer or own[:lead]
-                runs += [Run(base + run.offset, run.length) for run in product_runs(own[lead:])]
-                base += math.prod(size for _, size in own[lead:])
+                factors = [(layout.boxes[holder].dims[f], layout.padded[f]) for f in portion.of_dim(dim)]
+                outer = outer or factors[:lead]
+                runs += [Run(base + run.offset, run.length) for run in product_runs(factors[lead:])]
+                base += math.prod(size for _, size in factors[lead:])
             dims.append(list(merge_runs(product_runs([*outer, (tuple(merge_runs(runs)), base)]))))
         return dims if first.counts or slots == 1 else [*dims, [Run(0, slots)]]  # numbers, joined to a vector
 
@@ -92,13 +92,13 @@ class Geometry:
             sorted({end for run in itertools.chain(*of) for end in (run.offset, run.end)})
             for of in zip(*owned.values(), strict=True)
         ]
-        found, ranks = dict[Chunk, int](), self.layouts[0].ranks
+        file_of, ranks = dict[Chunk, int](), self.layouts[0].ranks
         for rank, dims in owned.items():
             pieces = [[*itertools.chain(*(_cut(run, at) for run in runs))] for runs, at in zip(dims, cuts, strict=True)]
             for number, chunk in enumerate(itertools.product(*pieces)):
                 at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
-                found.setdefault(at, number * ranks + rank)
-        return {file: at for at, file in found.items()}
+                file_of.setdefault(at, number * ranks + rank)
+        return {file: at for at, file in file_of.items()}
 
     def numbers(self, holder: int) -> Iterator[int]:
         """The numbers of the atoms at the indices of the stack that a holder has."""
@@ -147,7 +147,7 @@ class Geometry:
         if key not in self._spreads:
             layout, groups, position = layouts[slot], self.groups(number), self.portions[slot].order.index
             pieces = {
-                holder: tuple(new for own in of for new in over_blocks(own, groups, blocks, layout.padded))
+                holder: tuple(new for piece in of for new in over_blocks(piece, groups, blocks, layout.padded))
                 for holder in self._holders[place]
                 if holder not in without and (of := [*self._pieces(holder, place, slot)])
             }
@@ -159,26 +159,26 @@ class Geometry:
     @cached_property
     def _places(self) -> Mapping[int, Mapping[int, int]]:
         """For each holder, which indices of the stack it has, and their numbers there."""
-        slots, found = len(self.portions), dict[int, dict[int, int]]()
+        slots, places_of = len(self.portions), dict[int, dict[int, int]]()
         if self.chunks is not None:
             for file, at in self.chunks.items():
                 places = range(at.offset[0], at.end[0]) if self.is_stack else range(1)
-                found[file] = {place: number for number, place in enumerate(places)}
-            return found
+                places_of[file] = {place: number for number, place in enumerate(places)}
+            return places_of
         for place, layout in enumerate(self.layouts[::slots]):
             for rank in layout.boxes:
-                own = found.setdefault(rank, {})
-                own[place] = len(own)
-        return found
+                numbers = places_of.setdefault(rank, {})
+                numbers[place] = len(numbers)
+        return places_of
 
     @cached_property
     def _holders(self) -> Mapping[int, Sequence[int]]:
         """The holders of each index of the stack."""
-        found: dict[int, list[int]] = {place: [] for place in range(len(self.layouts) // len(self.portions))}
+        holders: dict[int, list[int]] = {place: [] for place in range(len(self.layouts) // len(self.portions))}
         for holder in sorted(self._places):
             for place in self._places[holder]:
-                found[place].append(holder)
-        return found
+                holders[place].append(holder)
+        return holders
 
     def _pieces(self, holder: int, place: int, slot: int) -> Iterator[Piece]:
         """What a holder has of an atom, with its groups as dimensions."""
@@ -191,10 +191,10 @@ class Geometry:
         for portion, layout in zip(self.portions, layouts, strict=False):
             dims = layout.boxes[holder].dims
             runs.append(tuple(dims[factor] for factor in portion.order))
-        lengths = [[sum(run.length for run in of) for of in own] for own in runs]
-        inner = [math.prod(own[of.outer :]) for own, of in zip(lengths, self.portions, strict=True)]
-        own, outer = lengths[slot], self.portions[slot].outer
-        strides = (*_row_major(own[:outer], sum(inner)), *_row_major(own[outer:], 1))
+        lengths = [[sum(run.length for run in of) for of in sizes] for sizes in runs]
+        inner = [math.prod(sizes[of.outer :]) for sizes, of in zip(lengths, self.portions, strict=True)]
+        sizes, outer = lengths[slot], self.portions[slot].outer
+        strides = (*_row_major(sizes[:outer], sum(inner)), *_row_major(sizes[outer:], 1))
         yield Piece(runs[slot], strides, sum(inner[:slot]))
 
     def _chunk(self, file: int) -> Chunk:
@@ -221,14 +221,14 @@ class Geometry:
             for other, layout in zip(self.portions, layouts, strict=False):
                 ends.append(ends[-1] + math.prod(layout.padded[f] for f in other.of_dim(dim)[other.lead :]))
             first, end, row = ends[slot], ends[slot + 1], ends[-1]
-            leads, found = math.prod(layouts[slot].padded[f] for f in groups[dim]) if portion.lead else 1, []
+            leads, parts = math.prod(layouts[slot].padded[f] for f in groups[dim]) if portion.lead else 1, []
             for lead, inner in product_boxes(begin, length, (leads, row)):
                 low, high = max(inner.offset, first), min(inner.end, end)
                 if low < high:
                     of = [(lead, row * step)] if portion.lead else []
                     at = (lead.offset * row + low - begin) * step
-                    found.append((at, [*of, (Run(low - first, high - low), step)]))
-            dims.append(found)
+                    parts.append((at, [*of, (Run(low - first, high - low), step)]))
+            dims.append(parts)
         is_there = [bool(group) for group in groups]
         for chosen in itertools.product(*dims):
             runs = [*itertools.compress(itertools.chain(*(of for _, of in chosen)), is_there)]
@@ -237,13 +237,13 @@ class Geometry:
 
 def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
     """The factors of an atom in each stored dimension, in the stored order; those before what is joined are apart."""
-    portion, found = portions[number % len(portions)], []
+    portion, blocks = portions[number % len(portions)], []
     for dim in range(len(portion.counts)):
         factors = portion.of_dim(dim)
         lead = portion.lead if dim == portion.dim and len(portions) > 1 else 0
-        found += [factors[:lead]] if lead else []
-        found.append(factors[lead:])
-    return tuple(found)
+        blocks += [factors[:lead]] if lead else []
+        blocks.append(factors[lead:])
+    return tuple(blocks)
 
 
 def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:

@@ -18,7 +18,7 @@ from formats.notation.format import Format, Line, Renaming
 from reshard.model.sizes import AxisSizes, check_members
 
 
-class Origins:
+class NameInverse:
     """Finds the Hugging Face tensors that stored tensors are made of."""
 
     def __init__(
@@ -32,9 +32,9 @@ class Origins:
             for name in itertools.chain(*component_names(template, shape))
             if name not in architecture.tensors or name in architecture.derived
         }
-        constants = (each for each in self._format.rules.constants if self._holds(each.when))
-        self._constants = [pattern for each in constants for pattern in each.names]
-        self._there: set[str] = set()
+        constants = (constant for constant in self._format.rules.constants if self._holds(constant.when))
+        self._constants = [pattern for constant in constants for pattern in constant.names]
+        self._present: set[str] = set()
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a
@@ -42,8 +42,8 @@ class Origins:
 
         Raises CheckpointError for a name that no line of the format gives.
         """
-        stored, found = list(stored), dict[str, str]()
-        self._there = {old for name in stored for old in self._old_names(name)}
+        stored, origins = list(stored), dict[str, str]()
+        self._present = {old for name in stored for old in self._old_names(name)}
         for name in stored:
             if self._is_constant(name):
                 continue
@@ -55,8 +55,8 @@ class Origins:
                     f"tensor '{name}' is none that the format '{self._format.name}' has for '{self._architecture.name}'"
                 )
             for source in sources:
-                found.setdefault(source, name)
-        return found
+                origins.setdefault(source, name)
+        return origins
 
     def knows(self, name: str) -> bool:
         """Whether the format has a tensor of this name, whatever else is stored."""
@@ -69,7 +69,7 @@ class Origins:
         """Whether a name is another one of a tensor that the architecture has: of a tied one."""
         lines = (line for line in self._format.rules.lines if line.also)
         matches = ((line, line.target.match(name)) for line in lines if self._holds(line.when))
-        return any(words is not None and self._known(line, words) is not None for line, words in matches)
+        return any(words is not None and self._sources_of(line, words) is not None for line, words in matches)
 
     def _holds(self, when: Expression | None) -> bool:
         return when is None or bool(self._sizes.evaluate(when, {}))
@@ -79,41 +79,41 @@ class Origins:
         rules = self._format.rules
         later = ((layers, layers.new.match(name), self._sizes.evaluate(layers.beyond, {})) for layers in rules.further)
         earlier = (
-            layers.found.fill({**words, layers.index: str(int(words[layers.new_index]) + end)})
+            layers.old.fill({**words, layers.index: str(int(words[layers.new_index]) + end)})
             for layers, words, end in later
             if words is not None and end is not None
         )
-        for each in (*earlier, name):
+        for earlier_name in (*earlier, name):
             for renaming in rules.names:
-                words = renaming.new.match(each)
-                if words is not None and self._renaming(old := renaming.found.fill(words)) is renaming:
+                words = renaming.new.match(earlier_name)
+                if words is not None and self._renaming(old := renaming.old.fill(words)) is renaming:
                     yield old
-            if self._renaming(each) is None:
-                yield each
+            if self._renaming(earlier_name) is None:
+                yield earlier_name
 
     def _renaming(self, name: str) -> Renaming | None:
         """The renaming of a tensor's name."""
-        names = (each for each in self._format.rules.names if each.found.match(name) is not None)
-        return next((each for each in names if self._holds(each.when)), None)
+        names = (renaming for renaming in self._format.rules.names if renaming.old.match(name) is not None)
+        return next((renaming for renaming in names if self._holds(renaming.when)), None)
 
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
             words = line.target.match(name)
             if words is None or line.also or not self._holds(line.when):
                 continue
-            sources = self._known(line, words)
+            sources = self._sources_of(line, words)
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
         for line in self._format.rules.lines:
-            if name in line.stage_names.values() and (sources := self._known(line, {})) is not None:
+            if name in line.stage_names.values() and (sources := self._sources_of(line, {})) is not None:
                 return sources
         return [name] if self._format.rules.keep and self._is_known(name) else None
 
-    def _known(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
+    def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
         names: dict[str, None] = {}
-        if line.without is not None and any(source.fill(words) in self._there for source in line.sources):
+        if line.without is not None and any(source.fill(words) in self._present for source in line.sources):
             return None
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}
@@ -128,7 +128,7 @@ class Origins:
             if stacked:
                 *_, axis = self._architecture.index_places(first)
                 size = self._sizes.counts.get(axis)
-                check_members(axis, size, len(self._there))
+                check_members(axis, size, len(self._present))
                 if size is None:
                     return None
                 count = size

@@ -65,7 +65,7 @@ class Portion:
         return self.order[start : start + self.counts[dim]] if self.counts else ()
 
 
-Taken = tuple[Portion, ...]
+Parts = tuple[Portion, ...]
 """What a program makes of the tensors of a kind: all atoms of each."""
 
 
@@ -100,59 +100,59 @@ def rule_of(model: Model, kind: Kind) -> Shape:
     return kind.rule.in_rows(model.sizes.of(dict(kind.indices)))
 
 
-def refine(model: Model, kind: Kind, one: Taken, other: Taken) -> Taken:
+def refine(model: Model, kind: Kind, one: Parts, other: Parts) -> Parts:
     """The portions ``one`` of a kind, in atoms and factors as fine as ``other``'s. Elements stay in their places.
 
     Refined by each other, both sides have the same atoms. Raises PlanError if a stored order cannot be expressed so.
     """
     finer = {part.component.label: part.component for part in other}
     if None not in finer and any(part.component.label is None for part in one):
-        one = tuple(part for each in one for part in _by_label(model, kind, each))
+        one = tuple(part for portion in one for part in _by_label(model, kind, portion))
     is_indexed = any(component.index for component in finer.values())
     return tuple(_factored(kind, part, finer.get(part.component.label), is_indexed) for part in one)
 
 
-def _by_label(model: Model, kind: Kind, own: Portion) -> Iterator[Portion]:
+def _by_label(model: Model, kind: Kind, portion: Portion) -> Iterator[Portion]:
     """A tensor that is stored whole, as its labelled components."""
-    if own.slots > 1:
+    if portion.slots > 1:
         raise _not_in_parts(kind, "joined with others here and stored in parts")
-    places = {tuple(own.component.of_dim(dim)): dim for dim in range(len(own.component.counts))}
-    ends = [*itertools.accumulate(own.counts, initial=0)]
-    dims = [places.get(own.order[begin:end]) for begin, end in itertools.pairwise(ends)]
+    places = {tuple(portion.component.of_dim(dim)): dim for dim in range(len(portion.component.counts))}
+    ends = [*itertools.accumulate(portion.counts, initial=0)]
+    dims = [places.get(portion.order[begin:end]) for begin, end in itertools.pairwise(ends)]
     parts = components(rule_of(model, kind))
-    for slot, part in enumerate(part.at_index() if own.component.index else part for part in parts):
+    for slot, part in enumerate(part.at_index() if portion.component.index else part for part in parts):
         of_dims = [part.of_dim(dim) for dim in dims if dim is not None]
         if len(of_dims) < len(dims):
             raise _not_in_parts(kind, "stored in another order within a dimension here and in parts")
         yield replace(
-            own, component=part, slot=slot, slots=len(parts), dim=dims.index(part.dim), lead=part.lead,
+            portion, component=part, slot=slot, slots=len(parts), dim=dims.index(part.dim), lead=part.lead,
             order=tuple(itertools.chain(*of_dims)), counts=tuple(map(len, of_dims)),
         )  # fmt: skip
 
 
-def _factored(kind: Kind, own: Portion, other: Component | None, is_indexed: bool) -> Portion:
+def _factored(kind: Kind, part: Portion, other: Component | None, is_indexed: bool) -> Portion:
     """A portion as the atoms of each index, and with two factors where the other side has halves or pairs in place of
     one. The stored order stays.
     """
-    if is_indexed and own.component.index is None:
-        if own.order[0] != 0 or own.counts[0] != 1 or own.stacked is not None or (own.slots > 1 and own.dim == 0):
+    if is_indexed and part.component.index is None:
+        if part.order[0] != 0 or part.counts[0] != 1 or part.stacked is not None or (part.slots > 1 and part.dim == 0):
             raise _not_in_parts(kind, f"stored by '{kind.rule.dims[0]}' there, and here in another order", "")
-        order = tuple(place - 1 for place in own.order[1:])
-        own = replace(own, component=own.component.at_index(), order=order, counts=own.counts[1:],
-                      stacked=kind.rule.dims[0].axis, dim=max(own.dim - 1, 0))  # fmt: skip
+        order = tuple(place - 1 for place in part.order[1:])
+        part = replace(part, component=part.component.at_index(), order=order, counts=part.counts[1:],
+                      stacked=kind.rule.dims[0].axis, dim=max(part.dim - 1, 0))  # fmt: skip
     place = other.pair if other else None
-    if other is None or place is None or own.component.pair is not None:
-        return own
-    at, ends = own.order.index(place), [*itertools.accumulate(own.counts)]
+    if other is None or place is None or part.component.pair is not None:
+        return part
+    at, ends = part.order.index(place), [*itertools.accumulate(part.counts)]
     dim = next(dim for dim, end in enumerate(ends) if at < end)
-    order = tuple(new for f in own.order for new in (f + (f > place), *([f + 1] if f == place else [])))
-    counts = tuple(count + (number == dim) for number, count in enumerate(own.counts))
-    is_lead = dim == own.dim and at < ends[dim] - own.counts[dim] + own.lead
-    return replace(own, component=other, order=order, counts=counts, lead=own.lead + is_lead)
+    order = tuple(new for f in part.order for new in (f + (f > place), *([f + 1] if f == place else [])))
+    counts = tuple(count + (number == dim) for number, count in enumerate(part.counts))
+    is_lead = dim == part.dim and at < ends[dim] - part.counts[dim] + part.lead
+    return replace(part, component=other, order=order, counts=counts, lead=part.lead + is_lead)
 
 
-def _not_in_parts(kind: Kind, how: str, there: str = " there") -> PlanError:
-    return PlanError(f"tensor '{kind.name}' is {how}{there}", "write it as huggingface first")
+def _not_in_parts(kind: Kind, how: str, where: str = " there") -> PlanError:
+    return PlanError(f"tensor '{kind.name}' is {how}{where}", "write it as huggingface first")
 
 
 class _Reading:
@@ -161,11 +161,11 @@ class _Reading:
     def __init__(self, model: Model, format: Format) -> None:
         self.model, self.format = model, format.of(model.config)
         self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
-        self._there = frozenset(self.names.values())
-        self._beside = _Beside(model, self.format)
-        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._beside.is_asked else {}
+        self._names = frozenset(self.names.values())
+        self._neighbours = _Neighbours(model, self.format)
+        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._neighbours.is_asked else {}
 
-    def candidates(self, kind: Kind) -> Iterator[Taken]:
+    def candidates(self, kind: Kind) -> Iterator[Parts]:
         """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
         rule, name = rule_of(self.model, kind), self.names[kind]
         parts, is_whole = self.format.rules.parts_of(name), False
@@ -173,9 +173,9 @@ class _Reading:
             is_whole = True
             yield (self._portion(kind, whole(rule), use),)
         for names in component_names(name, rule):
-            found = [(part, next(self._uses(new, kind), None)) for new, part in names.items()]
-            if found and all(use for _, use in found):
-                yield tuple(self._portion(kind, part, use) for part, use in found if use)
+            uses = [(part, next(self._uses(new, kind), None)) for new, part in names.items()]
+            if uses and all(use for _, use in uses):
+                yield tuple(self._portion(kind, part, use) for part, use in uses if use)
         if self.format.rules.keep and not parts:
             yield (kept_whole(self.model, kind, name),)
         elif not is_whole and not {component.label for component in components(rule)} >= {*parts}:
@@ -188,7 +188,7 @@ class _Reading:
         if seen is not None and name not in seen:
             raise PlanError(f"{lacking}: no model that was compared with {self.format.loading.program} has it")
         for refusal in self.format.rules.refusals:
-            is_of_it = refusal.found.match(name) is not None and not (refusal.scalars and math.prod(kind.shape) > 1)
+            is_of_it = refusal.old.match(name) is not None and not (refusal.scalars and math.prod(kind.shape) > 1)
             if is_of_it and _holds(self.model, refusal.when, kind):
                 raise PlanError(f"{lacking}: {refusal.why}", "'reshard formats SOURCE' says which formats are possible")
 
@@ -197,9 +197,9 @@ class _Reading:
             line = use.line
             if line.also or (line.by is not None and line.by not in kind.rule.axes):
                 continue
-            if line.without is not None and any(line.without.match(other) is not None for other in self._there):
+            if line.without is not None and any(line.without.match(other) is not None for other in self._names):
                 continue
-            if line.beside is not None and not self._beside.holds(use, self._first[kind]):
+            if line.beside is not None and not self._neighbours.holds(use, self._first[kind]):
                 continue
             if _holds(self.model, line.when, kind):
                 yield use
@@ -236,23 +236,23 @@ class _Reading:
         if not portion.counts and any(vector.match(target) is not None for vector in rules.vectors):
             portion = replace(portion, counts=(0,))
         for name in rules.names:
-            words = name.found.match(target)
+            words = name.old.match(target)
             if words is not None and _holds(self.model, name.when):
                 return replace(portion, target=name.new.fill(words))
         return portion
 
 
-def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
+def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
     """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
     if format.plain:
         return {kind: (kept_whole(model, kind, None),) for kind in model.kinds}
     check_model_type(model, format)
     reading = _Reading(model, format)
-    found = {kind: [*reading.candidates(kind)] for kind in model.kinds}
+    readings = {kind: [*reading.candidates(kind)] for kind in model.kinds}
     lacking: list[Kind] | None = None
     while lacking is None or lacking:  # a line that joins applies only if all its sources are there
         joined: dict[tuple[int, str | None], set[int]] = defaultdict(set)
-        first = {kind: candidates[0] for kind, candidates in found.items() if candidates}
+        first = {kind: candidates[0] for kind, candidates in readings.items() if candidates}
         for portion in itertools.chain(*first.values()):
             joined[id(portion.line), portion.target].add(portion.slot)
         lacking = [
@@ -261,9 +261,9 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
             if any(part.line and len(joined[id(part.line), part.target]) < part.slots for part in portions)
         ]
         for kind in lacking:
-            del found[kind][0]
-    dropped = dropped_of(model, format) if not all(found.values()) else frozenset()
-    for kind, candidates in found.items():
+            del readings[kind][0]
+    dropped = dropped_of(model, format) if not all(readings.values()) else frozenset()
+    for kind, candidates in readings.items():
         if not candidates and any(tensor.kind is kind and tensor.name not in dropped for tensor in model.tensors):
             raise PlanError(
                 f"tensor '{kind.name}' has no place in the format '{format.name}'",
@@ -272,7 +272,7 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Taken]:
         reading.check(kind)
     return {
         kind: tuple(map(reading.named, portions[0])) if portions else (kept_whole(model, kind, None),)
-        for kind, portions in found.items()
+        for kind, portions in readings.items()
     }
 
 
@@ -286,47 +286,47 @@ def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[i
 
     The factor of one that goes is the next dimension's, or else the last's; one that comes has none.
     """
-    found, start, waiting = list[int](), 0, 0
+    merged, start, waiting = list[int](), 0, 0
     for count in counts:
         if all(is_one[start : start + count]):
             waiting += count
         else:
-            found.append(count + waiting)
+            merged.append(count + waiting)
             waiting = 0
         start += count
-    if waiting and found:
-        found[-1] += waiting
+    if waiting and merged:
+        merged[-1] += waiting
     for place in sorted(places):
-        found.insert(place, 0)
-    return tuple(found)
+        merged.insert(place, 0)
+    return tuple(merged)
 
 
-class _Beside:
+class _Neighbours:
     """Which of a model's tensors have another beside them, for the lines of a format that ask for one."""
 
     def __init__(self, model: Model, format: Format) -> None:
         self.is_asked = any(line.beside is not None for line in format.rules.lines)
         kinds = model.kinds if self.is_asked else ()
         names = {kind: template_of(model.architecture, kind) for kind in kinds}
-        self._asked = {kind: [*self._others(format, name)] for kind, name in names.items()}
+        self._asked = {kind: [*self._asking(format, name)] for kind, name in names.items()}
         self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in kinds}
         asked = {other for of_kind in self._asked.values() for _, other in of_kind}
-        there = (tensor for tensor in (model.tensors if asked else ()) if names[tensor.kind] in asked)
-        self._there = {filled(names[tensor.kind], self._at(tensor)) for tensor in there}
+        asked_tensors = (tensor for tensor in (model.tensors if asked else ()) if names[tensor.kind] in asked)
+        self._present = {filled(names[tensor.kind], self._at(tensor)) for tensor in asked_tensors}
 
     def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
         """What a tensor has beside it, of all that lines that cover it ask for."""
-        return tuple(filled(other, self._at(tensor)) in self._there for _, other in self._asked[tensor.kind])
+        return tuple(filled(other, self._at(tensor)) in self._present for _, other in self._asked[tensor.kind])
 
     def holds(self, use: Use, tensor: BoundTensor) -> bool:
         """Whether a tensor has beside it what a line that covers it asks for."""
-        return dict(zip((id(each) for each, _ in self._asked[tensor.kind]), self.key(tensor), strict=True))[id(use)]
+        return dict(zip((id(asked) for asked, _ in self._asked[tensor.kind]), self.key(tensor), strict=True))[id(use)]
 
     def _at(self, tensor: BoundTensor) -> Mapping[str, int]:
         return dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
 
     @staticmethod
-    def _others(format: Format, name: str) -> Iterator[tuple[Use, str]]:
+    def _asking(format: Format, name: str) -> Iterator[tuple[Use, str]]:
         """The lines that ask for another tensor, and its name."""
         for use in format.rules.uses(name):
             if use.line.beside is not None:
@@ -343,8 +343,8 @@ def filled(name: str, at: Mapping[str, int]) -> str:
 
 def apart_by_lines(model: Model, format: Format) -> Model:
     """The same model with kinds divided so that the same lines of a format cover all tensors of a kind."""
-    beside = _Beside(model, format.of(model.config))
-    return divided(model, beside.key) if beside.is_asked else model
+    conditions = _Neighbours(model, format.of(model.config))
+    return divided(model, conditions.key) if conditions.is_asked else model
 
 
 def template_of(architecture: Architecture, kind: Kind) -> str:
@@ -377,19 +377,19 @@ def _template_of(architecture: Architecture, kind: Kind) -> str:
 
 def dropped_of(model: Model, format: Format) -> frozenset[str]:
     """The tensors that a program does not store."""
-    found: set[str] = set()
+    names: set[str] = set()
     for dropped in format.of(model.config).rules.dropped:
         if not _holds(model, dropped.when):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
         covered: dict[Kind, list[int]] = {}
         for kind in model.kinds if end is not None else ():
-            match = dropped.found.match(template_of(model.architecture, kind))
+            match = dropped.old.match(template_of(model.architecture, kind))
             if match is not None:
                 axes = [*model.architecture.index_places(kind.name)]
-                covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.found.indices]
+                covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.old.indices]
         for tensor in model.tensors if covered else ():
             places = covered.get(tensor.kind)
             if places is not None and all(tensor.at[place] >= end for place in places):
-                found.add(tensor.name)
-    return frozenset(found)
+                names.add(tensor.name)
+    return frozenset(names)

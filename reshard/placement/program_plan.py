@@ -71,10 +71,10 @@ def _evaluated(expressions: Mapping[str, Expression], look_up: Lookup, file: str
 _KEYS = ("dtype", "torch_dtype")
 
 
-def dtype_of(held: Iterable[Mapping[str, TensorInfo]]) -> str | None:
+def dtype_of(ranks: Iterable[Mapping[str, TensorInfo]]) -> str | None:
     """The name in config.json for the dtype of most elements; None if they are quantized, or if there are none."""
     counts = Counter[str]()
-    for tensors in held:
+    for tensors in ranks:
         for info in tensors.values():
             counts[info.dtype] += math.prod(info.shape)
     most = counts.most_common(1)
@@ -86,13 +86,13 @@ def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | N
 
     Also returns the old dtypes; none if it had the same, or no dtype.
     """
-    found, others = copy.deepcopy(dict(config)), set[str]()
-    for part in _parts(found, section):
+    edited, old_dtypes = copy.deepcopy(dict(config)), set[str]()
+    for part in _parts(edited, section):
         for key in _KEYS:
             if dtype is not None and part.get(key) in {*DTYPE_NAMES.values()} - {dtype}:
-                others.add(part[key])
+                old_dtypes.add(part[key])
                 part[key] = dtype
-    return found, others
+    return edited, old_dtypes
 
 
 def _parts(config: dict[str, Any], section: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -132,8 +132,8 @@ def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
     _check_compared(model, format, mesh)
 
     def look_up(name: str) -> Any:
-        known = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
-        return known[name] if name in known else model.sizes.look_up(name)
+        degrees = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
+        return degrees[name] if name in degrees else model.sizes.look_up(name)
 
     for condition, why in format.demands:
         if not condition.evaluate(look_up):

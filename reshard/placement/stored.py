@@ -94,7 +94,7 @@ class Stored(NamedTuple):
         return self.constant.shape if self.constant else self.geometry.whole.shape(0) or ()
 
 
-class Placed(NamedTuple):
+class Location(NamedTuple):
     """An atom's stored tensor, and its number there."""
 
     stored: Stored
@@ -139,15 +139,15 @@ class Placed(NamedTuple):
         return rank in self.zeros
 
 
-def blocks_of(held: Placed, wanted: Placed) -> Blocks | None:
+def blocks_of(src: Location, dst: Location) -> Blocks | None:
     """The factors of an atom that are one dimension on both sides; None if the sides have other factors.
 
     Between ranks each factor is a dimension. Chunks are as few pieces as possible with as few dimensions as possible.
     """
-    source, target = held.portion.order, wanted.portion.order
+    source, target = src.portion.order, dst.portion.order
     if sorted(source) != sorted(target):
         return None
-    sides = [(placed.stored.geometry, placed.number) for placed in (held, wanted)]
+    sides = [(location.stored.geometry, location.number) for location in (src, dst)]
     if all(geometry.chunks is None for geometry, _ in sides):
         return tuple((factor,) for factor in range(len(source)))
     starts = {start for geometry, number in sides for start in geometry.starts(number)}
@@ -162,7 +162,7 @@ def stacked(stacks: Iterable[Renaming], name: str) -> tuple[str, tuple[int, ...]
     """The name that a stored tensor has in the files, and its index along each leading dimension there."""
     places: list[int] = []
     for stack in stacks:
-        words = stack.found.match(name)
+        words = stack.old.match(name)
         if words is not None:
             places.append(int(words[stack.index]))
             name = stack.new.fill(words)
@@ -190,9 +190,9 @@ def unstacked(stacks: Sequence[Renaming], name: str, pieces: Iterable[Piece]) ->
 
 def stack_of(stacks: Iterable[Renaming], name: str) -> Renaming | None:
     """The first stack that a tensor of the files is."""
-    return next((each for each in stacks if each.new.match(name) is not None and each.found.match(name) is None), None)
+    return next((each for each in stacks if each.new.match(name) is not None and each.old.match(name) is None), None)
 
 
 def name_at(stack: Renaming, name: str, index: int) -> str:
     """The name of the tensor at an index of a stack of this name."""
-    return stack.found.fill({**(stack.new.match(name) or {}), stack.index: str(index)})
+    return stack.old.fill({**(stack.new.match(name) or {}), stack.index: str(index)})

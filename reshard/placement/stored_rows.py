@@ -33,23 +33,23 @@ class StoredRow:
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     """The rows of what a program stores, in its order."""
     architecture, names = arrangement.plan.model.architecture, dict[Portion, str]()
-    for kind, portions in arrangement.taken.items():
+    for kind, portions in arrangement.parts.items():
         template = template_of(architecture, kind)
         for portion in portions:
             label = portion.component.label
             names[portion] = f"{template} ({label})" if label else template
-    found: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)
         first = next((shape for shape in shapes if shape is not None), ())
         shape = stored.constant.shape if stored.constant else first
-        found.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
+        groups.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
     rows = []
-    for (name, dtype, shape), alike in found.items():
-        own = () if alike[0].constant else alike[0].geometry.portions
-        sources = tuple(dict.fromkeys(names[portion] for portion in own))
+    for (name, dtype, shape), alike in groups.items():
+        portions_of = () if alike[0].constant else alike[0].geometry.portions
+        sources = tuple(dict.fromkeys(names[portion] for portion in portions_of))
         nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
-        rows.append(StoredRow(name, sources, _how(alike[0], own), dtype, shape, len(alike), nbytes))
+        rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
     return rows
 
 
@@ -80,7 +80,7 @@ def _how(stored: Stored, portions: Sequence[Portion]) -> str:
     return ", ".join(words)
 
 
-def made_of(row: StoredRow) -> str:
+def sources_text(row: StoredRow) -> str:
     """The tensors that a row is made of, in short: ``model.layers.{layer}.mlp.(gate_proj + up_proj).weight``."""
     if not row.sources:
         return "a constant"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError
 from formats.files.checkpoint import ADAPTER_CONFIG, METADATA
-from formats.files.sharded import KEPT, MANIFEST
+from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
@@ -75,8 +75,8 @@ class Existing:
 
         A process that publishes removes another task's mark: if both are there, the other task came later.
         """
-        said = {name for name in self.names if name.startswith((PUBLISHED, UNFINISHED))}
-        return said == {f"{PUBLISHED}{task}"}
+        marks = {name for name in self.names if name.startswith((PUBLISHED, UNFINISHED))}
+        return marks == {f"{PUBLISHED}{task}"}
 
     def check_replaceable(self, same: Mapping[str, bytes], *, overwrite: bool) -> None:
         """Raise CheckpointError unless nothing is there, or a checkpoint, or part of one, that may be replaced.
@@ -100,11 +100,11 @@ class Existing:
         Those that are written again with the ``same`` content are no loss.
         """
         unknown = [name for name in self.unknown() if name in names] if names else []
-        found = [name for name in unknown if name not in same or self.read(name) != same[name]]
-        if found:
-            more = f" and {len(found) - 1} more files" if len(found) > 1 else ""
+        foreign = [name for name in unknown if name not in same or self.read(name) != same[name]]
+        if foreign:
+            tail = f" and {len(foreign) - 1} more files" if len(foreign) > 1 else ""
             raise CheckpointError(
-                f"{self.place} holds '{found[0]}'{more}, no part of the checkpoint there, so it is not overwritten",
+                f"{self.place} holds '{foreign[0]}'{tail}, no part of the checkpoint there, so it is not overwritten",
                 "move away what is yours, or choose another place",
             )
 
@@ -113,34 +113,34 @@ class Existing:
 
         A place that is marked as unfinished may have files of several outputs.
         """
-        known = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
-        left, manifest = self.names - known - {MANIFEST}, document_of(self.read(MANIFEST))
+        accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
+        remaining, manifest = self.names - accounted - {MANIFEST}, document_of(self.read(MANIFEST))
         from formats.notation.format_file import all_formats  # rarely needed
 
         if manifest.get("format") == "reshard" and not self._is_unfinished:
-            left -= {*_listed(manifest)}
+            remaining -= {*_listed(manifest)}
             formats = [format for name, format in all_formats().items() if name == manifest.get("layout")]
         else:
-            left -= {name for name in left if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name)}
-            left -= {*_INDICES, *_named(self.read)}
+            remaining -= {name for name in remaining if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name)}
+            remaining -= {*_INDICES, *_named(self.read)}
             formats = [*all_formats().values()]
-        return sorted(name for name in left if not any(_is_of(format, name) for format in formats))
+        return sorted(name for name in remaining if not any(_is_of(format, name) for format in formats))
 
 
 def existing_in(out: Path) -> Existing:
     """What is in a folder, if there is one."""
-    found = list[str]()
+    names = list[str]()
     for root, folders, files in os.walk(out):
-        here = Path(root)
-        inside = [name for name in folders if (here / name).is_symlink()] + files
-        found += [(here / name).relative_to(out).as_posix() for name in inside]
-        if not folders and not files and here != out:
-            found.append(f"{here.relative_to(out).as_posix()}/")
+        folder = Path(root)
+        inside = [name for name in folders if (folder / name).is_symlink()] + files
+        names += [(folder / name).relative_to(out).as_posix() for name in inside]
+        if not folders and not files and folder != out:
+            names.append(f"{folder.relative_to(out).as_posix()}/")
 
     def read(name: str) -> bytes | None:
         return read_file(out / name) if (out / name).is_file() else None
 
-    return Existing(str(out), frozenset(found), read, is_folder=True)
+    return Existing(str(out), frozenset(names), read, is_folder=True)
 
 
 def _is_of_a_rank(name: str) -> bool:
@@ -156,21 +156,21 @@ def _listed(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield from (file["name"] for file in manifest["side_files"])
 
 
-def _named(read: Read) -> Iterator[str]:
+def _named(read_file_of: Read) -> Iterator[str]:
     """The files that an index, or the configs as custom code, name."""
     for index in _INDICES:
-        named = document_of(read(index)).get("weight_map")
+        named = document_of(read_file_of(index)).get("weight_map")
         yield from (str(file) for file in (named.values() if isinstance(named, dict) else ()))
     for config in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        yield from (f"{module}.py" for module in modules(document_of(read(config)).get("auto_map")))
+        yield from (f"{module}.py" for module in modules(document_of(read_file_of(config)).get("auto_map")))
 
 
 def _is_of(format: Format, name: str) -> bool:
     """Whether this is the name of a file of a program's format."""
-    own = {KEPT, format.files.tracker, format.files.index, format.settings.file if format.settings else None}
+    fixed = {INTACT_FILE, format.files.tracker, format.files.index, format.settings.file if format.settings else None}
     inside = re.sub(f"^{_FOLDER}", "", name) if format.files.tracker is not None else name
-    beside = {*format.container.documents} | ({METADATA} if format.files.is_distributed else set())
-    return name in own or inside in beside or format.files.is_named(inside)
+    documents = {*format.container.documents} | ({METADATA} if format.files.is_distributed else set())
+    return name in fixed or inside in documents or format.files.is_named(inside)
 
 
 # ------------------------------------------------------------------------------------- whether an output may be there
@@ -211,8 +211,8 @@ def _check_apart(out: Path, place: Path, sources: Sequence[Path]) -> None:
     around, within = {*_numbers((target, *target.parents))}, {*_numbers(_below(target))}
     for source in sources:
         real = Path(os.path.realpath(source))
-        mine = {*_numbers([real])}
-        if not (mine | {*_numbers([real.parent])}) & within and not (mine & around and real.is_dir()):
+        numbers = {*_numbers([real])}
+        if not (numbers | {*_numbers([real.parent])}) & within and not (numbers & around and real.is_dir()):
             continue
         what = f"{out} and {source} are the same folder, or one lies in the other"
         if not real.is_dir():
@@ -233,6 +233,6 @@ def _numbers(paths: Iterable[Path]) -> Iterator[tuple[int, int]]:
     """The device and inode of each folder that is there, and of each file that has no second name (a hard link)."""
     for path in paths:
         with suppress(OSError):
-            found = path.lstat()
-            if path.is_dir() or found.st_nlink == 1:
-                yield found.st_dev, found.st_ino
+            status = path.lstat()
+            if path.is_dir() or status.st_nlink == 1:
+                yield status.st_dev, status.st_ino

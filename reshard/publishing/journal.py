@@ -127,15 +127,15 @@ class Journals:
                     steps = tuple((job, slab) for job, slab in entry["steps"])
                     yield Moved(steps, entry["size"], entry["written"], _to_reads(entry["reads"]))
 
-    def found(self, wanted: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
-        """Which of the files ``wanted`` were finished by runs with the same inputs and plan, and are unchanged.
+    def finished_files(self, names: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
+        """Which of the files ``names`` were finished by runs with the same inputs and plan, and are unchanged.
 
         A file that was written before a restart of this machine must have its checksum. It is not known whether another
         machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
         for begin, entry in self._entries("name"):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                if entry["name"] in wanted:
+                if entry["name"] in names:
                     is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
                     file, expected = self.work / entry["name"], entry["checksum"]
                     if _is_untouched(file, entry) and (is_safe or (expected and file_checksum(file) == expected)):
@@ -169,15 +169,15 @@ def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def _state(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _are_same(before: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
+def _are_same(earlier: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
     """Whether files are the same; those that another machine saw, as far as can be told."""
-    return len(before) == len(now) and all(
+    return len(earlier) == len(now) and all(
         one.closed_state == other.closed_state or (one.host != other.host and one.is_same(other))
-        for one, other in zip(before, now, strict=True)
+        for one, other in zip(earlier, now, strict=True)
     )
 
 
@@ -227,14 +227,14 @@ class Progress:
 
 def parts_of(work: Path) -> list[Progress]:
     """The parts of an unfinished output that several processes write; none, if one process writes it."""
-    found = dict[str, Progress]()
+    parts = dict[str, Progress]()
     for path in sorted(work.glob(f"{LOCK}part-*")):
         label = path.name.removeprefix(LOCK)
         journal = work / f"{JOURNAL}{label}"
         files = [int(entry.get("files", 0)) for _, entry in read_journal(journal, "inputs")] or [0]
         names = {entry["name"] for _, entry in read_journal(journal, "name")}
-        found[label] = Progress(label, len(names), files[-1], is_locked(path))
-    return [*found.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(found))]
+        parts[label] = Progress(label, len(names), files[-1], is_locked(path))
+    return [*parts.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(parts))]
 
 
 def is_locked(path: Path) -> bool:

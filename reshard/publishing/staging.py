@@ -47,6 +47,7 @@ from reshard.store.staging_names import (
     STATE,
     TASK,
     check_staging,
+    clear_leftovers,
     document_of,
     is_folder,
     is_there,
@@ -58,7 +59,6 @@ from reshard.store.staging_names import (
     remove_tree,
     staging_of,
     task_name,
-    tidy,
 )
 from reshard.system import check_space, disk_errors
 
@@ -106,7 +106,7 @@ class Staging:
         self._name = task_name(task)
         # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
         self._task = self.work / f"{TASK}{self._name}"
-        self._own: IO[str] | None = None
+        self._lock_of_share: IO[str] | None = None
         """The lock of this share, while it is held."""
         self._common: IO[str] | None = None
         """The lock that each process takes to begin and to end, while it is held."""
@@ -135,8 +135,8 @@ class Staging:
         give_up = time.monotonic() + PATIENCE
         while True:
             self._hold()
-            self._own = lock(self.work / f"{LOCK}{self.share.label}", wait=False)
-            if self._own is not None:
+            self._lock_of_share = lock(self.work / f"{LOCK}{self.share.label}", wait=False)
+            if self._lock_of_share is not None:
                 break
             self._release()
             if time.monotonic() > give_up:
@@ -146,24 +146,24 @@ class Staging:
         self.check()
         self._adopt_or_clear()
         # opened again and closed: over NFS, others see then what is in it
-        Path(self._own.name).write_text(json.dumps({"task": self._name} | self.share.to_document()))
+        Path(self._lock_of_share.name).write_text(json.dumps({"task": self._name} | self.share.to_document()))
         self._release()
 
     def _end(self, error: object) -> None:
         """Unlock this share; before that, remove what cannot be trusted, and a folder that nobody needs."""
         try:
-            if self._own is not None and is_there(self._own):
+            if self._lock_of_share is not None and is_there(self._lock_of_share):
                 with disk_errors(self.work):
                     self._hold()
                     if isinstance(error, MismatchError):
                         self._clear()
                     if error is None and not self.share.folders:  # others have yet to write their files
-                        Path(self._own.name).write_text(_ENDED)
-                    elif not self._is_built() and not any(self._others()):
+                        Path(self._lock_of_share.name).write_text(_ENDED)
+                    elif not self._is_built() and not any(self._other_processes()):
                         remove_tree(self.work)
         finally:
-            self._release(self._journal, self._own)
-            self._journal = self._own = None
+            self._release(self._journal, self._lock_of_share)
+            self._journal = self._lock_of_share = None
 
     # -- what is there already
 
@@ -179,11 +179,11 @@ class Staging:
                 needed -= (self.work / name).lstat().st_blocks * 512
         check_space(self.out.parent, needed)
 
-    def _check_existing(self, there: Existing) -> None:
+    def _check_existing(self, existing: Existing) -> None:
         is_part = self.share.label != WHOLE and not self.share.folders
-        if is_part and not self._overwrite and there.is_published(self._name):
+        if is_part and not self._overwrite and existing.is_published(self._name):
             raise PublishedError(f"{self.shown} is complete")
-        self._check(there)
+        self._check(existing)
 
     # -- the folder
 
@@ -224,14 +224,14 @@ class Staging:
             with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
                 self._common = lock(self.work / COMMON, wait=True)
 
-    def _release(self, *before: IO[str] | None) -> None:
+    def _release(self, *files: IO[str] | None) -> None:
         """Unlock the common lock, after other files."""
-        for file in (*before, self._common):
+        for file in (*files, self._common):
             if file is not None:
                 file.close()
         self._common = None
 
-    def _others(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _other_processes(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The labels of the shares that other runs are writing, and what their locks say of them."""
         for path in self.work.glob(f"{LOCK}*"):
             label = path.name.removeprefix(LOCK)
@@ -255,7 +255,7 @@ class Staging:
         Raises CheckpointError if another run writes another task here, or files of this share, or if there are files of
         another task and several processes write this one: they would be of two commands.
         """
-        for label, share in self._others():
+        for label, share in self._other_processes():
             if share.get("task") != self._name:
                 raise self._written_else()
             if WHOLE in (label, self.share.label) or not self.share.goes_with(share):
@@ -281,7 +281,7 @@ class Staging:
 
     def _begin(self) -> None:
         """Keep this share's files that earlier runs have finished, and go on with the journal."""
-        self.finished |= self._journals.found(self.share.files)
+        self.finished |= self._journals.finished_files(self.share.files)
         self._journal = self._journals.begin(self.share.label, len(self.share.files))
         for name, finished in self.finished.items():
             self._journals.note(self._journal, name, finished)
@@ -289,11 +289,11 @@ class Staging:
 
     def _clear(self) -> None:
         """Remove what was built, because it cannot be trusted: this share, or all if it is the last of them."""
-        if (self._is_last or not self.share.has_others) and not any(self._others()):
+        if (self._is_last or not self.share.has_others) and not any(self._other_processes()):
             cleared = [*self._top(), *self._journals.all()]
         else:
-            own = (self._journals.path(self.share.label).name, *self.share.files, *self.share.folders)
-            cleared = [self.work / name for name in own]
+            names = (self._journals.path(self.share.label).name, *self.share.files, *self.share.folders)
+            cleared = [self.work / name for name in names]
         for path in cleared:
             remove_tree(path)
 
@@ -340,8 +340,8 @@ class Staging:
         if self.share.label == WHOLE or self.share.folders:
             return planned <= self.finished.keys()
         self._hold()
-        self.finished |= self._journals.found(planned - self.share.files, is_last=True)
-        self._is_last = planned <= self.finished.keys() and not any(self._others())
+        self.finished |= self._journals.finished_files(planned - self.share.files, is_last=True)
+        self._is_last = planned <= self.finished.keys() and not any(self._other_processes())
         return self._is_last
 
     def commit(self, documents: Documents) -> None:
@@ -369,23 +369,23 @@ class Staging:
 
     def _may_come_late(self) -> bool:
         """Whether a part has not begun, or its process was killed: it finds the output complete when it comes."""
-        said = {path.name.removeprefix(LOCK): path.read_text() for path in self.work.glob(f"{LOCK}*")}
-        said[self.share.label] = _ENDED
-        return {*said.values()} != {_ENDED} or bool(not_begun(said))
+        states = {path.name.removeprefix(LOCK): path.read_text() for path in self.work.glob(f"{LOCK}*")}
+        states[self.share.label] = _ENDED
+        return {*states.values()} != {_ENDED} or bool(not_begun(states))
 
-    def _commit_folders(self, made: Mapping[str, bytes]) -> None:
+    def _commit_folders(self, documents: Mapping[str, bytes]) -> None:
         self.out.mkdir(exist_ok=True)
         self._sync(self.out.parent)
-        inside = {name for name in made if name.partition("/")[0] in self.share.folders}
+        inside = {name for name in documents if name.partition("/")[0] in self.share.folders}
         for name in inside:
-            self._write(self.work / name, made[name])
+            self._write(self.work / name, documents[name])
         for folder in self.share.folders:
             self._move(folder)
             self._sync(self.out)
         for folder in self.share.folders:
             remove_tree(self._aside(folder))
-        for name in (name for name in made if name not in inside):
-            self._write(self.out / name, made[name])
+        for name in (name for name in documents if name not in inside):
+            self._write(self.out / name, documents[name])
 
     def _move(self, unit: str) -> None:
         """Rename a unit to its final name; an older one is moved aside, if it may be replaced."""
@@ -397,7 +397,7 @@ class Staging:
             if not unit and not self._overwrite:
                 raise _appeared(self.out)
             if not unit:
-                tidy(target, wait=True)  # the run that has published it may not have ended
+                clear_leftovers(target, wait=True)  # the run that has published it may not have ended
             remove_tree(self._aside(unit))
             target.rename(self._aside(unit))
         try:

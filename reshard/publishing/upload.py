@@ -95,13 +95,13 @@ class Bucket:
         """
         stored = [remote for remote in remotes if isinstance(remote, StoredFile)]
         for url in {file.store for file in stored} or {location}:
-            if is_url(url) and (_are_nested(self.url, url) or any(self._held(stored))):
+            if is_url(url) and (_are_nested(self.url, url) or any(self._source_keys(stored))):
                 raise CheckpointError(
                     f"{self.name} and {redacted(url).rstrip('/')} are the same place, or one lies in the other",
                     "choose another place",
                 )
 
-    def _held(self, stored: Iterable[StoredFile]) -> Iterator[str]:
+    def _source_keys(self, stored: Iterable[StoredFile]) -> Iterator[str]:
         """The keys of source files that are stored in this bucket, by etag and time, whichever URL names them."""
         keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
         for meta in self._listing() if keys else ():
@@ -111,9 +111,9 @@ class Bucket:
 
     def existing(self, *, is_first: bool = False) -> Existing:
         """What is there. Raises CheckpointError."""
-        return Existing(self.name, frozenset(self.there(is_first=is_first)), self.content)
+        return Existing(self.name, frozenset(self.objects(is_first=is_first)), self.content)
 
-    def there(self, *, is_first: bool = False) -> dict[str, str | None]:
+    def objects(self, *, is_first: bool = False) -> dict[str, str | None]:
         """The objects below the place, with their etags. Raises CheckpointError."""
         return {meta["path"]: etag_of(meta) for meta in self._listing(is_first=is_first)}
 
@@ -127,8 +127,8 @@ class Bucket:
 
     def content(self, key: str) -> bytes | None:
         """The content of a small object; None, if it is not there."""
-        found = self._get(key)
-        return found[0] if found is not None else None
+        answer = self._get(key)
+        return answer[0] if answer is not None else None
 
     def _get(self, key: str) -> tuple[bytes, Mapping[str, Any]] | None:
         """The content and the state of a small object; None, if it is not there."""
@@ -179,10 +179,10 @@ class Bucket:
         """The task of the processes that write here, from the object that marks the place as unfinished; None without
         it.
         """
-        found = self._get(UNFINISHED)
-        if found is None:
+        answer = self._get(UNFINISHED)
+        if answer is None:
             return None
-        says, meta = document_of(found[0]), found[1]
+        says, meta = document_of(answer[0]), answer[1]
         version = {name: str(meta.get(name)) for name in ("e_tag", "version") if meta.get(name) is not None}
         clears = says.get("clears")
         return Owner(str(says.get("task", "")), {*clears} if isinstance(clears, list) else (), version)
@@ -213,16 +213,16 @@ class Bucket:
         return owner is not None and owner.task == task
 
 
-def journals(there: Iterable[str]) -> list[str]:
+def journals(objects: Iterable[str]) -> list[str]:
     """The journals among the objects of a bucket."""
-    return [key for key in there if key.startswith(JOURNAL)]
+    return [key for key in objects if key.startswith(JOURNAL)]
 
 
 def _are_nested(one: str, other: str) -> bool:
     """Whether two URLs are of the same place, or one of a place in the other."""
-    (store, bucket, *mine), (kind, container, *theirs) = _parts(one), _parts(other)
-    shorter = min(len(mine), len(theirs))
-    return (store, bucket) == (kind, container) and mine[:shorter] == theirs[:shorter]
+    (store, bucket, *path), (kind, container, *other_path) = _parts(one), _parts(other)
+    shorter = min(len(path), len(other_path))
+    return (store, bucket) == (kind, container) and path[:shorter] == other_path[:shorter]
 
 
 def _parts(url: str) -> list[str]:
@@ -276,17 +276,17 @@ class Uploading(Staging):
                 f"--overwrite is not possible where several processes write to {self.shown}",
                 "remove what is there first",
             )
-        there = self._bucket.existing(is_first=True)
-        owner = self._bucket.owner() if UNFINISHED in there.names else None
-        if any(not name.startswith(STATE) for name in there.names) and (owner is None or owner.task != self._name):
-            self._check_existing(replace(there, names=there.names.difference(owner.clears if owner else ())))
+        existing = self._bucket.existing(is_first=True)
+        owner = self._bucket.owner() if UNFINISHED in existing.names else None
+        if any(not name.startswith(STATE) for name in existing.names) and (owner is None or owner.task != self._name):
+            self._check_existing(replace(existing, names=existing.names.difference(owner.clears if owner else ())))
         check_space(self.work.parent, max(self.share.planned.values(), default=0))
 
     def _begin(self) -> None:
         super()._begin()
         self._threads = Threads(_FILES)
-        there, local = self._claim_place(), set(self.finished)
-        for name, entry in self._uploaded(there):
+        objects, local = self._claim_place(), set(self.finished)
+        for name, entry in self._uploaded(objects):
             if name in self.share.files:
                 self._entries[name] = entry
                 self.finished[name] = read_finished(entry)
@@ -298,12 +298,12 @@ class Uploading(Staging):
         """Make the place this task's, and clear it of what another has made; returns what is there of this task."""
         for _ in range(_TRIES):
             owner = self._bucket.owner()
-            there = self._bucket.there()  # after it: who has published since then is seen
+            objects = self._bucket.objects()  # after it: who has published since then is seen
             if owner is not None and owner.task == self._name:
-                return there
-            if owner is None and not there.keys().isdisjoint(LAST):
+                return objects
+            if owner is None and not objects.keys().isdisjoint(LAST):
                 self.check()  # another process may have published meanwhile
-            old = there.keys() - {UNFINISHED}
+            old = objects.keys() - {UNFINISHED}
             if old and self.share.has_others:
                 raise self._begun_by_others(self.shown)
             if self._bucket.begin(self._name, owner, old):
@@ -354,8 +354,8 @@ class Uploading(Staging):
         try:
             self._check_ours()
         except CheckpointError:
-            there = self._bucket.existing()
-            if UNFINISHED in there.names or there.is_published(self._name) or there.names.isdisjoint(LAST):
+            existing = self._bucket.existing()
+            if UNFINISHED in existing.names or existing.is_published(self._name) or existing.names.isdisjoint(LAST):
                 raise
             self._bucket.begin("")
             raise CheckpointError(
@@ -368,17 +368,17 @@ class Uploading(Staging):
 
     def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
         """As many files at a time as the local disk has room for; each batch is uploaded before the next is written."""
-        left = deque((name, size) for name, size in files if name in self.share.files - self.finished.keys())
+        pending = deque((name, size) for name, size in files if name in self.share.files - self.finished.keys())
         while True:
             room = min(ROOM, shutil.disk_usage(self.work).free // 2)
             batch = set[str]()
-            while left and (not batch or left[0][1] <= room):
-                name, size = left.popleft()
+            while pending and (not batch or pending[0][1] <= room):
+                name, size = pending.popleft()
                 batch.add(name)
                 room -= size
             yield frozenset(batch)
             self._wait()
-            if not left:
+            if not pending:
                 return
 
     def note_finished(self, name: str, finished: Finished) -> None:
@@ -422,19 +422,19 @@ class Uploading(Staging):
             if upload.done():
                 upload.result()
 
-    def _uploaded(self, there: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _uploaded(self, objects: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        for journal in (document_of(self._bucket.content(key)) for key in journals(there)):
+        for journal in (document_of(self._bucket.content(key)) for key in journals(objects)):
             for entry in journal["entries"] if journal.get("task") == self._name else ():
-                if there.get(entry["name"]) == entry["etag"]:
+                if objects.get(entry["name"]) == entry["etag"]:
                     yield entry["name"], entry
 
     def _clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
         wait(self._uploads)
-        all_of = journals(self._bucket.there())
-        mine = [key for key in all_of if key.startswith(f"{JOURNAL}{self.share.label}.")]
-        for key in all_of if self._is_last else mine:
+        all_of = journals(self._bucket.objects())
+        of_share = [key for key in all_of if key.startswith(f"{JOURNAL}{self.share.label}.")]
+        for key in all_of if self._is_last else of_share:
             self._bucket.delete(key)
         super()._clear()
 
@@ -447,7 +447,7 @@ class Uploading(Staging):
         """
         self._wait()
         self._check_ours()
-        uploaded = dict(self._uploaded(self._bucket.there()))
+        uploaded = dict(self._uploaded(self._bucket.objects()))
         gone = (self._entries.keys() | self.finished.keys()) - uploaded.keys()
         if gone:
             self._check_ours()
@@ -463,9 +463,9 @@ class Uploading(Staging):
         Another process of the task may have put a small file there again: that has the same content, and perhaps
         another etag.
         """
-        there = self._bucket.there()
+        objects = self._bucket.objects()
         for name, etag in sorted(self._in_place.items()):
-            is_as_put = name in there and there[name] == etag
+            is_as_put = name in objects and objects[name] == etag
             if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):
                 raise self._replaced(name)
 
@@ -482,14 +482,14 @@ class Uploading(Staging):
         """
         published = f"{PUBLISHED}{self._name}"
         files = {**documents(), published: b""}
-        owner, there = self._bucket.owner(), self._bucket.there()
-        self._remove_all_old(there.keys() & {*(owner.clears if owner else ())} - files.keys() - self.finished.keys())
+        owner, objects = self._bucket.owner(), self._bucket.objects()
+        self._remove_all_old(objects.keys() & {*(owner.clears if owner else ())} - files.keys() - self.finished.keys())
         self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST, published})
-        for name in (each for each in (*LAST, published) if each in files):
+        for name in (document for document in (*LAST, published) if document in files):
             self._put_in(name, files[name])
         self._check_in_place(files)
         self._bucket.delete(UNFINISHED)
-        self._all(self._bucket.delete, journals(there))
+        self._all(self._bucket.delete, journals(objects))
         self._remove_here()
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:

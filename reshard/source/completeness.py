@@ -62,22 +62,22 @@ class KnownLines:
     @cached_property
     def of_stack(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         """``always`` by the outermost stack around the module, "" outside all stacks."""
-        found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+        lines_of: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
         for module, lines in self.always.items():
-            found[outermost(module)][module] = lines
-        return found
+            lines_of[outermost(module)][module] = lines
+        return lines_of
 
-    def lacking(self, stack: str, there: Set[str]) -> Iterator[str]:
-        """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``there``."""
-        unknown = (line for line in there if line not in self.all and not line.endswith("bias"))
+    def lacking(self, stack: str, present: Set[str]) -> Iterator[str]:
+        """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``present``."""
+        unknown = (line for line in present if line not in self.all and not line.endswith("bias"))
         around = ((*modules_around(line), "") for line in unknown)
         strange = {next(part for part in parts if part in self.modules or not part) for parts in around} - {""}
         if any(part.endswith("}") for part in strange):  # layers of another class under the same type
             return
-        modules = {module for line in there for module in modules_around(line)}
+        modules = {module for line in present for module in modules_around(line)}
         for module, lines in self.of_stack.get(stack, {}).items():
             for line in lines if module in modules else ():
-                if line not in there and not any(is_within(line, part) for part in strange):
+                if line not in present and not any(is_within(line, part) for part in strange):
                     yield line
 
     def within(self, prefix: str) -> KnownLines:
@@ -87,13 +87,13 @@ class KnownLines:
 
     def spelled(self, spell: Callable[[str], str]) -> KnownLines:
         """The same lines and modules under other names."""
-        always = {spell(f"{module}.")[:-1]: tuple(map(spell, found)) for module, found in self.always.items()}
+        always = {spell(f"{module}.")[:-1]: tuple(map(spell, lines)) for module, lines in self.always.items()}
         return KnownLines(always, frozenset(map(spell, self.all)))
 
     def beside(self, other: KnownLines) -> KnownLines:
         """These lines and others."""
         modules = self.always.keys() | other.always.keys()
-        always = {each: (*self.always.get(each, ()), *other.always.get(each, ())) for each in modules}
+        always = {module: (*self.always.get(module, ()), *other.always.get(module, ())) for module in modules}
         return KnownLines(always, self.all | other.all)
 
 
@@ -121,29 +121,29 @@ def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
     With towers, they are those of the towers, and those of the language model's own type without its head, which may be
     that of the towers' class.
     """
-    known, inside = known_lines(str(config.get("model_type"))), language_model(config)
+    lines, inside = known_lines(str(config.get("model_type"))), language_model(config)
     if inside is None:
-        return known
-    own, towers = known_lines(inside.model_type), known or KnownLines({}, frozenset())
-    return towers.beside(own.within(inside.own_prefix).spelled(inside.spelled)) if own else towers
+        return lines
+    inner, towers = known_lines(inside.model_type), lines or KnownLines({}, frozenset())
+    return towers.beside(inner.within(inside.own_prefix).spelled(inside.spelled)) if inner else towers
 
 
 @lru_cache
 def known_lines(model_type: str) -> KnownLines | None:
     """The lines of a model type, or None if the file does not have the type."""
-    found = _file().get(model_type)
-    if isinstance(found, str):  # the same as another type's
-        return known_lines(found)
-    if found is None:
+    entry = _file().get(model_type)
+    if isinstance(entry, str):  # the same as another type's
+        return known_lines(entry)
+    if entry is None:
         return None
-    always = {module: tuple(lines) for module, lines in found["always"].items()}
-    return KnownLines(always, frozenset(found["also"]).union(*always.values()))
+    always = {module: tuple(lines) for module, lines in entry["always"].items()}
+    return KnownLines(always, frozenset(entry["also"]).union(*always.values()))
 
 
 @lru_cache(maxsize=1)
 def _file() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(REQUIRED.read_text(encoding="utf-8"))["types"]
-    return found
+    types: Mapping[str, Any] = json.loads(REQUIRED.read_text(encoding="utf-8"))["types"]
+    return types
 
 
 At = tuple[int, ...]
@@ -162,7 +162,7 @@ def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
         return
     for rank, tensors in enumerate(ranks):
         unknown = dict(tensors)
-        for stored, shape in arrangement.held(rank):
+        for stored, shape in arrangement.tensors_of(rank):
             name = stored.name_on(rank)
             info = unknown.pop(name, None)
             if info is None:
@@ -218,8 +218,8 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
-    found = _missing(present)
-    yield from (name for name in found if present.is_of_draft(name)) if present.is_draft else found
+    names = _missing(present)
+    yield from (name for name in names if present.is_of_draft(name)) if present.is_draft else names
 
 
 def _missing(present: Present) -> Iterator[str]:
@@ -266,7 +266,7 @@ class Present:
 
     def __init__(self, model: Model) -> None:
         self.model, self.architecture, self.sizes = model, model.architecture, model.sizes
-        self._known: dict[tuple[str, At], tuple[int | None, int | None]] = {}
+        self._count_of: dict[tuple[str, At], tuple[int | None, int | None]] = {}
         self._dealt: dict[str, bool] = {}
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
         line_of: dict[Kind, dict[At, list[BoundTensor]]] = {}
@@ -351,23 +351,23 @@ class Present:
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
         """How many members a stack has: first without the layers that predict further tokens, then with them."""
-        if (stack, outer) not in self._known:
+        if (stack, outer) not in self._count_of:
             axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
             counts = self.sizes.count(axis, indices, without=predicts_further), self.sizes.count(axis, indices)
             check_members(axis, counts[1], len(self.model.tensors))
-            self._known[stack, outer] = counts
-        return self._known[stack, outer]
+            self._count_of[stack, outer] = counts
+        return self._count_of[stack, outer]
 
     def members(self) -> Iterator[tuple[str, At, frozenset[str]]]:
         """The members of the outermost stacks, and as ("", ()) the whole checkpoint, with the lines of each."""
-        found: dict[tuple[str, At], set[str]] = defaultdict(set)
+        lines_of: dict[tuple[str, At], set[str]] = defaultdict(set)
         lines = {line: places for line, places in self.lines.items() if not line.endswith(_RECOMPUTED)}
         for template, places in lines.items():
             stack = outermost(template)
             for at in {at[:1] for at in places} if stack else ():
-                found[stack, at].add(template)
+                lines_of[stack, at].add(template)
         yield "", (), frozenset(lines)
-        for (stack, at), inside in found.items():
+        for (stack, at), inside in lines_of.items():
             if not self.may_lack(stack, at):
                 yield stack, at, frozenset(inside)
 
@@ -397,8 +397,8 @@ class Present:
     @cached_property
     def _start(self) -> str:
         """The architecture's prefix with which the names of this checkpoint begin."""
-        first, *others = self.architecture.prefixes or ("",)
-        starts = [first, *sorted(others, key=len, reverse=True)]
+        first, *further = self.architecture.prefixes or ("",)
+        starts = [first, *sorted(further, key=len, reverse=True)]
         names = [next(iter(places.values()))[0].name for places in self.lines.values()]
         return next((start for start in starts if any(name.startswith(start) for name in names)), first)
 
@@ -414,9 +414,9 @@ def _around(template: str) -> Iterator[tuple[str, str]]:
 def _moved(name: str, old: At, new: At) -> str:
     """A tensor's name with other indices."""
     segments, position = name.split("."), 0
-    for before, after in zip(old, new, strict=False):
-        position = segments.index(str(before), position)
-        segments[position] = str(after)
+    for old_index, new_index in zip(old, new, strict=False):
+        position = segments.index(str(old_index), position)
+        segments[position] = str(new_index)
         position += 1
     return ".".join(segments)
 
@@ -495,10 +495,10 @@ def _missing_twins(present: Present) -> Iterator[str]:
         if is_matrix and _stack(template) and not template.endswith(("*", "bias")):
             groups[_module(template), str([[str(shape) for shape in rule.shapes] for rule in rules])].append(template)
     for templates in groups.values():
-        there = [template for template in templates if template in present.lines]
-        for template in templates if there else ():
+        twins = [template for template in templates if template in present.lines]
+        for template in templates if twins else ():
             if template not in present.lines:
-                for at in present.lines[there[0]]:
+                for at in present.lines[twins[0]]:
                     if present.needed(template, at) and not present.may_lack(_stack(template), at):
                         yield present.spelled(template, at)
 
@@ -531,22 +531,22 @@ def _matrices(present: Present, templates: Iterable[str]) -> Iterator[_Matrix]:
 def _missing_ends_of_flow(present: Present) -> Iterator[str]:
     """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
     rules = list(_matrices(present, present.architecture.tensors))
-    there = [matrix for matrix in rules if matrix.template in present.lines]
-    layers = {m.home for m in there if m.makes} & {m.home for m in there if m.takes}
-    for each in there:
-        near = [m for m in rules if each.home not in layers or m.home == each.home or m.home not in layers]
-        makers = [m.template for m in near if each.takes <= m.makes]
-        takers = [m.template for m in near if each.makes & m.takes]
-        for axes, others in ((each.takes, makers), (each.makes, takers)):
-            if axes and not any(other in present.lines for other in others):
-                yield from _first_needed(present, others, each.template)
+    matrices = [matrix for matrix in rules if matrix.template in present.lines]
+    layers = {m.home for m in matrices if m.makes} & {m.home for m in matrices if m.takes}
+    for near_to in matrices:
+        near = [m for m in rules if near_to.home not in layers or m.home == near_to.home or m.home not in layers]
+        makers = [m.template for m in near if near_to.takes <= m.makes]
+        takers = [m.template for m in near if near_to.makes & m.takes]
+        for axes, candidates in ((near_to.takes, makers), (near_to.makes, takers)):
+            if axes and not any(other in present.lines for other in candidates):
+                yield from _first_needed(present, candidates, near_to.template)
 
 
-def _first_needed(present: Present, templates: Sequence[str], beside: str) -> Iterator[str]:
-    """The names of the first line that is needed at the indices of the line ``beside``."""
+def _first_needed(present: Present, templates: Sequence[str], neighbour: str) -> Iterator[str]:
+    """The names of the first line that is needed at the indices of the line ``neighbour``."""
     for template in templates:
         depth = len(_axes(_stack(template)))
-        places = {at[:depth]: None for at in present.lines[beside] if len(at) >= depth}
+        places = {at[:depth]: None for at in present.lines[neighbour] if len(at) >= depth}
         names = [present.spelled(template, at) for at in places if present.needed(template, at)]
         if names:
             yield from names
@@ -555,8 +555,8 @@ def _first_needed(present: Present, templates: Sequence[str], beside: str) -> It
 
 def _missing_layers(present: Present) -> Iterator[str]:
     """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
-    known = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
-    stacks = [stack for stack in known if len(_axes(stack)) == 1 and present.count(stack, ())]
+    all_stacks = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
+    stacks = [stack for stack in all_stacks if len(_axes(stack)) == 1 and present.count(stack, ())]
     if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(present, present.lines)):
         inside = (template for template in present.architecture.tensors if _stack(template) == stacks[0])
         for template in itertools.islice(inside, 1):
@@ -566,11 +566,11 @@ def _missing_layers(present: Present) -> Iterator[str]:
 def _missing_vocabulary(present: Present) -> Iterator[str]:
     """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
     tables = [line for line in _ends(present) if any(_is_table(present, shape) for shape in _shapes(present, line))]
-    there = [line for line in tables if line in present.lines]
-    count = 2 if len(tables) > 1 and _has_head(present, there) else 1
-    if tables and len(there) < count:
-        lacking = (present.spelled(line) for line in tables if line not in there and present.needed(line, ()))
-        yield from itertools.islice(lacking, count - len(there))
+    stored = [line for line in tables if line in present.lines]
+    count = 2 if len(tables) > 1 and _has_head(present, stored) else 1
+    if tables and len(stored) < count:
+        lacking = (present.spelled(line) for line in tables if line not in stored and present.needed(line, ()))
+        yield from itertools.islice(lacking, count - len(stored))
 
 
 def _has_head(present: Present, tables: Sequence[str]) -> bool:
@@ -609,13 +609,13 @@ def _missing_always(present: Present) -> Iterator[str]:
     built_in = built_in_file(config)
     if built_in is None or built_in.stem != present.architecture.name:
         return
-    known = lines_of(config)
+    lines = lines_of(config)
     lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for stack, at, there in present.members() if known else ():
-        assert known is not None
-        if (stack, there) not in lacking:
-            lacking[stack, there] = sorted(known.lacking(stack, there))
-        for line in lacking[stack, there]:
+    for stack, at, stored in present.members() if lines else ():
+        assert lines is not None
+        if (stack, stored) not in lacking:
+            lacking[stack, stored] = sorted(lines.lacking(stack, stored))
+        for line in lacking[stack, stored]:
             places = present.places(line, at)
             if line in present.architecture.tensors and all(present.needed(line, place) for place in places):
                 yield from (present.spelled(line, place) for place in places)

@@ -30,7 +30,7 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
-from formats.store import FilePath, like
+from formats.store import FilePath, glob
 from reshard.publishing.journal import parts_of
 from reshard.source.opening import Kind, Recognised, open_source, recognise
 from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
@@ -116,21 +116,21 @@ def inspect(path: FilePath) -> Report:
         command = unfinished_command(path)
         if command is not None:
             return _staging(path, command)
-    found = recognise(path)
-    report = Report(path, _KINDS[found.kind], "safetensors")
+    recognised = recognise(path)
+    report = Report(path, _KINDS[recognised.kind], "safetensors")
     _take_config(report, path)
-    if found.formats:
-        report.format = " or ".join(format.name for format in found.formats)
-        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in found.formats))
+    if recognised.formats:
+        report.format = " or ".join(format.name for format in recognised.formats)
+        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in recognised.formats))
         report.has_manifest = (path / MANIFEST).is_file()
-    if found.manifest is not None:
-        _take_identity(report, found.manifest.identity)
-        report.source, report.commit = found.manifest.source.location, found.manifest.source.commit
-        report.architecture = str(found.manifest.architecture.get("name", "")) or report.architecture
+    if recognised.manifest is not None:
+        _take_identity(report, recognised.manifest.identity)
+        report.source, report.commit = recognised.manifest.source.location, recognised.manifest.source.commit
+        report.architecture = str(recognised.manifest.architecture.get("name", "")) or report.architecture
     try:
-        source = open_source(path, found=found)
+        source = open_source(path, match=recognised)
     except ReshardError as error:
-        _take_what_is_there(report, found, error)
+        _take_what_is_there(report, recognised, error)
     else:
         _take_source(report, source)
     return report
@@ -151,7 +151,7 @@ def _take_source(report: Report, source: Source) -> None:
     """Add to the report what is said of a checkpoint that is complete."""
     sizes = [file.size for file in source.files.values()]
     if source.training is not None:  # what a program saves beside tensors counts, too
-        sizes = [*source.training.found.files.values()]
+        sizes = [*source.training.saved.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
     recorded = source.manifest.source.files if source.manifest is not None and source.format.plain else ()
     if source.checkpoint is not None:
@@ -179,27 +179,27 @@ def _take_source(report: Report, source: Source) -> None:
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)
     if source.training is not None:
-        _take_trainer(report, source.training.found.what)
+        _take_trainer(report, source.training.saved.what)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be opened
 
 
-def _take_what_is_there(report: Report, found: Recognised, error: ReshardError) -> None:
+def _take_what_is_there(report: Report, recognised: Recognised, error: ReshardError) -> None:
     """Add to the report what is there of a checkpoint that cannot be opened, and why it cannot.
 
     Raises ``error`` if there is no checkpoint at all.
     """
-    if found.damage is not None:
-        report.problems.append(found.damage.message)
-    if found.kind == "program":
-        _take_program(report, found)
+    if recognised.damage is not None:
+        report.problems.append(recognised.damage.message)
+    if recognised.kind == "program":
+        _take_program(report, recognised)
         if report.complete and report.files and not (report.path / "config.json").is_file():
             report.refused = "no config.json is there, which split and merge need"
             report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
-    elif found.kind == "split":
-        ranks = _from_folders(report) if found.manifest is None else _from_records(report, found.manifest)
-        _take_ranks(report, ranks, found.manifest)
+    elif recognised.kind == "split":
+        ranks = _from_folders(report) if recognised.manifest is None else _from_records(report, recognised.manifest)
+        _take_ranks(report, ranks, recognised.manifest)
     else:
         _take_full(report, error)
     if report.rank is None and report.complete and report.refused is None:
@@ -212,21 +212,21 @@ def _take_what_is_there(report: Report, found: Recognised, error: ReshardError) 
 
 def _take_full(report: Report, error: ReshardError) -> None:
     """Add what is there of a full checkpoint, or of an adapter."""
-    files = like(report.path, "*.safetensors") or like(report.path, "*.bin") if report.path.is_dir() else []
+    files = glob(report.path, "*.safetensors") or glob(report.path, "*.bin") if report.path.is_dir() else []
     files = [file for file in files if report.kind == _KINDS["adapter"] or not is_adapter(file.name)]
-    index = like(report.path, "*.index.json") if report.path.is_dir() else []
+    index = glob(report.path, "*.index.json") if report.path.is_dir() else []
     if (not files and not index) or (report.path / DELTA).is_file():
         raise error
     if any(file.name.endswith((".bin", ".bin.index.json")) for file in (*files, *index)):
         report.format = "PyTorch .bin"
-    others: list[str] = []
+    problems: list[str] = []
     for file in (file for file in files if file.is_file()):
-        tensors = _read(report, file, others)
+        tensors = _read(report, file, problems)
         _count(report, tensors)
         if file.suffix == ".safetensors" and tensors and report.rank is None:
             _take_shard(report, read_header(file), file)
-    if others and report.rank is None:
-        report.problems += dict.fromkeys([error.message, *others])
+    if problems and report.rank is None:
+        report.problems += dict.fromkeys([error.message, *problems])
     elif report.kind == _KINDS["adapter"]:
         try:
             _take_type(report, open_adapter(report.path, None).config)
@@ -234,9 +234,9 @@ def _take_full(report: Report, error: ReshardError) -> None:
             report.refused = lacking.message
 
 
-def _take_program(report: Report, found: Recognised) -> None:
+def _take_program(report: Report, recognised: Recognised) -> None:
     """Add what is there in a program's format."""
-    manifest, formats, path = found.manifest, found.formats, report.path
+    manifest, formats, path = recognised.manifest, recognised.formats, report.path
     if not any(program_files(format, path) for format in formats):
         return
     if any(format.files.is_distributed for format in formats):
@@ -251,26 +251,26 @@ def _take_program(report: Report, found: Recognised) -> None:
 def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
     folder = next((at for format in formats if find_training(at := weights_folder(format, report.path))), report.path)
-    own = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
-    if own:
-        report.format = " or ".join(format.name for format in own)
-        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in own))
+    matching = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
+    if matching:
+        report.format = " or ".join(format.name for format in matching)
+        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in matching))
     elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
-        found = read_training(folder)
+        checkpoint = read_training(folder)
     except ReshardError as error:
         report.problems.append(error.message)
         training = find_training(folder)
         place = training.file.parent if training else folder
-        files = [file for ends in ("distcp", "pt", "bin") for file in like(place, f"*.{ends}") if file.is_file()]
+        files = [file for ends in ("distcp", "pt", "bin") for file in glob(place, f"*.{ends}") if file.is_file()]
         _take_trainer(report, training.what if training else None)
         report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
         return
-    report.files, report.nbytes = len(found.files), sum(found.files.values())
-    _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in found.tensors.values()))
+    report.files, report.nbytes = len(checkpoint.files), sum(checkpoint.files.values())
+    _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in checkpoint.tensors.values()))
     report.counts_all, report.any_mesh = True, True
-    _take_trainer(report, found.what)
+    _take_trainer(report, checkpoint.what)
 
 
 def _take_trainer(report: Report, what: str | None) -> None:
@@ -286,7 +286,7 @@ Ranks = Mapping[int, list[TensorInfo]]
 
 def _from_records(report: Report, manifest: Manifest) -> Ranks:
     """What is there of the files that a manifest lists."""
-    found: dict[int, list[TensorInfo]] = {}
+    ranks: dict[int, list[TensorInfo]] = {}
     format = format_of(manifest.format) if manifest.format else None
     for rank, records in manifest.ranks.items():
         problems: list[str] = []
@@ -300,16 +300,16 @@ def _from_records(report: Report, manifest: Manifest) -> Ranks:
             elif file.suffix in {".safetensors", ".pth", ".pt"}:
                 tensors += _read(report, file, problems, format)
         if any((report.path / record.name).is_file() for record in records):
-            found[rank] = tensors
+            ranks[rank] = tensors
             report.problems += problems
-    return found
+    return ranks
 
 
 def _from_folders(report: Report) -> Ranks:
     """What is there of shards in reshard's own form without a manifest."""
-    found: dict[int, list[TensorInfo]] = {}
+    ranks: dict[int, list[TensorInfo]] = {}
     for folder in rank_folders(report.path):
-        for file in like(folder, "*.safetensors"):
+        for file in glob(folder, "*.safetensors"):
             try:
                 header = read_header(file)
                 shard = read_shard(header.metadata, file)
@@ -320,28 +320,28 @@ def _from_folders(report: Report) -> Ranks:
                 _take_identity(report, shard.identity)
             report.files += 1
             report.nbytes += file.stat().st_size
-            found.setdefault(shard.rank, []).extend(header.tensors.values())
-    return found
+            ranks.setdefault(shard.rank, []).extend(header.tensors.values())
+    return ranks
 
 
 def _from_names(report: Report, format: Format) -> Ranks:
     """What is there in a program's format without a manifest: names say how many ranks there are, and which parts."""
-    found: dict[int, list[TensorInfo]] = {}
+    ranks: dict[int, list[TensorInfo]] = {}
     ways = readings(format, report.path)
-    held = {file.path: [*_read(report, file.path, report.problems, format)] for file in ways[0]}
-    has_experts = any(".experts." in info.name for infos in held.values() for info in infos)
+    infos_of = {file.path: [*_read(report, file.path, report.problems, format)] for file in ways[0]}
+    has_experts = any(".experts." in info.name for infos in infos_of.values() for info in infos)
     of_stages = [files for files in ways if files[0].mesh is not None and "ep" not in dict(files[0].mesh.degrees)]
     files = ways[0] if has_experts or not of_stages else of_stages[0]  # mp_rank_00_001 may be either
     report.beside = tuple(left_behind(files))
     for file in files:
-        found.setdefault(file.rank, []).extend(held[file.path])
+        ranks.setdefault(file.rank, []).extend(infos_of[file.path])
     count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
     report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
-    for rank in found if "{part}" in format.files.name else ():
-        there = {file.path.name for file in files if file.rank == rank}
-        names = (format.files.name_of(report.mesh, rank, part) for part in range(len(there)))
-        report.problems += [f"{report.path / name} is missing" for name in names if name not in there]
-    return found
+    for rank in ranks if "{part}" in format.files.name else ():
+        present = {file.path.name for file in files if file.rank == rank}
+        names = (format.files.name_of(report.mesh, rank, part) for part in range(len(present)))
+        report.problems += [f"{report.path / name} is missing" for name in names if name not in present]
+    return ranks
 
 
 def _read(report: Report, file: FilePath, problems: list[str], format: Format | None = None) -> Iterable[TensorInfo]:
@@ -451,8 +451,8 @@ def _take_config(report: Report, folder: FilePath) -> None:
 def _take_type(report: Report, config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     report.model_type = model_type if isinstance(model_type, str) else None
-    known = built_in_file(config)
-    report.architecture = known.stem if known else None
+    rules_file = built_in_file(config)
+    report.architecture = rules_file.stem if rules_file else None
 
 
 def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:

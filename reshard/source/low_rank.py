@@ -17,9 +17,9 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapters import (
     SETTINGS,
-    Form,
+    Adapted,
+    FactorLayout,
     Settings,
-    Wrapped,
     adapter_architecture,
     belongings,
     form_of,
@@ -55,7 +55,7 @@ A_ENDS, B_ENDS = (
 )
 
 
-LINEAR = Form(Factor("A", "rank in"), Factor("B", "out rank"))
+LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 _Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], BoundTensor]
@@ -70,7 +70,7 @@ class Product(NamedTuple):
 
     a: TensorInfo
     b: TensorInfo
-    form: Form
+    form: FactorLayout
     experts: int
     crossed: bool
     turned: bool
@@ -88,13 +88,13 @@ class Product(NamedTuple):
         return factor_sizes(self.a.shape, self.b.shape, self.form, self.experts)
 
 
-def factor_sizes(a: Sequence[int], b: Sequence[int], form: Form, experts: int) -> dict[str, int]:
+def factor_sizes(a: Sequence[int], b: Sequence[int], form: FactorLayout, experts: int) -> dict[str, int]:
     """The sizes of expert, rank, in and out, given the shapes of A and B."""
-    found = {"expert": experts}
+    sizes = {"expert": experts}
     for shape, factor in ((a, form.a), (b, form.b)):
         for length, axes in zip(shape, factor.dims, strict=True):
-            found[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // experts
-    return found
+            sizes[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // experts
+    return sizes
 
 
 class Term(NamedTuple):
@@ -128,8 +128,8 @@ def changes_of(base: Model, settings: Any, tensors: Mapping[str, TensorInfo]) ->
     check_tensors(lora, tensors)
     _refuse(settings)
     architecture = adapter_architecture(base.architecture, config, ADAPTER)
-    found = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
-    model = bind(architecture, config, found)
+    factors = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
+    model = bind(architecture, config, factors)
     merging = _Merging(base.architecture, base.tensors, lora, Scales(lora), model, tensors)
     return merging.changes(belongings(base.architecture, config, lora))
 
@@ -172,9 +172,9 @@ class Scales:
 
     def of(self, key: str, rank: int) -> float:
         """The factor for what a name covers. Raises MismatchError if its rank is not that of the settings."""
-        said = of_pattern(self._lora.ranks, key, self._lora.rank)
-        if said != rank:
-            raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {said}")
+        stated = of_pattern(self._lora.ranks, key, self._lora.rank)
+        if stated != rank:
+            raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {stated}")
         return self.alpha(key) / self._root(rank)
 
     def alpha(self, key: str) -> float:
@@ -200,20 +200,20 @@ class _Merging:
     model: Model
     tensors: Mapping[str, TensorInfo]
 
-    def changes(self, lines: Mapping[str, tuple[Wrapped, str]]) -> Changes:
-        pairs: dict[str, dict[str, tuple[BoundTensor, Wrapped]]] = {}
+    def changes(self, lines: Mapping[str, tuple[Adapted, str]]) -> Changes:
+        pairs: dict[str, dict[str, tuple[BoundTensor, Adapted]]] = {}
         replaced: dict[str, TensorInfo] = {}
         matches = ((self.base.match(info.name), info) for info in self.weights)
         names: _Names = {
             (match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match
         }
         for tensor in self.model.tensors:
-            each, suffix = lines.get(tensor.template, (None, ""))
-            if each is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
+            target, suffix = lines.get(tensor.template, (None, ""))
+            if target is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
                 why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
-                weight = self._made_of(each, self._indices(tensor), names)[1][0][0]
+                weight = self._sources_of(target, self._indices(tensor), names)[1][0][0]
                 if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
                     raise MismatchError(
                         f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
@@ -222,7 +222,7 @@ class _Merging:
                 replaced[weight.name] = self.tensors[tensor.name]
             else:
                 place = tensor.name.removesuffix(suffix)
-                pairs.setdefault(place, {})["A" if suffix in A_ENDS else "B"] = tensor, each
+                pairs.setdefault(place, {})["A" if suffix in A_ENDS else "B"] = tensor, target
         terms: dict[str, list[Term]] = {}
         for place, pair in pairs.items():
             if pair.keys() != {"A", "B"}:
@@ -236,35 +236,35 @@ class _Merging:
         assert match is not None
         return match.indices
 
-    def _made_of(
-        self, each: Wrapped, indices: Mapping[str, int], names: _Names
+    def _sources_of(
+        self, target: Adapted, indices: Mapping[str, int], names: _Names
     ) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
         """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
-        for tensor in each.tensors:
-            found = [list(_numbered(part, tensor.stacked, indices, names)) for part in tensor.parts]
-            if all(found) and len({len(part) for part in found}) == 1:
-                return tensor, found
+        for tensor in target.tensors:
+            sources = [list(_numbered(part, tensor.stacked, indices, names)) for part in tensor.parts]
+            if all(sources) and len({len(part) for part in sources}) == 1:
+                return tensor, sources
         at = "".join(f", {axis} {index}" for axis, index in indices.items())
-        raise MismatchError(f"{ADAPTER} changes '{each.name}'{at}, which the base model lacks", _OTHER_BASE)
+        raise MismatchError(f"{ADAPTER} changes '{target.name}'{at}, which the base model lacks", _OTHER_BASE)
 
     def _terms(
-        self, place: str, a: BoundTensor, b: BoundTensor, each: Wrapped, names: _Names
+        self, place: str, a: BoundTensor, b: BoundTensor, target: Adapted, names: _Names
     ) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
         indices, is_embedding = self._indices(a), a.template.endswith(A_ENDS[-1])
-        tensor, parts = self._made_of(each, indices, names)
-        form = stack_form(each, a, b) if each.is_stack else LINEAR
+        tensor, parts = self._sources_of(target, indices, names)
+        form = stack_form(target, a, b) if target.is_stack else LINEAR
         crossed = is_embedding or tensor.shapes[0][0].arrow is not None
         if is_embedding:
             self._check_untied(parts[0][0], a)
-        experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if each.is_stack else 1
+        experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if target.is_stack else 1
         product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, crossed, tensor.turned, 1.0)
         rank = product.sizes["rank"]
         if math.prod(a.shape) != experts * rank * product.sizes[form.a.side] or (
             math.prod(b.shape) != experts * rank * product.sizes[form.b.side]
         ):
             raise self._does_not_fit(a, b, parts[0][0])
-        product = product._replace(scale=self.scales.of(self.lora.key_of(place, each), rank))
+        product = product._replace(scale=self.scales.of(self.lora.key_of(place, target), rank))
         along, at = int(tensor.shapes[0][0].arrow is not None), 0  # the output
         for part, weights in zip(tensor.parts, parts, strict=True):
             begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
@@ -286,22 +286,22 @@ class _Merging:
         length = weight.shape[-2:][dim]
         if part.label is None:
             return 0, length, 1
-        found = rows_of(self.base, self.model, part, indices)
-        if not found:
+        rows = rows_of(self.base, self.model, part, indices)
+        if not rows:
             return 0, length, 1
-        step = found[1] - found[0] if len(found) > 1 else 1
-        if found != [*range(found[0], found[-1] + 1, step)]:
+        step = rows[1] - rows[0] if len(rows) > 1 else 1
+        if rows != [*range(rows[0], rows[-1] + 1, step)]:
             raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{weight.name}'", _WITH_PEFT)
-        return found[0], len(found), step
+        return rows[0], len(rows), step
 
     def _check_untied(self, weight: BoundTensor, a: BoundTensor) -> None:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
-        own = self.base.match(weight.name)
-        others = (self.base.match(info.name) for info in self.weights if info.name != weight.name)
-        assert own is not None
-        shape, tied = own.rules[0].shapes[0], self.model.config.get("tie_word_embeddings")
+        of_weight = self.base.match(weight.name)
+        matches = (self.base.match(info.name) for info in self.weights if info.name != weight.name)
+        assert of_weight is not None
+        shape, tied = of_weight.rules[0].shapes[0], self.model.config.get("tie_word_embeddings")
         if tied is None:
-            tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in others)
+            tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in matches)
         if tied and shape.axes & {"vocab", *self.base.pad}:  # not of positions
             raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
 
@@ -320,9 +320,9 @@ class _Merging:
 def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names: _Names) -> Iterator[BoundTensor]:
     """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
     for index in count():
-        found = {**indices, **({stacked: index} if stacked else {})}
-        own = tuple(sorted((axis, found[axis]) for axis in Pattern(part.source).indices if axis in found))
-        info = names.get((part.source, own))
+        numbers = {**indices, **({stacked: index} if stacked else {})}
+        key = tuple(sorted((axis, numbers[axis]) for axis in Pattern(part.source).indices if axis in numbers))
+        info = names.get((part.source, key))
         if info is None:
             return
         yield info
@@ -340,21 +340,21 @@ def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, 
 
 def shape_of(of: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
     """The first shape whose condition holds and all of whose axes have a size."""
-    known = model.sizes.of(dict(indices)).keys()
+    axes = model.sizes.of(dict(indices)).keys()
     holds = (
         shape
         for shape, when in of
-        if shape.axes <= known and (when is None or model.sizes.evaluate(when, dict(indices)))
+        if shape.axes <= axes and (when is None or model.sizes.evaluate(when, dict(indices)))
     )
     return next(holds, of[0][0])
 
 
-def stack_form(each: Wrapped, a: BoundTensor, b: BoundTensor) -> Form:
+def stack_form(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
     """How the A and B of a stack lie. Raises PlanError if that cannot be told."""
-    found = form_of(each, a.kind.rule, (a.shape[-1], b.shape[0]))
-    if found is None:
+    form = form_of(target, a.kind.rule, (a.shape[-1], b.shape[0]))
+    if form is None:
         raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
-    return found
+    return form
 
 
 _OTHER_BASE = "give the base model that the adapter was trained on"

@@ -84,9 +84,9 @@ def recognise(path: FilePath) -> Recognised:
     if not has_usual_weights(path) and (damage is not None or not split):
         from reshard.source.program_files import formats_for  # rarely needed
 
-        others = tuple(formats_for(path))
-        if others:
-            return Recognised("program", None, others, damage)
+        candidates = tuple(formats_for(path))
+        if candidates:
+            return Recognised("program", None, candidates, damage)
     if split:
         return Recognised("split", manifest, (), damage)
     return Recognised("adapter" if has_adapter(path) else "full")
@@ -97,44 +97,44 @@ def open_source(
     *,
     plan_file: Path | None = None,
     config: Path | None = None,
-    found: Recognised | None = None,
+    match: Recognised | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
     is_part: bool = False,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    ``config`` is a folder with the config.json and side files of a model in another program's format. ``found`` says
+    ``config`` is a folder with the config.json and side files of a model in another program's format. ``match`` says
     what the folder is, if that is known. Shards in a program's format are opened as those of a known ``model``, if one
     is given, whatever they hold. ``base`` is the manifest of the shards that its tensors are computed from. Of a full
     checkpoint that ``is_part`` of a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
     stamps = stamps_in(path)
-    found = found or recognise(path)
-    is_known = model is not None and found.kind == "program"
+    match = match or recognise(path)
+    is_known = model is not None and match.kind == "program"
     if not is_known and isinstance(path, Path) and unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
-    if found.damage is not None:
-        raise found.damage
-    folder = Folder(path, stamps, found.manifest, config, plan_file, base)
-    if found.kind == "program":
+    if match.damage is not None:
+        raise match.damage
+    folder = Folder(path, stamps, match.manifest, config, plan_file, base)
+    if match.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
-        return open_program(folder, found.formats, model)
-    if found.kind == "split":
+        return open_program(folder, match.formats, model)
+    if match.kind == "split":
         return _open_sharded(folder)
-    checkpoint = open_adapter(path, config) if found.kind == "adapter" else open_checkpoint(path)
+    checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
     if METADATA_KEY in checkpoint.files[0].metadata:  # it looks like a full checkpoint, but file headers tell
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
-    return _open_full(folder, checkpoint, is_adapter=found.kind == "adapter", is_part=is_part)
+    return _open_full(folder, checkpoint, is_adapter=match.kind == "adapter", is_part=is_part)
 
 
 def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None = None) -> Architecture:
     """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
-    found = recognise(path)
-    if found.kind == "split":
-        return Folder(path, {}, found.manifest, None, plan_file).architecture(open_sharded(path, found.manifest).config)
-    checkpoint = open_adapter(path, config) if found.kind == "adapter" else open_checkpoint(path)
+    match = recognise(path)
+    if match.kind == "split":
+        return Folder(path, {}, match.manifest, None, plan_file).architecture(open_sharded(path, match.manifest).config)
+    checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
@@ -162,7 +162,7 @@ def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_p
 def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     tensors = dict(checkpoint.tensors)
     if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: tensors[kept]._replace(name=alias) for alias, kept in checkpoint.aliases.items()}
+        tensors |= {alias: tensors[original]._replace(name=alias) for alias, original in checkpoint.aliases.items()}
     return tensors
 
 
@@ -188,8 +188,8 @@ def _open_sharded(folder: Folder) -> Source:
     else:  # headers state positions if no rank holds all tensors
         places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
-    full = [FullTensor(t.name, t.dtype, None, t.file.name, held=t.shape) for t in map(holders.__getitem__, names)]
-    model = bind(architecture, sharded.config, full, known=identity.sizes, mesh=identity.mesh, padding=identity.padding)
+    full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]
+    model = bind(architecture, sharded.config, full, axes=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
     plan, expected = make_plan(refined, identity.mesh, padding=identity.padding), folder.checksums
     source = folder.source(

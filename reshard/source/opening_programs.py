@@ -24,7 +24,7 @@ from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with
 from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import KEPT, MANIFEST
+from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture
@@ -36,7 +36,7 @@ from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import FEW, AxisSizes
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
-from reshard.placement.inverse import Origins
+from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
 from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
 from reshard.source.completeness import check_complete, check_stored
@@ -125,11 +125,11 @@ class _Reading:
         except ReshardError:
             return
         if self.chunks is not None:
-            lacking = {each.name: dict[int, Chunk]() for each in arrangement.stored}
+            lacking = {stored.name: dict[int, Chunk]() for stored in arrangement.stored}
             yield len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
             return
         planned = [
-            {each.name_on(rank): (each.dtype, shape) for each, shape in arrangement.held(rank)}
+            {stored.name_on(rank): (stored.dtype, shape) for stored, shape in arrangement.tensors_of(rank)}
             for rank in range(mesh.size)
         ]
         count = sum(
@@ -184,7 +184,7 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
                 check_complete(reading.model, folder.path)
             return _source(folder, reading, plan, lacking=model is not None)
     if unlike:
-        _, reading, plan = min(unlike, key=lambda each: each[0])
+        _, reading, plan = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, plan, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
@@ -194,7 +194,7 @@ def _read(
     format: Format,
     files: Sequence[ProgramFile],
     distributed: Callable[[], Distributed],
-    known: Model | None,
+    given_model: Model | None,
 ) -> _Reading:
     """What the files have, as shards of a model that is known, or of that which a config.json describes."""
     split = check_belonging(files)
@@ -205,27 +205,29 @@ def _read(
             ranks, chunks = read_chunked(files)
         elif not format.container.chunks:
             ranks = read_ranks(format, files, folder.path, folder.mesh)
-    if known is not None:
-        config, architecture = dict(known.config), known.architecture
+    if given_model is not None:
+        config, architecture = dict(given_model.config), given_model.architecture
     else:
         config, computed = _config_of(format, folder, ranks)
         architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
-    has_mesh = known is not None or all(
+    has_mesh = given_model is not None or all(
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
         record = folder.manifest.source if folder.manifest else None
         twice = record.twice if record is not None else {}
         if format.files.is_distributed:
-            found, origins = distributed(), _origins_of(format, architecture, config)
+            checkpoint, origins = distributed(), _origins_of(format, architecture, config)
             parts = parts_of(
-                found, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
+                checkpoint, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
             )
-            training = Training(found, parts)
-            ranks, chunks = _chunks_of(format, found, training.parts.model)
+            training = Training(checkpoint, parts)
+            ranks, chunks = _chunks_of(format, checkpoint, training.parts.model)
         tensors = _held(ranks, chunks)
-        if known is None and folder.config is not None:  # it is given apart from the weights, whose dtype it should say
+        if (
+            given_model is None and folder.config is not None
+        ):  # it is given apart from the weights, whose dtype it should say
             dtype, given = dtype_of(tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
@@ -235,31 +237,31 @@ def _read(
                 computed[CONFIG] = json_bytes(own) + b"\n"
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
-        if known is not None:
+        if given_model is not None:
             held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
             full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
         elif record is not None and record.files:
             infos = (info for file in record.files for info in file.tensors.values())
             full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
         else:  # what is kept has the dtype of the original; what a program computes from it may have another
-            kept = read_header(folder.path / KEPT).tensors if (folder.path / KEPT).is_file() else {}
-            own = {name: FullTensor(name, info.dtype, info.shape, KEPT) for name, info in kept.items()}
+            kept = read_header(folder.path / INTACT_FILE).tensors if (folder.path / INTACT_FILE).is_file() else {}
+            own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
         if (record is None or not record.files) and (format.rules.keep or any(of.also for of in format.rules.lines)):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
         twice = {name: of for name, of in twice.items() if any(name in infos for infos in ranks)}
-    if known is not None:
+    if given_model is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
         is_known = folder.manifest is not None or (format.container.chunks and split is not None)
-        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice)
+        return _Reading(format, files, ranks, chunks, training, given_model, mesh, is_known, twice=twice)
     with _misfit(2 * has_mesh):
         sizes = (
             folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
         )
-        model = bind(architecture, config, full, known=sizes)
+        model = bind(architecture, config, full, axes=sizes)
         numbers = sum(math.prod(info.shape) for infos in tensors for info in infos.values())
         for kind in model.kinds:
             if math.prod(kind.shape) > _MARGIN * numbers + FEW:
@@ -279,20 +281,25 @@ _MARGIN = 64
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
-    kept = read_weights(path / KEPT)[0] if (path / KEPT).is_file() else {}
+    intact = read_weights(path / INTACT_FILE)[0] if (path / INTACT_FILE).is_file() else {}
     infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in reading.files}
-    infos |= {path / KEPT: []} if (path / KEPT).is_file() else {}
-    beside = training.chunks() if training else ()
-    for info in itertools.chain(*(tensors.values() for tensors in (*reading.ranks, kept)), beside):
+    infos |= {path / INTACT_FILE: []} if (path / INTACT_FILE).is_file() else {}
+    states = training.chunks() if training else ()
+    for info in itertools.chain(*(tensors.values() for tensors in (*reading.ranks, intact)), states):
         infos.setdefault(info.file, []).append(info)
     if manifest is not None:
         side = {record.name: path / record.name for record in manifest.side_files}
     elif folder.config is not None and format.files.tracker is not None:
         side = {}  # a trainer's own files: it saves none of the model's
-    elif training is not None and training.found.what is not None:
+    elif training is not None and training.saved.what is not None:
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
-        own = {MANIFEST, KEPT, format.files.tracker, *format.container.documents}  # the program's, by their names
+        own = {
+            MANIFEST,
+            INTACT_FILE,
+            format.files.tracker,
+            *format.container.documents,
+        }  # the program's, by their names
         step = r"(release|iter_[0-9]+)/" if format.files.tracker is not None else r"(?!)"
         found = {name_in(file, path): file for file in find_side_files(path)}
         side = {name: file for name, file in found.items() if name not in own and not re.match(step, name)}
@@ -300,7 +307,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
-        (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, kept=kept,
+        (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, intact=intact,
         chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
         left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
@@ -313,23 +320,23 @@ def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo])
         return SourceFile(path, name, size, header.raw, expected, metadata=header.metadata)
     if expected is None:
         return SourceFile(path, name, size)
-    rest, end = list[tuple[int, bytes]](), 0  # what belongs to no tensor
+    gaps, end = list[tuple[int, bytes]](), 0  # what belongs to no tensor
     with open_file(path) as file:
         for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
             if begin > end:
                 file.seek(end)
-                rest.append((end, file.read(begin - end)))
+                gaps.append((end, file.read(begin - end)))
             end = max(end, behind)
-    return SourceFile(path, name, size, None, expected, tuple(rest))
+    return SourceFile(path, name, size, None, expected, tuple(gaps))
 
 
-def _knows(format: Format, origins: Origins, name: str) -> bool:
+def _knows(format: Format, origins: NameInverse, name: str) -> bool:
     while (stack := stack_of(format.rules.stacks, name)) is not None:
         name = name_at(stack, name, 0)
     return origins.knows(name)
 
 
-def _likeliest(candidates: Sequence[Format], folder: Folder, found: Distributed) -> list[Format]:
+def _likeliest(candidates: Sequence[Format], folder: Folder, saved: Distributed) -> list[Format]:
     """The formats of distributed checkpoints that know the most of the names; without a config.json, all of them."""
     counts: dict[str, int] = {}
     for format in candidates:
@@ -337,14 +344,14 @@ def _likeliest(candidates: Sequence[Format], folder: Folder, found: Distributed)
             config, _ = _config_of(format, folder, ())
             path = folder.plan_file
             architecture = load_architecture(path) if path else find_architecture(config, folder.path)
-            counts[format.name] = known_names(found, partial(_knows, format, _origins_of(format, architecture, config)))
+            counts[format.name] = known_names(saved, partial(_knows, format, _origins_of(format, architecture, config)))
         except ReshardError:
             counts[format.name] = 0
     return [format for format in candidates if counts[format.name] == max(counts.values())]
 
 
 def _chunks_of(
-    format: Format, found: Distributed, names: Mapping[str, str]
+    format: Format, checkpoint: Distributed, names: Mapping[str, str]
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
     """The chunks of each number of a distributed checkpoint, and the chunks of each tensor.
 
@@ -352,7 +359,7 @@ def _chunks_of(
     """
     pieces: dict[str, list[tuple[Chunk, TensorInfo]]] = {}
     for name, stored in names.items():
-        renamed = [(at, info._replace(name=name)) for at, info in found.tensors[stored].chunks]
+        renamed = [(at, info._replace(name=name)) for at, info in checkpoint.tensors[stored].chunks]
         pieces |= unstacked(format.rules.stacks, name, renamed)
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max(map(len, pieces.values()), default=0))]
     for name, of in pieces.items():
@@ -377,13 +384,13 @@ def _config_of(
     The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
     CheckpointError.
     """
-    path, given, side = folder.path, folder.config, dict[str, FilePath]()
-    if given is not None:
-        side = {name_in(file, given): file for file in find_side_files(given) if file.is_file()}
+    path, config_folder, side = folder.path, folder.config, dict[str, FilePath]()
+    if config_folder is not None:
+        side = {name_in(file, config_folder): file for file in find_side_files(config_folder) if file.is_file()}
     elif format.files.is_distributed and not (path / CONFIG).is_file():
         side = model_files(path)
-    if given is not None or side:
-        where = given or side[CONFIG].parent
+    if config_folder is not None or side:
+        where = config_folder or side[CONFIG].parent
         config = with_modelopt(read_config(where / CONFIG), where)
         return config, {name: read_file(file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
@@ -397,9 +404,9 @@ def _config_of(
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
-def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> Origins:
+def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> NameInverse:
     """Finds which Hugging Face tensors those of a format are made of."""
-    return Origins(format, architecture, AxisSizes(architecture, config, {}), config)
+    return NameInverse(format, architecture, AxisSizes(architecture, config, {}), config)
 
 
 def inferred_tensors(
@@ -410,12 +417,12 @@ def inferred_tensors(
     origins = _origins_of(format, architecture, config).of(stored)
     forms = {name: architecture.form(name)[0] for name in origins if format.rules.keep}
     first = {form: name for name, form in reversed(forms.items())}
-    kept = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
+    as_is = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
     alone = Counter(origins.values() if format.container.chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
             name, stored[of].dtype, None, stored[of].file.name,
-            stored[of].shape if forms.get(name) in kept or alone[of] == 1 else None,
+            stored[of].shape if forms.get(name) in as_is or alone[of] == 1 else None,
         )
         for name, of in origins.items()
     ]  # fmt: skip
@@ -433,15 +440,15 @@ def inferred_sizes(
     """
     sizes = AxisSizes(architecture, config, {})
     dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-    known, inferred = sizes.of({}), dict[str, int]()
+    configured, inferred = sizes.of({}), dict[str, int]()
     shapes = {name: info.shape for name, info in ranks[0].items()}
     if len(ranks) == 1:
-        shapes |= {tensor.name: tensor.held for tensor in full if tensor.held is not None}
+        shapes |= {tensor.name: tensor.local for tensor in full if tensor.local is not None}
     for name, shape in shapes.items():
         match = architecture.match(name)
         rule = sizes.holds(match) if match else None
         for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
-            if dim.axis is not None and dim.axis not in known:
+            if dim.axis is not None and dim.axis not in configured:
                 holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
                 inferred.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
     return inferred
@@ -454,12 +461,12 @@ def padding_of(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorInfo
     """
     model, padded = arrangement.plan.model, dict[str, int]()
     for axis in model.architecture.pad:
-        for placed in arrangement.placed.values():
-            dims, order = placed.portion.component.factors, placed.portion.order
+        for location in arrangement.atoms.values():
+            dims, order = location.portion.component.factors, location.portion.order
             place = next((i for i, factor in enumerate(order) if dims[factor].axis == axis), None)
-            if place is None or placed.portion.component.label is not None:
+            if place is None or location.portion.component.label is not None:
                 continue
-            layout, stored = placed.layout, placed.stored
+            layout, stored = location.layout, location.stored
             lengths = {
                 layout.boxes[rank].dims[order[place]]: ranks[rank][stored.name_on(rank)].shape[place]
                 for rank in layout.boxes
@@ -482,15 +489,15 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         return
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
-        ranks, chunks = _chunks_of(format, training.found, names)
+        ranks, chunks = _chunks_of(format, training.saved, names)
         tensors = [_whole_tensors(ranks, chunks)]
         full = inferred_tensors(format, architecture, config, tensors)
         twice = tied_twice(architecture, config, full) if source.twice else {}
         full = [tensor for tensor in full if tensor.name not in twice]
-        model = bind(architecture, config, full, known=inferred_sizes(architecture, config, tensors, full))
+        model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
-        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, kept={}, twice=twice)
+        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, intact={}, twice=twice)
 
 
 def with_unlike_constants(source: Source) -> Source:
@@ -499,11 +506,11 @@ def with_unlike_constants(source: Source) -> Source:
     ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
     CheckpointError if a file cannot be read.
     """
-    constants = {each.name: each for each in source.arrangement.stored if each.constant is not None}
+    constants = {stored.name: stored for stored in source.arrangement.stored if stored.constant is not None}
     infos: list[tuple[str, TensorInfo]] = []
     for rank, tensors in enumerate(source.ranks):
-        here = {each.name_on(rank): each.name for each in constants.values()}
-        infos += [(here[name], info) for name, info in tensors.items() if name in here]
+        name_of = {stored.name_on(rank): stored.name for stored in constants.values()}
+        infos += [(name_of[name], info) for name, info in tensors.items() if name in name_of]
     if not infos:
         return source
     unlike: dict[str, set[bytes]] = {}
@@ -512,8 +519,8 @@ def with_unlike_constants(source: Source) -> Source:
             unlike.setdefault(name, set()).add(content)
     one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
     whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
-    left = dict.fromkeys(map(in_general, unlike))
-    return dataclasses.replace(source, left_behind=(*source.left_behind, *left), constants=whole)
+    names = dict.fromkeys(map(in_general, unlike))
+    return dataclasses.replace(source, left_behind=(*source.left_behind, *names), constants=whole)
 
 
 def in_general(name: str) -> str:

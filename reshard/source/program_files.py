@@ -27,7 +27,7 @@ from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.format import Format, Pattern, numbered_names
 from formats.notation.format_file import all_formats
-from formats.store import FilePath, like, name_in, open_file, read_file
+from formats.store import FilePath, glob, name_in, open_file, read_file
 
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
@@ -78,7 +78,7 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
     """The weight files of a folder, once for each way in which their names can be read."""
     folder = weights_folder(format, folder)
     pattern = "/".join("*" for _ in format.files.name.split("/"))
-    names = [name_in(path, folder) for path in like(folder, pattern)] if folder.is_dir() else []
+    names = [name_in(path, folder) for path in glob(folder, pattern)] if folder.is_dir() else []
     if "{tp_rank" in format.files.name:
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
         files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
@@ -90,20 +90,20 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
 def _of_ranks(format: Format, folder: FilePath, names: Sequence[str]) -> list[ProgramFile]:
     staged = numbered_names(format.files.pp, names) if format.files.pp else []
     width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
-    found: list[tuple[int, int, int, int | None, str]]
-    found = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
+    rows: list[tuple[int, int, int, int | None, str]]
+    rows = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
     plain = (
         []
-        if found
+        if rows
         else [
             match for each in (format.files.name, format.files.parts) if each for match in numbered_names(each, names)
         ]
     )
-    found += [
+    rows += [
         (w.get("rank", w.get("shard", 1) - 1), w.get("part", w.get("number", 0)), 0, w.get("ranks"), name)
         for name, w in plain
     ]
-    ordered = sorted(found, key=lambda file: file[:2])
+    ordered = sorted(rows, key=lambda file: file[:2])
     if not ordered and format.files.is_distributed and (training := find_training(folder)) is not None:
         return [ProgramFile(training.file, 0, 0, None)]  # its files have other names, or none is there
     return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
@@ -131,13 +131,13 @@ def _of_coordinates(format: Format, folder: FilePath, names: Sequence[str], pp: 
     mesh = mesh_of(tensors, experts, pp=stages * len(chunks))
     if same:
         inner = (("tp", tensors), ("ep", experts))
-        mesh = Mesh(tuple(each for each in mesh.degrees if each[0] == "pp") + inner, same_ranks=True)
+        mesh = Mesh(tuple(degree for degree in mesh.degrees if degree[0] == "pp") + inner, same_ranks=True)
     files = []
     for chunk, inside in enumerate(chunks):
         for (stage, expert, tensor), path in sorted(places.items()):
             number = chunk * stages + stage
-            here = diagonal[expert, tensor] if same else expert * tensors + tensor
-            rank = number * (width if same else experts * tensors) + here
+            number_in_stage = diagonal[expert, tensor] if same else expert * tensors + tensor
+            rank = number * (width if same else experts * tensors) + number_in_stage
             files.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
     return files
 
@@ -175,12 +175,12 @@ def left_behind(files: Sequence[ProgramFile]) -> list[str]:
     for file in files:
         if file.inside is None:
             continue
-        others = _saved(file.path, file.inside).others
-        step = others.get("iteration")
+        settings = _saved(file.path, file.inside).extras
+        step = settings.get("iteration")
         first = first or (file.path, step)
         if step != first[1]:
             raise MismatchError(f"{file.path} is of iteration {brief(step)}, {first[0]} of iteration {brief(first[1])}")
-        names |= dict.fromkeys(name for name, value in others.items() if isinstance(value, str))
+        names |= dict.fromkeys(name for name, value in settings.items() if isinstance(value, str))
     return [*names]
 
 
@@ -238,7 +238,7 @@ def read_ranks(
             if file.inside not in saved.tensors:
                 raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
             infos, aliases = saved.tensors[file.inside], saved.aliases[file.inside]
-        infos |= {name: infos[kept]._replace(name=name) for name, kept in aliases.items()}
+        infos |= {name: infos[original]._replace(name=name) for name, original in aliases.items()}
         tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
@@ -272,7 +272,7 @@ def numbered_globally(
         Pattern(further.new.fill({**words, further.new_index: f"{{{further.new_index}}}"}))
         for further in format.rules.further
         for line in lines
-        if (words := further.found.match(line.text))
+        if (words := further.old.match(line.text))
     ]
     matches = [
         {name: match for name in rank
@@ -333,28 +333,28 @@ _TRAINING = re.compile(r"(?:.*\.)?(?:optim\w*|state|exp_avg\w*|ema\w*)\..*")
 class Affix(NamedTuple):
     """The prefix and suffix that a training state's name has around its parameter's name."""
 
-    before: str
-    behind: str
+    prefix: str
+    suffix: str
 
 
 class Parts(NamedTuple):
     """The parts of a training checkpoint, by stored names.
 
     ``model`` has the stored name for each name of the format. ``states`` has, for each kind of state, the stored name
-    of the state of each model tensor; such a state has the tensor's shape. ``others`` are all other tensors and
+    of the state of each model tensor; such a state has the tensor's shape. ``rest`` are all other tensors and
     objects.
     """
 
     model: dict[str, str]
     states: dict[Affix, dict[str, str]]
-    others: tuple[str, ...]
+    rest: tuple[str, ...]
 
     def words(self, *, of_states: bool = True) -> tuple[str, ...]:
         """The parts besides the model, in a few words."""
         tops = {stored.partition(".")[0] for stored in self.model.values()}
-        states = [before or f"*{behind}" for before, behind in self.states] if of_states else []
+        states = [prefix or f"*{behind}" for prefix, behind in self.states] if of_states else []
         words = [word if word.startswith("*") else word.partition(".")[0] for word in states]
-        words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.others]
+        words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.rest]
         return tuple(dict.fromkeys(words))
 
 
@@ -362,13 +362,13 @@ class Parts(NamedTuple):
 class Training:
     """A distributed checkpoint as a trainer saved it, and the parts of it."""
 
-    found: Distributed
+    saved: Distributed
     parts: Parts
 
     def chunks(self) -> Iterator[TensorInfo]:
         """Where the chunks of all tensors lie that are not the model's."""
         model = {*self.parts.model.values()}
-        for name, whole in self.found.tensors.items():
+        for name, whole in self.saved.tensors.items():
             yield from (info for _, info in whole.chunks if name not in model)
 
     def archives(self) -> Iterator[tuple[str, Chunk | None, bytes]]:
@@ -377,8 +377,8 @@ class Training:
         Raises CheckpointError if a file cannot be read, or for more than ``LARGEST`` bytes of it.
         """
         total = 0
-        for name in self.parts.others:
-            blob, whole = self.found.objects.get(name), self.found.tensors.get(name)
+        for name in self.parts.rest:
+            blob, whole = self.saved.objects.get(name), self.saved.tensors.get(name)
             if isinstance(blob, bytes):
                 yield name, None, blob
                 continue
@@ -387,7 +387,7 @@ class Training:
             total += sum(length for *_, length in places)
             if total > LARGEST:
                 raise CheckpointError(
-                    f"{self.found.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
+                    f"{self.saved.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
                     f"up to '{name}'",
                     "merge it, or split it into another program's format: both leave this behind",
                 )
@@ -401,43 +401,43 @@ LARGEST = 256 << 20
 """The most bytes that are copied unchanged."""
 
 
-def parts_of(found: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:
+def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:
     """Tell the parts apart. ``knows`` says whether a name is one of the model's, ``ignores`` whether it can be ignored.
 
     Raises CheckpointError if no name is.
     """
-    names = {stored: name for stored in found.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
+    names = {stored: name for stored in checkpoint.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
     counts = _known([*names.values()], knows)
     most = max(counts.values(), default=0)
     prefix = min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
     if prefix is None:
         some = min(names.values(), default="nothing")
-        raise CheckpointError(f"{found.path} holds '{some}', and no tensor of this model")
+        raise CheckpointError(f"{checkpoint.path} holds '{some}', and no tensor of this model")
     inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
     model = {name: stored for stored, name in inside.items() if knows(name)}
     if len(model) < sum(map(knows, inside.values())):
-        raise CheckpointError(f"{found.path} has two tensors of one name, with and without a wrapper's")
+        raise CheckpointError(f"{checkpoint.path} has two tensors of one name, with and without a wrapper's")
     of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
     plain_name = {stored: name for name, stored in model.items()}
     tops = {name.partition(".")[0] for name in model}
     states: dict[Affix, dict[str, str]] = defaultdict(dict)
-    others = list[str]()
+    rest_names = list[str]()
     for stored, name in names.items():
         if stored in plain_name:
             continue
         affix, of = _state_of(name, of_name)
-        if affix is not None and found.tensors[stored].shape == found.tensors[of].shape:
+        if affix is not None and checkpoint.tensors[stored].shape == checkpoint.tensors[of].shape:
             states[affix][plain_name[of]] = stored
         elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
             model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
         else:
-            others.append(stored)
-    return Parts(model, dict(states), (*others, *(name for name in found.objects if not ignores(name))))
+            rest_names.append(stored)
+    return Parts(model, dict(states), (*rest_names, *(name for name in checkpoint.objects if not ignores(name))))
 
 
-def known_names(found: Distributed, knows: Callable[[str], bool]) -> int:
+def known_names(checkpoint: Distributed, knows: Callable[[str], bool]) -> int:
     """How many of a sample of names are of the model, with the prefix that gives the most."""
-    return max(_known([_WRAPPERS.sub("", stored) for stored in found.tensors], knows).values(), default=0)
+    return max(_known([_WRAPPERS.sub("", stored) for stored in checkpoint.tensors], knows).values(), default=0)
 
 
 def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:
@@ -464,6 +464,6 @@ def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]
         for start in range(len(segments) - length + 1):
             stored = of_name.get(".".join(segments[start : start + length]))
             if stored is not None:
-                before, behind = segments[:start], segments[start + length :]
-                return Affix("".join(f"{each}." for each in before), "".join(f".{each}" for each in behind)), stored
+                prefix, behind = segments[:start], segments[start + length :]
+                return Affix("".join(f"{part}." for part in prefix), "".join(f".{part}" for part in behind)), stored
     return None, ""

@@ -123,8 +123,8 @@ class Source:
     checkpoint: Checkpoint | None = None
     stated: Identity | None = None
     """What the headers of shards in reshard's own form say that they are."""
-    kept: Mapping[str, TensorInfo] = field(default_factory=dict)
-    """The tensors in ``KEPT``."""
+    intact: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """The tensors in ``INTACT_FILE``."""
     manifest: Manifest | None = None
     """The manifest of a split checkpoint that has one."""
     chunks: Chunks | None = None
@@ -181,15 +181,15 @@ class Source:
         something else in the output. (Files in Meta's and Mistral's formats on the Hub are the same model.)
         """
         names = {*written, *(parent.as_posix() for name in written for parent in PurePosixPath(name).parents)} - {"."}
-        beside = {*self.side_files}
+        side = {*self.side_files}
         if self.checkpoint is not None:
-            own = {*(file.name for file in self.checkpoint.files), self.checkpoint.index_name}
-            there = {name for name in names if (self.path / name).exists() and not name.startswith("consolidated")}
-            beside |= there - own
-        taken = sorted(name for name in beside if name in names)
-        if taken:
+            weights = {*(file.name for file in self.checkpoint.files), self.checkpoint.index_name}
+            present = {name for name in names if (self.path / name).exists() and not name.startswith("consolidated")}
+            side |= present - weights
+        clashes = sorted(name for name in side if name in names)
+        if clashes:
             raise CheckpointError(
-                f"{self.path}: '{taken[0]}' has the name of what the format writes there",
+                f"{self.path}: '{clashes[0]}' has the name of what the format writes there",
                 "rename it, or move it out of the source",
             )
 
@@ -209,22 +209,22 @@ class Source:
         return self.path.store.commit if isinstance(self.path, StoredPath) else None
 
     @property
-    def beside(self) -> tuple[str, ...] | None:
+    def other_files(self) -> tuple[str, ...] | None:
         """The names of remote files beside it that are not part of it; None if they cannot be listed."""
         return self.path.store.beside if isinstance(self.path, StoredPath) else ()
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The location; if the source is computed, also from what and how."""
         return str(self.path) if isinstance(self.path, StoredPath) else self.location
 
     @property
-    def read_from(self) -> list[Path]:
+    def local_inputs(self) -> list[Path]:
         """The local folders and files that it is read from: no output may replace them."""
         remotes = (file.remote for file in self.files.values())
         local = dict.fromkeys(path for remote in remotes if remote for path in remote.paths)
-        here = (local_path(path) for path in (self.path, *self.stamps))
-        return [*local, *(path for path in here if path is not None)]
+        folders = (local_path(path) for path in (self.path, *self.stamps))
+        return [*local, *(path for path in folders if path is not None)]
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file has changed since it was opened."""
@@ -239,7 +239,7 @@ class Source:
         return self.unsplit
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether weights are read from another machine, or computed."""
         return any(file.remote is not None for file in self.files.values())
 
@@ -257,15 +257,15 @@ class Source:
             return self._record_of(self.checkpoint)
         if self.manifest is not None:
             return self.manifest.source
-        known = self.stated.source if self.stated else self.location
-        return SourceRecord(known, self.location, None, (), None, None, {})
+        name = self.stated.source if self.stated else self.location
+        return SourceRecord(name, self.location, None, (), None, None, {})
 
     def _record_of(self, checkpoint: Checkpoint) -> SourceRecord:
         files = [SourceFileRecord(f.name, f.size, f.header) for f in checkpoint.files if f.header is not None]
         is_safetensors = len(files) == len(checkpoint.files)
         return SourceRecord(
             id=fingerprint(checkpoint),
-            location=self.shown,
+            location=self.display_name,
             commit=self.commit,
             files=tuple(files) if is_safetensors else (),
             index_name=checkpoint.index_name if is_safetensors else None,
@@ -355,13 +355,13 @@ class Folder:
         *,
         computed: Mapping[str, bytes] = {},
         index: FilePath | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> Source:
         """What was read, as a source. ``computed`` are side files with another content than in the folder."""
         weights = {file.path: file for file in files}
-        others = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
-        stamps = stamps_of([*weights, *side_files.values(), *others], self.path, self.stamps)
+        documents = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
+        stamps = stamps_of([*weights, *side_files.values(), *documents], self.path, self.stamps)
         return Source(
             self.path, plan, model, tuple(names), tuple(ranks), weights, {**computed, **side_files, **computed}, stamps,
-            format, manifest=self.manifest, **more,
+            format, manifest=self.manifest, **fields,
         )  # fmt: skip

@@ -51,7 +51,7 @@ class _Entry:
     modified: str
 
 
-def fetch_stored(url: str, wanted: Weights, cache: Path) -> RangeStore:
+def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     """The checkpoint at a URL: its small files are copied to this machine, and with ``Weights.FILES`` its weights too.
 
     Copies are kept in ``cache``, one for each state of the checkpoint. Raises CheckpointError.
@@ -59,9 +59,9 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> RangeStore:
     from obstore.store import HTTPStore
 
     store, name = open_store(url, once=True), redacted(url).rstrip("/")
-    found = _entries(store, url)
+    listed = _entries(store, url)
     entries = {
-        file: entry for file, entry in found.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
+        file: entry for file, entry in listed.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
     }
     if UNFINISHED in entries:
         raise CheckpointError(
@@ -70,10 +70,10 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> RangeStore:
         )
     sizes = {file: entry.size for file, entry in entries.items()}
     side = side_files(sizes)
-    if wanted is Weights.HEADERS:
+    if scope is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
     states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
-    folder = cache / "reshard" / wanted.value / hashlib.sha256(states.encode()).hexdigest()[:32]
+    folder = cache / "reshard" / scope.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         sides = make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(store, side, at, url))
         weights = [file for file in weight_files(sizes, sides) if file in sizes]
@@ -84,13 +84,13 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> RangeStore:
                 f"{name} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
                 "give the URL of a folder with a checkpoint",
             )
-        beside = None if isinstance(store, HTTPStore) else left_out(found, side, weights)
+        others = None if isinstance(store, HTTPStore) else left_out(listed, side, weights)
         files: dict[str, Content] = {file: sides / file for file in side}
-        if wanted is not Weights.FILES and all(file.endswith(".safetensors") for file in weights):
+        if scope is not Weights.FILES and all(file.endswith(".safetensors") for file in weights):
             for file in weights:
                 files[file] = StoredFile(url, file, (of := entries[file]).size, of.etag, of.modified)
-            found_there = RangeStore(name, files, beside=beside)
-            return with_headers(found_there, folder, sampled=wanted is Weights.RANGES)
+            found_there = RangeStore(name, files, others=others)
+            return with_headers(found_there, folder, sampled=scope is Weights.RANGES)
         check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
 
         def fill(at: Path) -> None:
@@ -98,7 +98,7 @@ def fetch_stored(url: str, wanted: Weights, cache: Path) -> RangeStore:
             _copy(open_store(url), weights, at, url)
 
         make_once(folder, fill)
-    return RangeStore(name, {file: folder / file for file in (*side, *weights)}, beside=beside, folder=folder)
+    return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
 
 
 def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
@@ -107,14 +107,14 @@ def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
     from obstore.store import HTTPStore
 
     if isinstance(store, HTTPStore):
-        return _by_name(store, url)
-    found = ask(url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
-    return {meta["path"]: _entry(meta) for meta in found}
+        return _probed(store, url)
+    listed = ask(url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
+    return {meta["path"]: _entry(meta) for meta in listed}
 
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """The progress of all writers, from their journals, as a suffix: ``: part-0-of-4 has 3 of its 8 files``."""
-    done: dict[str, tuple[set[str], int]] = {}
+    counts: dict[str, tuple[set[str], int]] = {}
     owner = document_of(ask(url, UNFINISHED, partial(_content, store, UNFINISHED))).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):
         journal = document_of(ask(url, key, partial(_content, store, key)))
@@ -122,10 +122,10 @@ def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
             continue
         with suppress(ValueError, KeyError, TypeError):
             label = key.removeprefix(JOURNAL).partition(".")[0]
-            names = {str(entry["name"]) for entry in journal["entries"]} | done.get(label, (set[str](), 0))[0]
-            done[label] = names, int(journal["files"])
-    said = [f"{label} has {len(here)} of its {whole} files" for label, (here, whole) in sorted(done.items())]
-    return ": " + ", ".join([*said, *(f"{label} has none" for label in not_begun(done))]) if said else ""
+            names = {str(entry["name"]) for entry in journal["entries"]} | counts.get(label, (set[str](), 0))[0]
+            counts[label] = names, int(journal["files"])
+    texts = [f"{label} has {len(names_of)} of its {whole} files" for label, (names_of, whole) in sorted(counts.items())]
+    return ": " + ", ".join([*texts, *(f"{label} has none" for label in not_begun(counts))]) if texts else ""
 
 
 def _content(store: ObjectStore, key: str) -> bytes | None:
@@ -138,9 +138,9 @@ def _content(store: ObjectStore, key: str) -> bytes | None:
         return None
 
 
-def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
+def _probed(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
-    found = _heads(store, _LISTED_BY_NAME, url)
+    heads = _heads(store, _LISTED_BY_NAME, url)
 
     def names_in(file: str) -> set[str]:
         try:
@@ -149,8 +149,8 @@ def _by_name(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
             raise explain(error, f"{redacted(url).rstrip('/')}/{file}") from None
 
     with Threads(len(_NAMING)) as threads:
-        named = set[str]().union(*threads.map(names_in, sorted(_NAMING & found.keys())))
-    return {**found, **_heads(store, named - found.keys(), url)}
+        named = set[str]().union(*threads.map(names_in, sorted(_NAMING & heads.keys())))
+    return {**heads, **_heads(store, named - heads.keys(), url)}
 
 
 def _named(document: object) -> set[str]:
@@ -180,8 +180,8 @@ def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, _Ent
             return None
 
     with Threads(_REQUESTS) as threads:
-        found = threads.map(lambda file: ask(url, file, lambda: look(file), is_first=True), names)
-        return dict(each for each in found if each is not None)
+        entries = threads.map(lambda file: ask(url, file, lambda: look(file), is_first=True), names)
+        return dict(entry for entry in entries if entry is not None)
 
 
 def _entry(meta: Mapping[str, object]) -> _Entry:

@@ -119,7 +119,7 @@ def assets_folder(cache_dir: Path | None) -> Path:
 # --- the download --------------------------------------------------------------------------------------------------
 
 
-def _download(request: _Request, wanted: Weights) -> RangeStore:
+def _download(request: _Request, scope: Weights) -> RangeStore:
     """List the repository, then download the side files, then the weights that these name."""
     from huggingface_hub import HfApi
 
@@ -129,11 +129,11 @@ def _download(request: _Request, wanted: Weights) -> RangeStore:
     except Exception as error:
         if not _is_outage(error):
             raise
-        return _from_cache(request, wanted, error)
-    found = {file.rfilename: file for file in info.siblings or []}
-    sizes = {name: file.size or 0 for name, file in found.items()}
+        return _from_cache(request, scope, error)
+    siblings = {file.rfilename: file for file in info.siblings or []}
+    sizes = {name: file.size or 0 for name, file in siblings.items()}
     side = side_files(sizes)
-    if wanted is Weights.HEADERS:
+    if scope is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
     with _bars_off():
         folder = request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
@@ -146,23 +146,23 @@ def _download(request: _Request, wanted: Weights) -> RangeStore:
             "give a repository of a model that transformers can load",
         )
     missing = [name for name in weights if not (folder / name).exists()]
-    in_ranges = wanted is not Weights.FILES and all(name.endswith(".safetensors") for name in weights)
+    in_ranges = scope is not Weights.FILES and all(name.endswith(".safetensors") for name in weights)
     files: dict[str, Content] = {name: folder / name for name in (*side, *weights)}
-    files |= {name: _remote(request, folder.name, found[name]) for name in missing if in_ranges}
+    files |= {name: _remote(request, folder.name, siblings[name]) for name in missing if in_ranges}
     if missing and not in_ranges:
         _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
         _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
-    store = _store(request, folder, files, beside=left_out(sizes, side, weights))
-    return with_headers(store, _headers_folder(request, folder.name, wanted), sampled=wanted is Weights.RANGES)
+    store = _store(request, folder, files, others=left_out(sizes, side, weights))
+    return with_headers(store, _headers_folder(request, folder.name, scope), sampled=scope is Weights.RANGES)
 
 
 def _remote(request: _Request, commit: str, file: RepoSibling) -> HubFile:
     """Where a weight file is; its etag as the Hub's cache has it."""
     etag = file.lfs.sha256 if file.lfs else file.blob_id
-    known = etag or f"{commit}:{file.rfilename}"
-    return HubFile(request.repo, file.rfilename, commit, file.size or 0, known, request.token)
+    identity = etag or f"{commit}:{file.rfilename}"
+    return HubFile(request.repo, file.rfilename, commit, file.size or 0, identity, request.token)
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class _UnreachedFile(Remote):
 
 
 def _store(
-    request: _Request, snapshot: Path, files: Mapping[str, Content], *, beside: tuple[str, ...] | None
+    request: _Request, snapshot: Path, files: Mapping[str, Content], *, others: tuple[str, ...] | None
 ) -> RangeStore:
-    return RangeStore(request.repo, files, commit=snapshot.name, beside=beside, folder=snapshot)
+    return RangeStore(request.repo, files, commit=snapshot.name, others=others, folder=snapshot)
 
 
 def _persist(request: _Request, files: list[str], commit: str) -> None:
@@ -219,7 +219,7 @@ def _answers(request: _Request) -> bool:
     return True
 
 
-def _from_cache(request: _Request, wanted: Weights, error: Exception) -> RangeStore:
+def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeStore:
     """The copy in the cache, if it is complete; else raises ``error``, the reason why the Hub cannot be used."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -232,14 +232,14 @@ def _from_cache(request: _Request, wanted: Weights, error: Exception) -> RangeSt
     files: dict[str, Content] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
     headers = _headers_folder(request, folder.name, Weights.HEADERS)
     whole = bool(weights) and len(files) == len({*weights, *side})
-    if not whole and not (wanted is Weights.HEADERS and kept_sizes(headers)):
+    if not whole and not (scope is Weights.HEADERS and kept_sizes(headers)):
         raise error
     missing = {name: size for name, size in kept_sizes(headers).items() if name not in files and not whole}
     unreached = {name: _UnreachedFile(f"{request.repo}/{name}", size) for name, size in missing.items()}
-    found = with_headers(_store(request, folder, files | unreached, beside=None), headers, sampled=False)
+    store = with_headers(_store(request, folder, files | unreached, others=None), headers, sampled=False)
     if not isinstance(error, OfflineModeIsEnabled):
         _say(request, f"the Hub cannot be reached; using {request.repo} at {folder.name[:12]} from the cache")
-    return found
+    return store
 
 
 def _cached_listing(request: _Request, folder: Path) -> list[str]:
@@ -259,9 +259,9 @@ def _check_space(request: _Request, folder: Path, needed: int) -> None:
     check_space(cache_of(folder), needed - begun_bytes(folder), request.repo, hint)
 
 
-def _headers_folder(request: _Request, commit: str, wanted: Weights) -> Path:
+def _headers_folder(request: _Request, commit: str, scope: Weights) -> Path:
     assets = assets_folder(request.cache_dir)
-    return assets / "reshard" / wanted.value / request.repo.replace("/", "--") / commit
+    return assets / "reshard" / scope.value / request.repo.replace("/", "--") / commit
 
 
 # --- local path or repository --------------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ def _may_be_repo(source: str) -> bool:
 
 
 def _hint_for_path(source: str) -> str:
-    found = re.match(r"(?:https?|hf)://(?:[^/]*\.[^/]*/)?(?:models/)?([\w.-]+/[\w.-]+)", source)
-    if found:
-        return f"give the Hub id alone: {found[1]}"
+    match = re.match(r"(?:https?|hf)://(?:[^/]*\.[^/]*/)?(?:models/)?([\w.-]+/[\w.-]+)", source)
+    if match:
+        return f"give the Hub id alone: {match[1]}"
     if "@" in source:
         return "give a folder, or a Hub id like org/name with --revision"
     return "give a folder that exists, or a Hub id like org/name"

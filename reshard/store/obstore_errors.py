@@ -10,8 +10,8 @@ import re
 
 def status_of(error: Exception) -> str | None:
     """The HTTP status of the answer to the last try."""
-    found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else None
+    match = re.search(r"status code: (\d+)", str(error))
+    return match[1] if match else None
 
 
 def is_broken_connection(error: Exception) -> bool:

@@ -36,11 +36,11 @@ class RangeStore(Store):
 
     def __init__(
         self, name: str, files: Mapping[str, Content], *, location: str | None = None, commit: str | None = None,
-        beside: tuple[str, ...] | None = (), folder: Path | None = None,
+        others: tuple[str, ...] | None = (), folder: Path | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.location, self.commit, self.beside, self.folder = name, location or name, commit, beside, folder
+        self.name, self.location, self.commit, self.beside, self.folder = name, location or name, commit, others, folder
         self.files = files
-        self.kept: dict[str, dict[int, bytes]] = {}
+        self.cached: dict[str, dict[int, bytes]] = {}
         self._opened: dict[str, Read] = {}
 
     @cached_property
@@ -58,21 +58,21 @@ class RangeStore(Store):
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> Sequence[bytes]:
         """Ranges of files; remote ones are requested at the same time."""
-        found = [self._here(*each) for each in ranges]
-        missing = [each for each, content in zip(ranges, found, strict=True) if content is None]
+        local = [self._local(*part) for part in ranges]
+        missing = [part for part, content in zip(ranges, local, strict=True) if content is None]
         if len(missing) > 1:
             with Threads(min(_REQUESTS, len(missing))) as threads:
-                fetched = iter(threads.map(lambda each: self._fetch(*each), missing))
+                fetched = iter(threads.map(lambda part: self._fetch(*part), missing))
         else:
-            fetched = iter([self._fetch(*each) for each in missing])
-        return [next(fetched) if content is None else content for content in found]
+            fetched = iter([self._fetch(*part) for part in missing])
+        return [next(fetched) if content is None else content for content in local]
 
-    def keep(self, kept: Mapping[str, Mapping[int, bytes]]) -> None:
+    def keep(self, contents: Mapping[str, Mapping[int, bytes]]) -> None:
         """Answer with these ranges, by file and first byte, instead of reading them."""
-        for file, ranges in kept.items():
-            self.kept.setdefault(file, {}).update(ranges)
+        for file, ranges in contents.items():
+            self.cached.setdefault(file, {}).update(ranges)
 
-    def _here(self, file: str, begin: int, end: int) -> bytes | None:
+    def _local(self, file: str, begin: int, end: int) -> bytes | None:
         """A range, if it need not be requested."""
         if begin == end:  # of a tensor without elements
             return b""
@@ -81,9 +81,9 @@ class RangeStore(Store):
             return content[begin:end]
         if isinstance(content, FilePath):
             return read_ranges([(content, begin, end)])[0]
-        kept = self.kept.get(file, {})
-        first = begin if begin in kept else 0
-        whole = kept.get(first, b"")
+        ranges = self.cached.get(file, {})
+        first = begin if begin in ranges else 0
+        whole = ranges.get(first, b"")
         return whole[begin - first : end - first] if end - first <= len(whole) else None
 
     def _fetch(self, file: str, begin: int, end: int) -> bytes:
@@ -109,8 +109,8 @@ def _stat(content: Content) -> Stat:
         return Stat(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
     if isinstance(content, Remote):
         return Stat(content.size, content.identity, content.made_of)
-    found = content.stat()
-    return found if isinstance(found, Stat) else Stat(found.st_size, str(found.st_mtime_ns))
+    status = content.stat()
+    return status if isinstance(status, Stat) else Stat(status.st_size, str(status.st_mtime_ns))
 
 
 def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStore:
@@ -130,13 +130,13 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
         if sampled:
             store.keep(_sampled(store))
         sizes = {name: of.size for name, of in remotes.items()}
-        _write_kept(building / _RANGES, {name: store.kept[name] for name in remotes}, sizes)
+        _write_kept(building / _RANGES, {name: store.cached[name] for name in remotes}, sizes)
 
-    kept = _read_kept(make_once(folder, fill))
-    if not remotes.keys() <= kept.keys():  # made when a cache had some of the files, or damaged
+    contents = _read_kept(make_once(folder, fill))
+    if not remotes.keys() <= contents.keys():  # made when a cache had some of the files, or damaged
         shutil.rmtree(folder, ignore_errors=True)
-        kept = _read_kept(make_once(folder, fill))
-    store.keep(kept)
+        contents = _read_kept(make_once(folder, fill))
+    store.keep(contents)
     return store
 
 
@@ -171,32 +171,32 @@ def make_once(final: Path, fill: Callable[[Path], None]) -> Path:
     return final
 
 
-def _header(file: Remote, read: Callable[[int, int], bytes]) -> bytes:
+def _header(file: Remote, read_range: Callable[[int, int], bytes]) -> bytes:
     """The header of a safetensors file."""
-    data = read(0, min(_FIRST_READ, file.size)) if file.size else b""
+    data = read_range(0, min(_FIRST_READ, file.size)) if file.size else b""
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= min(file.size, _MAX_HEADER):
         raise CheckpointError(
             f"{file.address} is not a safetensors file, or is cut off: the header does not fit",
             "ask its owner to upload it again",
         )
-    return data[:end] + bytes(read(len(data), end) if end > len(data) else b"")
+    return data[:end] + bytes(read_range(len(data), end) if end > len(data) else b"")
 
 
 def _sampled(store: RangeStore) -> dict[str, dict[int, bytes]]:
     root = StoredPath(store)
     if is_sharded(root) or not has_usual_weights(root):
         return {}
-    wanted = [(file, begin, end) for file, begin, end in samples(open_checkpoint(root)) if end > begin]
-    found: dict[str, dict[int, bytes]] = {}
-    for (file, begin, _), content in zip(wanted, read_ranges(wanted), strict=True):
+    ranges = [(file, begin, end) for file, begin, end in samples(open_checkpoint(root)) if end > begin]
+    contents: dict[str, dict[int, bytes]] = {}
+    for (file, begin, _), content in zip(ranges, read_ranges(ranges), strict=True):
         if isinstance(file, StoredPath):
-            found.setdefault(file.inner, {})[begin] = content
-    return found
+            contents.setdefault(file.inner, {})[begin] = content
+    return contents
 
 
-def _write_kept(file: Path, kept: Mapping[str, Mapping[int, bytes]], sizes: Mapping[str, int]) -> None:
-    parts = [(f"{begin}:{name}", content) for name, ranges in kept.items() for begin, content in ranges.items()]
+def _write_kept(file: Path, contents: Mapping[str, Mapping[int, bytes]], sizes: Mapping[str, int]) -> None:
+    parts = [(f"{begin}:{name}", content) for name, ranges in contents.items() for begin, content in ranges.items()]
     with file.open("wb") as opened:
         opened.write(
             build_header([(name, "U8", (len(content),)) for name, content in parts], {"sizes": json.dumps(sizes)})
@@ -206,7 +206,7 @@ def _write_kept(file: Path, kept: Mapping[str, Mapping[int, bytes]], sizes: Mapp
 
 def _read_kept(folder: Path) -> dict[str, dict[int, bytes]]:
     """What was kept; nothing, if the file is not there or damaged: it is read again where it is needed."""
-    found: dict[str, dict[int, bytes]] = {}
+    kept_ranges: dict[str, dict[int, bytes]] = {}
     try:
         file = folder / _RANGES
         infos = read_header(file).tensors
@@ -215,5 +215,5 @@ def _read_kept(folder: Path) -> dict[str, dict[int, bytes]]:
         return {}
     for key, content in zip(infos, contents, strict=True):
         begin, _, name = key.partition(":")
-        found.setdefault(name, {})[int(begin)] = content
-    return found
+        kept_ranges.setdefault(name, {})[int(begin)] = content
+    return kept_ranges

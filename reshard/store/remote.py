@@ -142,13 +142,13 @@ class HubFile(Remote):
     def open(self) -> Read:
         """Connect; the first read asks the Hub where the file lies."""
         lock = threading.Lock()
-        found: list[ObjectStore] = []
+        stores: list[ObjectStore] = []
 
         def located(refused: ObjectStore | None) -> ObjectStore:
             with lock:
-                if not found or found[-1] is refused:
-                    found.append(self._located())
-                return found[-1]
+                if not stores or stores[-1] is refused:
+                    stores.append(self._located())
+                return stores[-1]
 
         def read(start: int, stop: int) -> memoryview:
             store = located(None)
@@ -194,9 +194,9 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = 
     seconds = timedelta(seconds=patience())
     retries = {"max_retries": 0 if once else 1000, "backoff": _BACKOFF, "retry_timeout": seconds}
     make: Callable[..., ObjectStore] = from_url
-    more = _profile() if url.startswith("s3") else {}
+    credentials = _profile() if url.startswith("s3") else {}
     try:
-        return make(url, client_options=client, retry_config=retries, **more)
+        return make(url, client_options=client, retry_config=retries, **credentials)
     except (BaseError, ValueError) as error:
         raise CheckpointError(f"{redacted(url)} cannot be opened: {first_line(error)}") from None
 
@@ -206,28 +206,28 @@ def _profile() -> dict[str, Any]:
 
     Raises CheckpointError for AWS_PROFILE without boto3, or for a profile that gives none.
     """
-    wanted = os.environ.get("AWS_PROFILE")
+    profile = os.environ.get("AWS_PROFILE")
     if "AWS_ACCESS_KEY_ID" in os.environ or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true"}:
         return {}
-    if wanted is None and not any(path.is_file() for path in _profiles()):
+    if profile is None and not any(path.is_file() for path in _profiles()):
         return {}
     try:
         from boto3.session import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        if wanted is None:  # there are other places to look
+        if profile is None:  # there are other places to look
             return {}
         raise CheckpointError(
-            f"AWS_PROFILE is {wanted}, and boto3, which reads profiles, is not installed",
+            f"AWS_PROFILE is {profile}, and boto3, which reads profiles, is not installed",
             'pip install boto3, or eval "$(aws configure export-credentials --format env)"',
         ) from None
     try:
-        return {"credential_provider": Boto3CredentialProvider(Session(profile_name=wanted))}
+        return {"credential_provider": Boto3CredentialProvider(Session(profile_name=profile))}
     except Exception as error:  # botocore's own, which are many
-        if wanted is None:
+        if profile is None:
             return {}
         raise CheckpointError(
-            f"the profile {wanted} (AWS_PROFILE) cannot be used: {first_line(error)}",
+            f"the profile {profile} (AWS_PROFILE) cannot be used: {first_line(error)}",
             "see 'aws configure list-profiles'",
         ) from None
 
@@ -249,14 +249,14 @@ def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None,
         return answer.bytes(), etag_of(answer.meta)
 
     try:
-        found, there = patiently(request)
+        content, version = patiently(request)
     except Exception as error:
         raise explain(error, address) from None
-    if etag and there and there != etag:
+    if etag and version and version != etag:
         raise _replaced(address)
-    if len(found) != stop - start:
-        raise CheckpointError(f"{address}: {len(found)} bytes came where {stop - start} were asked for")
-    return memoryview(found)
+    if len(content) != stop - start:
+        raise CheckpointError(f"{address}: {len(content)} bytes came where {stop - start} were asked for")
+    return memoryview(content)
 
 
 def etag_of(meta: Mapping[str, Any]) -> str | None:

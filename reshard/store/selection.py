@@ -40,12 +40,12 @@ _NOT_SIDE_FILES = (
 def side_files(listing: Iterable[str]) -> list[str]:
     """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
     listing = list(listing)
-    left = WEIGHT_SUFFIXES if _is_split(listing) else _NOT_SIDE_FILES  # of shards, the manifest lists the others
+    excluded = WEIGHT_SUFFIXES if _is_split(listing) else _NOT_SIDE_FILES  # of shards, the manifest lists the others
     return sorted(
         name
         for name in listing
         if _belongs(name, listing)
-        and not name.lower().endswith(left)
+        and not name.lower().endswith(excluded)
         and (not name.endswith(".index.json") or name in _indices(listing))
     )
 
@@ -100,21 +100,21 @@ def _named_by_index(index: FilePath) -> set[str]:
         _, content = read_document(index, MAX_INDEX, json_object)
     except CheckpointError:
         return set()
-    found = content.get("weight_map")
-    return {name for name in found.values() if isinstance(name, str)} if isinstance(found, dict) else set()
+    file_of = content.get("weight_map")
+    return {name for name in file_of.values() if isinstance(name, str)} if isinstance(file_of, dict) else set()
 
 
 def modules(auto_map: object) -> Iterator[str]:
     """The modules of custom code that a config names: ``modeling_x.XModel``, or several in a list."""
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, str) and "." in each and "--" not in each:  # else it is in another repository
-                yield each.partition(".")[0]
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and "." in name and "--" not in name:  # else it is in another repository
+                yield name.partition(".")[0]
 
 
-def left_out(listing: Iterable[str], *taken: Iterable[str]) -> tuple[str, ...]:
+def left_out(listing: Iterable[str], *selected: Iterable[str]) -> tuple[str, ...]:
     """The files of a repository or a bucket of which a folder here has none, sorted."""
-    return tuple(sorted(set(listing).difference(*taken)))
+    return tuple(sorted(set(listing).difference(*selected)))
 
 
 def needed_to_plan(side: Iterable[str], listing: Iterable[str]) -> list[str]:

@@ -77,7 +77,7 @@ def task_name(task: Mapping[str, Any]) -> str:
     return f"{task['command']}-{digest}"
 
 
-def tidy(out: Path, *, wait: bool = False) -> None:
+def clear_leftovers(out: Path, *, wait: bool = False) -> None:
     """Remove the staging files in an output from a run that was killed right after publishing."""
     common = None
     if not out.is_symlink() and (out / COMMON).is_file():
@@ -122,7 +122,7 @@ def _order(entry: Path) -> int:
 
 
 def remove_state(out: Path, mark: str | None = None) -> None:
-    """Remove the staging files from a published output; the common lock last, because ``tidy`` looks for it.
+    """Remove the staging files from a published output; the common lock last, because ``clear_leftovers`` looks for it.
 
     Of the marks of tasks that several processes have published, only ``mark`` is removed.
     """

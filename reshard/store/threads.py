@@ -67,12 +67,12 @@ def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], 
                 threads.append(thread)
         if not threads:
             run(0)
-        left = max(1, len(threads))
-        while left:
+        running = max(1, len(threads))
+        while running:
             with suppress(Empty):
                 match answers.get(timeout=WAKE):
                     case None:
-                        left -= 1
+                        running -= 1
                     case BaseException() as error:
                         raise error
                     case (value,):

@@ -24,10 +24,10 @@ from reshard.source.low_rank import Product, changes_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
+    ArrayCache,
     Bytes,
     Computed,
     Content,
-    Kept,
     Opened,
     Part,
     computed,
@@ -73,25 +73,25 @@ class Added(Computed):
             start = term.matrix * rows
             if start >= bottom or start + rows <= top:
                 continue
-            left, right = factors(term.product, term.expert, factor(term.product.a), factor(term.product.b))
+            a, b = factors(term.product, term.expert, factor(term.product.a), factor(term.product.b))
             of, along = slice(term.at, term.at + term.length), term.along
-            left, right = (left, right[:, of]) if along else (left[of], right)
+            a, b = (a, b[:, of]) if along else (a[of], b)
             if term.product.turned:
-                left, right, along = right.T, left.T, 1 - along
+                a, b, along = b.T, a.T, 1 - along
             column, row = (term.begin, start) if along else (0, start + term.begin)
             across, down = (term.step, 1) if along else (1, term.step)
-            right = np.ascontiguousarray(right)
-            low, high = (min(max(-((row - edge) // down), 0), len(left)) for edge in (top, bottom))
-            step = max(1, _TILE // right.shape[1])
+            b = np.ascontiguousarray(b)
+            low, high = (min(max(-((row - edge) // down), 0), len(a)) for edge in (top, bottom))
+            step = max(1, _TILE // b.shape[1])
             for at in range(low, high, step):
                 until = min(at + step, high)
                 rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
-                block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
-                block[:] = _sum(block, name, dtype, left[at:until], right, term.product.scale)
+                block = lines[rows_of, column : column + (b.shape[1] - 1) * across + 1 : across]
+                block[:] = _sum(block, name, dtype, a[at:until], b, term.product.scale)
         return whole.view(np.uint8).data[begin - first * size :][: end - begin]
 
 
-_FACTORS = Kept(256 << 20)
+_FACTORS = ArrayCache(256 << 20)
 """A and B of the modules used last, in float32."""
 
 
@@ -99,26 +99,26 @@ def factors(product: Product, expert: int, a: Floats, b: Floats) -> tuple[Floats
     """The two matrices whose product is that of an expert, as the weight has it."""
     sizes = product.sizes
     both = ((product.form.a, a), (product.form.b, b))
-    sides = {factor.side: by_expert(found, factor, sizes)[expert] for factor, found in both}
+    sides = {factor.side: by_expert(matrix, factor, sizes)[expert] for factor, matrix in both}
     return (sides["in"], sides["out"].T) if product.crossed else (sides["out"], sides["in"].T)
 
 
-def by_expert(found: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> NDArray[T]:
+def by_expert(matrix: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> NDArray[T]:
     """A or B with the dimensions expert, side, rank."""
     axes = [axis for dim in factor.dims for axis in dim]
-    apart = found.reshape([sizes[axis] for axis in axes])
+    apart = matrix.reshape([sizes[axis] for axis in axes])
     if "expert" not in axes:
         axes, apart = ["expert", *axes], apart[None]
     return apart.transpose([axes.index(axis) for axis in ("expert", factor.side, "rank")])
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _sum(block: NDArray[Any], name: str, dtype: str, left: Floats, right: Floats, scale: float) -> NDArray[Any]:
+def _sum(block: NDArray[Any], name: str, dtype: str, a: Floats, b: Floats, scale: float) -> NDArray[Any]:
     """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W. Raises MismatchError."""
     weight = _widened(block, dtype)
-    total, term = left[:, :1] * right[0], np.empty((len(left), right.shape[1]), np.float32)
-    for k in range(1, len(right)):
-        np.multiply(left[:, k : k + 1], right[k], out=term)
+    total, term = a[:, :1] * b[0], np.empty((len(a), b.shape[1]), np.float32)
+    for k in range(1, len(b)):
+        np.multiply(a[:, k : k + 1], b[k], out=term)
         total += term
     total *= np.float32(scale)
     total += weight
@@ -168,17 +168,17 @@ def add_adapter(source: Source, adapter: FilePath) -> RangeStore:
     """
     if not has_adapter(adapter):
         raise CheckpointError(f"{adapter} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
-    own = stamps_of([adapter / ADAPTER, adapter / ADAPTER_CONFIG], adapter, stamps_in(adapter))
+    stamps = stamps_of([adapter / ADAPTER, adapter / ADAPTER_CONFIG], adapter, stamps_in(adapter))
     infos, settings = read_header(adapter / ADAPTER).tensors, read_config(adapter / ADAPTER_CONFIG)
     tensors, whole = tensors_of(source), whole_of(source)
     added, replaced = changes_of(source.model, settings, infos)
-    file, contents = file_of(adapter / ADAPTER, adapter, own[adapter / ADAPTER]), dict[str, Content]()
+    file, contents = file_of(adapter / ADAPTER, adapter, stamps[adapter / ADAPTER]), dict[str, Content]()
     for name, tensor in tensors.items():
         if name in replaced:
             tensor = tensor._replace(content=Part(file, replaced[name].offset))
         terms = tuple(added.get(name, ()))
         what = name, tensor.dtype, tensor.shape, terms
         contents[name] = Added((tensor.content, Part(file, 0)), what) if terms else tensor.content
-    check_unchanged(own)
-    shown = f"{source.location} + {location_of(adapter)}"
-    return store_of(source, shown, (computed(each, contents) for each in whole.files), {**whole.sides, **whole.index})
+    check_unchanged(stamps)
+    name_of = f"{source.location} + {location_of(adapter)}"
+    return store_of(source, name_of, (computed(f, contents) for f in whole.files), {**whole.sides, **whole.index})

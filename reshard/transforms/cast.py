@@ -79,5 +79,5 @@ def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     """The record of the checkpoint that a merge of it writes: its files, and the fingerprint of what is in them."""
     whole, tensors = whole_of(source), tensors_of(opened)
     files, index = laid_anew(whole, tensors)
-    store = StoredPath(store_of(source, f"{source.shown} (in {word})", files, {**opened.side_files, **index}))
+    store = StoredPath(store_of(source, f"{source.display_name} (in {word})", files, {**opened.side_files, **index}))
     return replace(source, path=store, checkpoint=open_checkpoint(store)).record

@@ -31,14 +31,14 @@ from formats.files.sharded import SourceFileRecord
 from formats.notation.adapters import (
     PREFIX,
     SETTINGS,
-    Form,
+    Adapted,
+    FactorLayout,
     Settings,
-    Wrapped,
     belongings,
     expert_axes,
+    other_stacks,
     parameters,
     settings_of,
-    stacks_elsewhere,
     wrapped,
 )
 from formats.notation.architecture import Architecture
@@ -60,7 +60,7 @@ from reshard.source.low_rank import (
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.adapter import by_expert
-from reshard.transforms.tensors import Bytes, Computed, Kept, Opened, Tensor, computed, store_of, tensors_of
+from reshard.transforms.tensors import ArrayCache, Bytes, Computed, Opened, Tensor, computed, store_of, tensors_of
 
 Indices = tuple[tuple[str, int], ...]
 Rows = NDArray[np.int64]
@@ -76,9 +76,9 @@ class Weight(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The matrices of a parameter: ``tensor`` of ``each``, with these ``indices``. ``expert`` is set if it is one."""
+    """The matrices of a parameter: ``tensor`` of ``target``, with these ``indices``. ``expert`` is set if it is one."""
 
-    each: Wrapped
+    target: Adapted
     tensor: ModuleTensor
     indices: Indices
     expert: int | None
@@ -91,7 +91,7 @@ class Pair:
     of: Matrices
     a: Tensor
     b: Tensor
-    form: Form
+    form: FactorLayout
     sizes: Mapping[str, int]
     scale: float
 
@@ -103,8 +103,8 @@ class Pair:
         def read() -> Numbers:
             return np.frombuffer(tensor.content.read(opened, 0, nbytes), _unit(tensor.dtype)).reshape(tensor.shape)
 
-        found: Numbers = by_expert(_KEPT.get(tensor.content, read), factor, self.sizes)[expert]
-        return found
+        matrix: Numbers = by_expert(_FACTORS.get(tensor.content, read), factor, self.sizes)[expert]
+        return matrix
 
 
 class Block(NamedTuple):
@@ -123,7 +123,7 @@ class Target:
     """A and B that are made of ``blocks``. ``sizes`` are those of expert, rank, in and out."""
 
     of: Matrices
-    form: Form
+    form: FactorLayout
     sizes: Mapping[str, int]
     dtype: str
     blocks: tuple[Block, ...]
@@ -131,12 +131,12 @@ class Target:
     @property
     def scale(self) -> float | None:
         """What the product is multiplied by; None if it is zero. Raises PlanError if there are several."""
-        found = {block.pair.scale for block in self.blocks}
-        if len(found) > 1:
+        scales = {block.pair.scale for block in self.blocks}
+        if len(scales) > 1:
             raise PlanError(
-                f"the parts of '{self.of.each.name}' are scaled by {min(found)} and by {max(found)}", _APART
+                f"the parts of '{self.of.target.name}' are scaled by {min(scales)} and by {max(scales)}", _APART
             )
-        return next(iter(found), None)
+        return next(iter(scales), None)
 
 
 _APART = "only a format in which each expert has its own A and B holds that: peft-per-expert"
@@ -155,16 +155,16 @@ class Experts:
         """The axes of experts."""
         return expert_axes(self.base, self.model.config)
 
-    def is_expert(self, each: Wrapped) -> bool:
+    def is_expert(self, target: Adapted) -> bool:
         """Whether a parameter is of experts: all of them, or one."""
-        return each.is_stack or bool(Pattern(each.name).indices & self.axes)
+        return target.is_stack or bool(Pattern(target.name).indices & self.axes)
 
-    def matrices(self, each: Wrapped, indices: Mapping[str, int]) -> Matrices:
+    def matrices(self, target: Adapted, indices: Mapping[str, int]) -> Matrices:
         """The matrices of a parameter with these indices in its name."""
-        tensor = next((tensor for tensor in each.tensors if tensor.parts[0].at is not None), each.tensors[0])
-        axis = None if each.is_stack else next(iter(Pattern(each.name).indices & self.axes))
-        rest = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
-        return Matrices(each, tensor, rest, indices[axis] if axis else None)
+        tensor = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
+        axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.axes))
+        others_at = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
+        return Matrices(target, tensor, others_at, indices[axis] if axis else None)
 
     def parts(self, of: Matrices) -> Iterator[tuple[Part, Rows, int]]:
         """The parts of each matrix: the rows of the checkpoint's tensor that it has, and its own first row."""
@@ -205,48 +205,48 @@ def targets(experts: Experts, pairs: Sequence[Pair], format: AdapterFormat) -> l
             for number in range(pair.sizes["expert"]):
                 expert = number if pair.of.expert is None else pair.of.expert
                 sources[Weight(part.source, pair.of.indices, expert)].append((pair, number, rows, begin))
-    found = dict.fromkeys(_asked(experts, sources, format))
-    made = [_Making(experts, sources, of) for of in found]
+    matrices = dict.fromkeys(_asked(experts, sources, format))
+    makings = [_Making(experts, sources, of) for of in matrices]
     opened = Opened()
-    apart = {each.of.each.name for each in made if not each.has_one_a(opened)}
-    if not made:
+    apart = {making.of.target.name for making in makings if not making.has_one_a(opened)}
+    if not makings:
         raise PlanError(f"the experts of this model have no names in the format '{format.name}'")
-    return [each.target(side_by_side=each.of.each.name in apart) for each in made]
+    return [making.target(side_by_side=making.of.target.name in apart) for making in makings]
 
 
 def _asked(experts: Experts, sources: Mapping[Weight, object], format: AdapterFormat) -> Iterator[Matrices]:
     """The matrices that are made: those that have rows of a source, and what PEFT wraps with them."""
-    parts: dict[str, list[tuple[Wrapped, ModuleTensor]]] = defaultdict(list)
-    wrapped_with: dict[str, list[tuple[Wrapped, ModuleTensor]]] = defaultdict(list)
-    there: set[tuple[str, Indices, int | None]] = set()
-    for each in _parameters(experts, {weight.line for weight in sources}, format):
+    parts: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
+    wrapped_with: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
+    seen: set[tuple[str, Indices, int | None]] = set()
+    for target in _parameters(experts, {weight.line for weight in sources}, format):
         if format.since is not None:
-            wrapped_with[each.module].append((each, each.tensors[0]))
-        for tensor in each.tensors:
+            wrapped_with[target.module].append((target, target.tensors[0]))
+        for tensor in target.tensors:
             for part in tensor.parts:
-                parts[part.source].append((each, tensor))
+                parts[part.source].append((target, tensor))
     for line, indices, expert in sources:
         if line not in parts:
             raise PlanError(f"'{line}' has no place in the format '{format.name}'")
-        for each, tensor in dict.fromkeys(parts[line]):
-            for other, own in [(each, tensor), *wrapped_with[each.module]]:
-                of = Matrices(other, own, indices, None if each.is_stack else expert)
-                if (other.name, indices, of.expert) not in there:
-                    there.add((other.name, indices, of.expert))
+        for target, tensor in dict.fromkeys(parts[line]):
+            for other, made_of in [(target, tensor), *wrapped_with[target.module]]:
+                of = Matrices(other, made_of, indices, None if target.is_stack else expert)
+                if (other.name, indices, of.expert) not in seen:
+                    seen.add((other.name, indices, of.expert))
                     yield of
 
 
-def _parameters(experts: Experts, lines: set[str], format: AdapterFormat) -> Iterator[Wrapped]:
+def _parameters(experts: Experts, lines: set[str], format: AdapterFormat) -> Iterator[Adapted]:
     """The parameters of experts in a format, of which some row is in one of these lines."""
     base, config = experts.base, experts.model.config
     modules = {tensor.name for tensor in module_tensors(base, config)}
     if format.factors is None:
         for name, tensors in parameters(base, config).items():
-            each = Wrapped(tensors, f"{name.removesuffix('weight')}")
-            if tensors[0].dims == 2 and name.endswith(".weight") and experts.is_expert(each):
-                yield each
+            target = Adapted(tensors, f"{name.removesuffix('weight')}")
+            if tensors[0].dims == 2 and name.endswith(".weight") and experts.is_expert(target):
+                yield target
     elif format.since is None:
-        yield from (each for _, each in stacks_elsewhere(base, config, (format.name,)) if each.name in modules)
+        yield from (target for _, target in other_stacks(base, config, (format.name,)) if target.name in modules)
     else:
         names = {
             name
@@ -254,8 +254,8 @@ def _parameters(experts: Experts, lines: set[str], format: AdapterFormat) -> Ite
             for part in chain.from_iterable(tensor.parts for tensor in tensors)
             if tensors[0].dims == 3 and part.source in lines and name in modules
         }
-        wanted = Settings(1, {}, tuple(sorted(names)), format.since)
-        yield from (each for each in wrapped(base, config, wanted) if each.is_stack)
+        settings = Settings(1, {}, tuple(sorted(names)), format.since)
+        yield from (target for target in wrapped(base, config, settings) if target.is_stack)
 
 
 @dataclass(frozen=True)
@@ -269,23 +269,23 @@ class _Making:
     @cached_property
     def blocks(self) -> list[Block]:
         """The rows of each expert that a source has."""
-        found = []
+        made_blocks = []
         for part, rows, begin in self.experts.parts(self.of):
             for number in range(self.experts.sizes(self.of)["expert"]):
                 expert = number if self.of.expert is None else self.of.expert
-                for pair, of, there, first in self.sources.get(Weight(part.source, self.of.indices, expert), ()):
-                    _, mine, theirs = np.intersect1d(rows, there, assume_unique=True, return_indices=True)
-                    if len(mine):
-                        found.append(Block(number, mine + begin, pair, of, theirs + first, 0))
-        return found
+                for pair, of, source_rows, first in self.sources.get(Weight(part.source, self.of.indices, expert), ()):
+                    _, own_rows, positions = np.intersect1d(rows, source_rows, assume_unique=True, return_indices=True)
+                    if len(own_rows):
+                        made_blocks.append(Block(number, own_rows + begin, pair, of, positions + first, 0))
+        return made_blocks
 
     @cached_property
     def factors(self) -> Mapping[int, Sequence[tuple[Pair, int]]]:
         """The pairs, and the experts in them, whose A each expert has."""
-        found: dict[int, dict[tuple[Pair, int], None]] = defaultdict(dict)
+        pairs_of: dict[int, dict[tuple[Pair, int], None]] = defaultdict(dict)
         for block in self.blocks:
-            found[block.expert][block.pair, block.of] = None
-        return {expert: [*pairs] for expert, pairs in found.items()}
+            pairs_of[block.expert][block.pair, block.of] = None
+        return {expert: [*pairs] for expert, pairs in pairs_of.items()}
 
     def has_one_a(self, opened: Opened) -> bool:
         """Whether the parts of each expert have one A."""
@@ -293,7 +293,7 @@ class _Making:
             {(pair.sizes["rank"], pair.scale, pair.of_expert(of, opened, is_a=True).tobytes()) for pair, of in pairs}
             for pairs in self.factors.values()
         )
-        return all(len(each) <= 1 for each in alike)
+        return all(len(factors) <= 1 for factors in alike)
 
     def target(self, *, side_by_side: bool) -> Target:
         """The target, with the ranks of different A's side by side."""
@@ -308,9 +308,9 @@ class _Making:
         blocks = tuple(block._replace(rank=places[block.expert, block.pair, block.of]) for block in self.blocks)
         dtypes = {info.dtype for block in blocks for info in (block.pair.a, block.pair.b)}
         if len(dtypes) > 1:
-            shown = " and ".join(sorted(dtypes))
-            raise MismatchError(f"{ADAPTER}: the parts of '{self.of.each.name}' have different dtypes, {shown}")
-        form = self.of.each.forms[0] if self.of.each.is_stack else LINEAR
+            texts = " and ".join(sorted(dtypes))
+            raise MismatchError(f"{ADAPTER}: the parts of '{self.of.target.name}' have different dtypes, {texts}")
+        form = self.of.target.forms[0] if self.of.target.is_stack else LINEAR
         sizes = {**self.experts.sizes(self.of), "rank": max(ranks)}
         return Target(self.of, form, sizes, next(iter(dtypes), "F32"), blocks)
 
@@ -324,7 +324,7 @@ def shapes(target: Target) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return a, b
 
 
-_KEPT = Kept(256 << 20)
+_FACTORS = ArrayCache(256 << 20)
 """A and B that were used last, of the adapter and of the result."""
 
 
@@ -337,28 +337,28 @@ class Converted(Computed):
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Put it together."""
-        made = _KEPT.get(self, lambda: self._factor(opened))
-        return made.reshape(-1).view(np.uint8)[begin:end].data
+        factor = _FACTORS.get(self, lambda: self._factor(opened))
+        return factor.reshape(-1).view(np.uint8)[begin:end].data
 
     def _factor(self, opened: Opened) -> Numbers:
         """Numbers of its dtype as unsigned integers of the same width."""
         target, factor = self.target, self.target.form.a if self.is_a else self.target.form.b
         sizes, side = target.sizes, factor.side
-        found = np.zeros((sizes["expert"], sizes[side], sizes["rank"]), _unit(target.dtype))
+        values = np.zeros((sizes["expert"], sizes[side], sizes["rank"]), _unit(target.dtype))
         for block in target.blocks:
             pair = block.pair
-            own = pair.form.a if pair.form.a.side == side else pair.form.b
-            there = pair.of_expert(block.of, opened, is_a=own is pair.form.a)
+            source_factor = pair.form.a if pair.form.a.side == side else pair.form.b
+            part = pair.of_expert(block.of, opened, is_a=source_factor is pair.form.a)
             ranks = slice(block.rank, block.rank + pair.sizes["rank"])
             if side == "in":
-                found[block.expert, :, ranks] = there
+                values[block.expert, :, ranks] = part
             else:
-                found[block.expert, block.rows, ranks] = there[block.own]
+                values[block.expert, block.rows, ranks] = part[block.own]
         dims = [axis for dim in factor.dims for axis in dim]
         order = [("expert", side, "rank").index(axis) for axis in dims]
-        shown = found if "expert" in dims else found[0]
+        laid = values if "expert" in dims else values[0]
         order = order if "expert" in dims else [place - 1 for place in order]
-        return np.ascontiguousarray(shown.transpose(order))
+        return np.ascontiguousarray(laid.transpose(order))
 
 
 def _unit(dtype: str) -> np.dtype[Any]:
@@ -384,9 +384,9 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
             f"it needs {ADAPTER}, {ADAPTER_CONFIG}",
         )
     plain = {key: value for key, value in config.items() if key != SETTINGS}
-    found = _Conversion(find_architecture(plain, source.path), source.model, tensors_of(source), format)
-    made, further = found.made()
-    ordered = sorted(made.items(), key=lambda each: (-DTYPE_BITS[each[1].dtype], each[0]))
+    conversion = _Conversion(find_architecture(plain, source.path), source.model, tensors_of(source), format)
+    tensors, further = conversion.made()
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BITS[item[1].dtype], item[0]))
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in ordered]
     header = build_header(kinds, {"format": "pt"})
     file = SourceFileRecord(ADAPTER, len(header) + sum(tensor_bytes(*kind) for kind in kinds), header)
@@ -394,9 +394,9 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
         ADAPTER_CONFIG: json_bytes(config[SETTINGS] | further) + b"\n",
         CONFIG: json_bytes(plain) + b"\n",
     }
-    contents = {name: tensor.content for name, tensor in made.items()}
-    shown = f"{source.location} as {format.name}"
-    return store_of(source, shown, [computed(file, contents)], {**source.side_files, **documents})
+    contents = {name: tensor.content for name, tensor in tensors.items()}
+    name_of = f"{source.location} as {format.name}"
+    return store_of(source, name_of, [computed(file, contents)], {**source.side_files, **documents})
 
 
 _Numbers = tuple[str, int, float]
@@ -422,22 +422,22 @@ class _Conversion:
         """The tensors of the result, and the changed settings."""
         experts = Experts(self.base, self.model)
         lines = belongings(self.base, self.config, self.lora)
-        pairs: dict[tuple[str, Wrapped], dict[str, BoundTensor]] = defaultdict(dict)
-        found, own, scales = dict[str, Tensor](), list[_Numbers](), Scales(self.lora)
+        pairs: dict[tuple[str, Adapted], dict[str, BoundTensor]] = defaultdict(dict)
+        out, copied, scales = dict[str, Tensor](), list[_Numbers](), Scales(self.lora)
         for tensor in self.model.tensors:
-            each, suffix = lines.get(tensor.template, (None, ""))
-            if each is None or not experts.is_expert(each):
-                name, module = self._renamed(tensor, each, suffix)
-                found[name] = self.tensors[tensor.name]
-                if each is not None and module is not None:
-                    key = self.lora.key_of(tensor.name.removesuffix(suffix), each)
-                    own.append((module, tensor.shape[0], scales.alpha(key)))
+            parameter, suffix = lines.get(tensor.template, (None, ""))
+            if parameter is None or not experts.is_expert(parameter):
+                name, module = self._renamed(tensor, parameter, suffix)
+                out[name] = self.tensors[tensor.name]
+                if parameter is not None and module is not None:
+                    key = self.lora.key_of(tensor.name.removesuffix(suffix), parameter)
+                    copied.append((module, tensor.shape[0], scales.alpha(key)))
             elif suffix in A_ENDS or suffix in B_ENDS:
-                pairs[tensor.name.removesuffix(suffix), each]["A" if suffix in A_ENDS else "B"] = tensor
+                pairs[tensor.name.removesuffix(suffix), parameter]["A" if suffix in A_ENDS else "B"] = tensor
             else:
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' of an expert has no place in '{self.format.name}'")
-        made = targets(experts, list(self._pairs(experts, pairs)), self.format) if pairs else []
-        for target in made:
+        made_targets = targets(experts, list(self._pairs(experts, pairs)), self.format) if pairs else []
+        for target in made_targets:
             inputs = {content: None for b in target.blocks for content in (b.pair.a.content, b.pair.b.content)}
             blocks = [
                 [b.expert, _short(b.rows), b.pair.a.content.plain, b.pair.b.content.plain, b.of, _short(b.own), b.rank]
@@ -445,22 +445,22 @@ class _Conversion:
             ]
             for is_a, shape in zip((True, False), shapes(target), strict=True):
                 what = is_a, target.form, blocks
-                found[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*inputs,), what, target, is_a))
-        return found, _settings(self, own, made)
+                out[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*inputs,), what, target, is_a))
+        return out, _settings(self, copied, made_targets)
 
     def _pairs(
-        self, experts: Experts, found: Mapping[tuple[str, Wrapped], Mapping[str, BoundTensor]]
+        self, experts: Experts, factors: Mapping[tuple[str, Adapted], Mapping[str, BoundTensor]]
     ) -> Iterator[Pair]:
         scales = Scales(self.lora)
-        for (place, each), pair in found.items():
+        for (place, target), pair in factors.items():
             if pair.keys() != {"A", "B"}:
                 raise PlanError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
             a, b = pair["A"], pair["B"]
-            of = experts.matrices(each, self._indices(a))
-            form = stack_form(each, a, b) if each.is_stack else LINEAR
+            of = experts.matrices(target, self._indices(a))
+            form = stack_form(target, a, b) if target.is_stack else LINEAR
             sizes = {**experts.sizes(of)}
             rank = factor_sizes(a.shape, b.shape, form, sizes["expert"])["rank"]
-            scale = scales.of(self.lora.key_of(place, each), rank)
+            scale = scales.of(self.lora.key_of(place, target), rank)
             yield Pair(of, self.tensors[a.name], self.tensors[b.name], form, {**sizes, "rank": rank}, scale)
 
     def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
@@ -477,41 +477,41 @@ class _Conversion:
     @cached_property
     def _renames(self) -> Mapping[str, str]:
         """Names of modules' tensors by those of checkpoints, or the other way round, where one is all of the other."""
-        found: dict[str, str] = {}
+        renames: dict[str, str] = {}
         for tensor in self._of_modules:
             part = tensor.parts[0]
             if len(tensor.parts) == 1 and part.label is None and tensor.stacked is None and part.source != tensor.name:
                 one, other = part.source, tensor.name
-                found |= {other: one} if self.format.factors is None else {one: other}
-        return found
+                renames |= {other: one} if self.format.factors is None else {one: other}
+        return renames
 
     @cached_property
     def _spelling(self) -> tuple[str, str]:
         """What names begin with in the rules, and in this adapter."""
-        own = self.base.prefixes[0] if self.base.prefixes else ""
+        prefix = self.base.prefixes[0] if self.base.prefixes else ""
         for tensor in self.model.tensors:
             filled = _filled(tensor.template, self._indices(tensor))
-            if tensor.name != filled and filled.startswith(PREFIX + own):
-                tail = filled.removeprefix(PREFIX + own)
+            if tensor.name != filled and filled.startswith(PREFIX + prefix):
+                tail = filled.removeprefix(PREFIX + prefix)
                 if tensor.name.startswith(PREFIX) and tensor.name.endswith(tail):
-                    return own, tensor.name.removeprefix(PREFIX).removesuffix(tail)
-        return own, own
+                    return prefix, tensor.name.removeprefix(PREFIX).removesuffix(tail)
+        return prefix, prefix
 
     def _spelled(self, name: str) -> str:
-        own, here = self._spelling
-        return here + name.removeprefix(own) if name.startswith(own) else name
+        prefix, spelled = self._spelling
+        return spelled + name.removeprefix(prefix) if name.startswith(prefix) else name
 
-    def _renamed(self, tensor: BoundTensor, each: Wrapped | None, suffix: str) -> tuple[str, str | None]:
+    def _renamed(self, tensor: BoundTensor, target: Adapted | None, suffix: str) -> tuple[str, str | None]:
         """The name of a tensor that is copied, and that of the module that it belongs to, if it is A."""
         name = tensor.template.removeprefix(PREFIX)
         if tensor.template.endswith("*"):
             return tensor.name, None
-        leaf = "" if each is None else ".weight" if each.name.endswith(".weight") else ""
-        own = name if each is None else each.name
-        new = self._renames.get(own, own)
+        leaf = "" if target is None else ".weight" if target.name.endswith(".weight") else ""
+        old = name if target is None else target.name
+        new = self._renames.get(old, old)
         module = new.removesuffix(leaf) if leaf else new
         of = self._indices(tensor)
-        if each is None:
+        if target is None:
             return PREFIX + self._spelled(_filled(new, of)), None
         return f"{PREFIX}{self._spelled(_filled(module, of))}.{suffix}", (
             self._spelled(_filled(module, of)) if suffix in A_ENDS else None
@@ -519,25 +519,25 @@ class _Conversion:
 
     def _name(self, target: Target, is_a: bool) -> str:
         of = target.of
-        place = self._spelled(_filled(of.each.place, self.indices_of(target)))
-        if not of.each.is_stack:
+        place = self._spelled(_filled(of.target.place, self.indices_of(target)))
+        if not of.target.is_stack:
             return f"{PREFIX}{place}{(A_ENDS if is_a else B_ENDS)[0]}"
         return f"{PREFIX}{place}{(target.form.a if is_a else target.form.b).name}"
 
     def indices_of(self, target: Target) -> Mapping[str, int]:
         """The indices in a target's name."""
         of = target.of
-        axes = Pattern(of.each.name).indices - {name for name, _ in of.indices}
+        axes = Pattern(of.target.name).indices - {name for name, _ in of.indices}
         return dict(of.indices) | ({next(iter(axes)): of.expert} if of.expert is not None else {})
 
     def unprefixed(self, name: str) -> str:
         """A name without what this adapter's names begin with, if the rules' begin with something else."""
-        own, here = self._spelling
-        return name if here == own else name.removeprefix(here)
+        prefix, spelled = self._spelling
+        return name if spelled == prefix else name.removeprefix(spelled)
 
     def module_of(self, target: Target) -> str:
         """The name of the parameter that a target changes; without ``.weight``, that of its module."""
-        return self._spelled(_filled(target.of.each.name, self.indices_of(target))).removesuffix(".weight")
+        return self._spelled(_filled(target.of.target.name, self.indices_of(target))).removesuffix(".weight")
 
 
 def _filled(template: str, indices: Mapping[str, int]) -> str:
@@ -547,57 +547,57 @@ def _filled(template: str, indices: Mapping[str, int]) -> str:
 # ----------------------------------------------------------------------------------------------------------- settings
 
 
-def _settings(of: _Conversion, own: Sequence[_Numbers], made: Sequence[Target]) -> dict[str, Any]:
+def _settings(of: _Conversion, copied: Sequence[_Numbers], targets: Sequence[Target]) -> dict[str, Any]:
     """The entries of ``adapter_config.json`` that differ."""
     settings, format = of.config[SETTINGS], of.format
-    modules = [module for module, _, _ in own]
-    stacks = [target for target in made if target.of.each.is_stack]
-    modules += [of.module_of(target) for target in made if not target.of.each.is_stack]
-    parameters = dict.fromkeys(re.split(r"\{\w+\}\.", target.of.each.name)[-1] for target in stacks)
-    ranks, alphas = _numbers(of, own, made)
+    modules = [module for module, _, _ in copied]
+    stacks = [target for target in targets if target.of.target.is_stack]
+    modules += [of.module_of(target) for target in targets if not target.of.target.is_stack]
+    parameters = dict.fromkeys(re.split(r"\{\w+\}\.", target.of.target.name)[-1] for target in stacks)
+    ranks, alphas = _numbers(of, copied, targets)
     if format.one_scale and (ranks or alphas):
         raise PlanError(
             f"'{format.name}' has one rank and one alpha for all modules; '{next(iter(ranks or alphas))}' has its own",
             "write it in the format peft-per-expert, or merge it into the model",
         )
-    found = {
+    edited = {
         "target_modules": _targets(settings.get("target_modules"), modules),
         "target_parameters": [*parameters] if format.since is not None and parameters else None,
         "rank_pattern": ranks, "alpha_pattern": alphas, "lora_B_layout": None, "exclude_modules": None,
         "layers_to_transform": None, "layers_pattern": None, "peft_version": settings.get("peft_version"),
         **format.settings,
     }  # fmt: skip
-    return {key: value for key, value in found.items() if value is not None or key in settings}
+    return {key: value for key, value in edited.items() if value is not None or key in settings}
 
 
-def _targets(before: object, modules: Sequence[str]) -> list[str]:
+def _targets(old: object, modules: Sequence[str]) -> list[str]:
     """``target_modules``: the last words of names that were given so, else the whole names."""
-    words = set(before) if isinstance(before, list) else set()
+    words = set(old) if isinstance(old, list) else set()
     return sorted({last if (last := name.rpartition(".")[2]) in words else name for name in modules})
 
 
 def _numbers(
-    of: _Conversion, copied: Sequence[_Numbers], made: Sequence[Target]
+    of: _Conversion, copied: Sequence[_Numbers], targets: Sequence[Target]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ranks and alphas that differ from ``r`` and ``lora_alpha``, by pattern of a name."""
     scales, settings = Scales(of.lora), of.config[SETTINGS]
-    own = [*copied]
-    for target in made:
+    numbers = [*copied]
+    for target in targets:
         rank, scale = target.sizes["rank"], target.scale
         alpha = scales.alpha_for(scale, rank) if scale is not None else settings["lora_alpha"]
         if alpha is None:
             raise PlanError(f"no alpha gives '{of.module_of(target)}' of rank {rank} its factor {scale}", _MERGE_IT)
-        own.append((of.module_of(target), rank, alpha))
-    own = [(of.unprefixed(name), rank, alpha) for name, rank, alpha in own]
+        numbers.append((of.module_of(target), rank, alpha))
+    numbers = [(of.unprefixed(name), rank, alpha) for name, rank, alpha in numbers]
     ranks, alphas = dict[str, Any](), dict[str, Any]()
-    for found, place, usual in ((ranks, 1, settings["r"]), (alphas, 2, settings["lora_alpha"])):
+    for pattern_table, place, usual in ((ranks, 1, settings["r"]), (alphas, 2, settings["lora_alpha"])):
         alike: dict[str, dict[str, Any]] = defaultdict(dict)
-        for each in own:
-            alike[re.sub(r"\.\d+(?=\.)", r".\\d+", each[0])][each[0]] = each[place]
+        for entry in numbers:
+            alike[re.sub(r"\.\d+(?=\.)", r".\\d+", entry[0])][entry[0]] = entry[place]
         for pattern, values in alike.items():
             if len({*values.values()}) == 1:
                 values = {pattern: next(iter(values.values()))}
-            found |= {key: value for key, value in values.items() if len(values) > 1 or value != usual}
+            pattern_table |= {key: value for key, value in values.items() if len(values) > 1 or value != usual}
     return ranks, alphas
 
 

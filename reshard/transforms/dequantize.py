@@ -20,9 +20,9 @@ from reshard.model.sizes import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
+    ArrayCache,
     Bytes,
     Computed,
-    Kept,
     Opened,
     Tensor,
     laid_anew,
@@ -31,7 +31,7 @@ from reshard.transforms.tensors import (
     whole_of,
 )
 
-_SCALES = Kept(64 << 20)
+_SCALES = ArrayCache(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""
 
 
@@ -47,8 +47,8 @@ class Dequantized(Computed):
         def scales() -> Any:
             return opened.scales(memoryview(scale.read(opened, 0, nbytes)), dtype, grid)
 
-        found = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
-        return found.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
+        numbers = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
+        return numbers.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
 
 
 def dequantize(source: Source) -> RangeStore:
@@ -63,18 +63,18 @@ def dequantize(source: Source) -> RangeStore:
     scaled, gone = scaled_weights(config, kinds, partial(_input_first, source.model.architecture, sizes))
     if not scaled:
         raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave --dequantize out")
-    others = {name: tensor.dtype for name, tensor in tensors.items() if name not in scaled and name not in gone}
-    _refuse_float16(others, sizes.settings)
-    found: dict[str, Tensor] = {}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if name not in scaled and name not in gone}
+    _refuse_float16(dtypes, sizes.settings)
+    contents: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in scaled:
             scale = tensors[scaled[name].scale]
             what = scale.dtype, tensor_bytes(scaled[name].scale, scale.dtype, scale.shape), scaled[name].grid
             tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what))
         if name not in gone:
-            found[name] = tensor
+            contents[name] = tensor
     whole = whole_of(source)
-    files, index = laid_anew(whole, found)
+    files, index = laid_anew(whole, contents)
     sides = {name: content for name, content in whole.sides.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
     return store_of(source, f"{source.location} (dequantized)", files, {**sides, **index})
@@ -86,8 +86,8 @@ def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shap
     rule = sizes.holds(match) if match else None
     if match is None or rule is None:
         return {False, True}
-    found = sizes.of(match.indices)
-    return {layout.arrow is not None for layout in rule.shapes if _may_be(layout, found, shape)}
+    axis_sizes = sizes.of(match.indices)
+    return {layout.arrow is not None for layout in rule.shapes if _may_be(layout, axis_sizes, shape)}
 
 
 def _may_be(layout: Shape, sizes: Mapping[str, int], shape: tuple[int, ...]) -> bool:
@@ -97,13 +97,13 @@ def _may_be(layout: Shape, sizes: Mapping[str, int], shape: tuple[int, ...]) -> 
         return True
 
 
-def _refuse_float16(others: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+def _refuse_float16(dtypes: Mapping[str, str], settings: Mapping[str, Any]) -> None:
     """Raise PlanError for a model in float16: its weights would be in bfloat16 beside float16."""
-    found = next((f"tensor '{name}' is F16" for name, dtype in others.items() if dtype == "F16"), None)
-    if found is None and "float16" in {settings.get("dtype"), settings.get("torch_dtype")}:
-        found = "config.json says float16"
-    if found is not None:
+    problem = next((f"tensor '{name}' is F16" for name, dtype in dtypes.items() if dtype == "F16"), None)
+    if problem is None and "float16" in {settings.get("dtype"), settings.get("torch_dtype")}:
+        problem = "config.json says float16"
+    if problem is not None:
         raise PlanError(
-            f"{found}, but dequantized weights would be {DTYPE}: not one dtype",
+            f"{problem}, but dequantized weights would be {DTYPE}: not one dtype",
             f"--dequantize is for models of which the other weights are {DTYPE} or F32",
         )

@@ -46,8 +46,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     first = opened
 
     def transformed(store: RangeStore) -> Source:
-        found = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
-        return replace(found, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
+        source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
+        return replace(source, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
 
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy

@@ -13,7 +13,7 @@ import numpy as np
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
-from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, need_zstd
+from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, require_zstd
 from formats.files.delta import SAME, WHOLE, Change, Delta, Laid, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from formats.files.sharded import SourceFileRecord
@@ -68,10 +68,10 @@ class Sparse(Computed):
         one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
         if other > one:
             raw = delta.read(opened, places.places + one * wide, places.places + other * wide)
-            found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
-            inside = (found >= first) & (found < last)
+            indices = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+            inside = (indices >= first) & (indices < last)
             raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
-            content.view(f"<u{unit}")[found[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
+            content.view(f"<u{unit}")[indices[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
         return content.data[begin - first * unit :][: end - begin]
 
 
@@ -81,9 +81,9 @@ class Framed(Computed):
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Read them, and change them."""
         base, delta = self.inputs
-        found = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
-        _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, found)
-        return found.data
+        content = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
+        _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, content)
+        return content.data
 
 
 _CHANGES = Changes()
@@ -99,7 +99,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.
     """
-    known, opened, contents = stamps_in(path), Opened(), dict[str, Content]()
+    states, opened, contents = stamps_in(path), Opened(), dict[str, Content]()
     if SETTINGS in source.model.config:
         what = f"{source.path}: a delta is put on a full checkpoint in safetensors"
         raise CheckpointError(what, "give the model that it belongs to")
@@ -107,31 +107,31 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     files = tuple(Laid(file.name, file.header, file.size) for file in whole.files)
     same = dict.fromkeys(tensors, Change(SAME, None, None))
     delta = read_delta(path, Delta(source.path, (), same, files, whole.index, dict.fromkeys(whole.sides)))
-    stamps = stamps_of([path / name for name in delta.contents], path, known)
-    stored, found = contents_of(delta), [SourceFileRecord(laid.name, laid.size, laid.header) for laid in delta.files]
+    stamps = stamps_of([path / name for name in delta.contents], path, states)
+    stored, records = contents_of(delta), [SourceFileRecord(laid.name, laid.size, laid.header) for laid in delta.files]
 
     def other(why: str) -> MismatchError:
         what = f"{path} is for another base than {source.path}: {why}"
         return MismatchError(what, "give the base that it was made of")
 
-    for info in (info for file in found for info in file.tensors.values()):
-        name, kept, own = info.name, stored.get(info.name, ()), tensors.get(info.name)
+    for info in (info for file in records for info in file.tensors.values()):
+        name, parts, tensor = info.name, stored.get(info.name, ()), tensors.get(info.name)
         file, how = (
-            Part(file_of(kept[0].file, path, stamps[kept[0].file]), 0) if kept else None,
+            Part(file_of(parts[0].file, path, stamps[parts[0].file]), 0) if parts else None,
             delta.changes[name].how,
         )
         if file is not None and how == WHOLE:
-            contents[name] = Part(file.file, kept[0].offset)
+            contents[name] = Part(file.file, parts[0].offset)
             continue
-        if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
-            raise other(f"tensor '{name}' is {'not there' if own is None else 'of another dtype or shape'}")
-        contents[name] = own.content
+        if tensor is None or (tensor.dtype, tensor.shape) != (info.dtype, info.shape):
+            raise other(f"tensor '{name}' is {'not there' if tensor is None else 'of another dtype or shape'}")
+        contents[name] = tensor.content
         if file is not None and how in (XOR, OVERWRITE):
-            need_zstd()
-            frame = Frame(name, how, kept[0].offset, kept[0].offset + kept[0].nbytes, info.nbytes)
-            contents[name] = Framed((own.content, file), frame)
+            require_zstd()
+            frame = Frame(name, how, parts[0].offset, parts[0].offset + parts[0].nbytes, info.nbytes)
+            contents[name] = Framed((tensor.content, file), frame)
         elif file is not None:
-            contents[name] = Sparse((own.content, file), _checked(info, kept, opened(file.file)))
+            contents[name] = Sparse((tensor.content, file), _checked(info, parts, opened(file.file)))
     if extra := tensors.keys() - delta.changes.keys():
         raise other(f"the delta does not know its tensor '{min(extra)}'")
     checks: list[tuple[Content, int, str, MismatchError]] = []
@@ -142,15 +142,15 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             nbytes = tensor_bytes(name, tensors[name].dtype, tensors[name].shape)
             error = other(f"tensor '{name}' has another content")
             checks.append((tensors[name].content, nbytes, change.base, error))
-    for info in (info for file in found for info in file.tensors.values()):
+    for info in (info for file in records for info in file.tensors.values()):
         change = delta.changes[info.name]
         if change.how != SAME and change.result is not None:
             error = MismatchError(f"{path}: tensor '{info.name}' is damaged: its result has another checksum")
             checks.append((contents[info.name], info.nbytes, change.result, error))
 
-    def check(each: tuple[Content, int, str, MismatchError]) -> None:
-        content, nbytes, wanted, error = each
-        if _sum(content, nbytes, wanted, opened) != wanted:
+    def check(job: tuple[Content, int, str, MismatchError]) -> None:
+        content, nbytes, expected, error = job
+        if _sum(content, nbytes, expected, opened) != expected:
             raise error
 
     with Threads(_WORKERS) as threads:
@@ -159,14 +159,14 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         if delta.sides[name] is None and name not in whole.sides:
             raise other(f"it has no {name}")
     sides = {name: whole.sides[name] if content is None else content for name, content in delta.sides.items()}
-    check_unchanged(known)
-    shown = f"{source.location} + {location_of(path)}"
-    return store_of(source, shown, (computed(file, contents) for file in found), {**delta.documents, **sides})
+    check_unchanged(states)
+    name_of = f"{source.location} + {location_of(path)}"
+    return store_of(source, name_of, (computed(file, contents) for file in records), {**delta.documents, **sides})
 
 
-def _checked(info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
+def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) -> Places:
     """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
-    places, values = own
+    places, values = infos
     unit = unit_of(info.dtype)
     elements, count = info.nbytes // unit, values.nbytes // unit
     wide = places.nbytes // count if count else 4
@@ -177,25 +177,25 @@ def _checked(info: TensorInfo, own: Sequence[TensorInfo], read: Read) -> Places:
 
     last = -1
     for begin in range(0, places.nbytes, PIECE):
-        raw = read(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
-        found = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
-        if found[0] <= last or (np.diff(found) <= 0).any():
+        raw = read_range(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
+        indices = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+        if indices[0] <= last or (np.diff(indices) <= 0).any():
             raise refuse("is not in ascending order")
-        last = int(found[-1])
-        if found[0] < 0 or last >= elements:
-            raise refuse(f"has an element {max(last, -int(found[0]))} of {elements}")
-        counts[1:] += np.bincount(found // STRETCH, minlength=counts.size - 1)
+        last = int(indices[-1])
+        if indices[0] < 0 or last >= elements:
+            raise refuse(f"has an element {max(last, -int(indices[0]))} of {elements}")
+        counts[1:] += np.bincount(indices // STRETCH, minlength=counts.size - 1)
     return Places(places.offset, values.offset, unit, wide, tuple(np.cumsum(counts).tolist()))
 
 
-def _sum(content: Content, nbytes: int, wanted: str, opened: Opened) -> str:
+def _sum(content: Content, nbytes: int, expected: str, opened: Opened) -> str:
     """The checksum of a tensor, of the kind that is wanted."""
-    kind, is_slimes, _ = wanted.partition(":")
-    total, own = PartialSum(nbytes), hasher(kind) if is_slimes else None
+    kind, is_slimes, _ = expected.partition(":")
+    total, digest = PartialSum(nbytes), hasher(kind) if is_slimes else None
     for begin in range(0, nbytes, PIECE):
         piece = content.read(opened, begin, min(begin + PIECE, nbytes))
-        if own is not None:
-            own.update(piece)
+        if digest is not None:
+            digest.update(piece)
         else:
             total.add(begin, len(piece), sum_part(piece, begin))
-    return f"{kind}:{own.hexdigest()}" if own is not None else total.value()
+    return f"{kind}:{digest.hexdigest()}" if digest is not None else total.value()

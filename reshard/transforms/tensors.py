@@ -37,7 +37,7 @@ from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
 from reshard.move.moves import Change, jobs_of
 from reshard.move.reading import Reader
-from reshard.move.slabs import Region, Slab, Way
+from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store import range_store
@@ -106,13 +106,13 @@ class LocalFile(Remote):
 
     def fill(self, start: int, view: memoryview) -> None:
         """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
-        file, done = _opened(self), 0  # it stays open until this read is done
+        file, filled = _opened(self), 0  # it stays open until this read is done
         try:
-            while done < len(view):
-                count = os.preadv(file.fileno(), [view[done:]], start + done)
+            while filled < len(view):
+                count = os.preadv(file.fileno(), [view[filled:]], start + filled)
                 if not count:
-                    raise CheckpointError(f"{self.path} ended at byte {start + done} while it was read")
-                done += count
+                    raise CheckpointError(f"{self.path} ended at byte {start + filled} while it was read")
+                filled += count
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -126,14 +126,14 @@ def _opened(file: LocalFile) -> BinaryIO:
 
 def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
     """A file of a checkpoint, wherever it lies; of one on this machine, in the state that its stamp says."""
-    here, folder = local_path(path), local_path(root)
+    local, folder = local_path(path), local_path(root)
     if remote := range_store.remote_of(path):
         return remote
-    assert here is not None and folder is not None
-    return LocalFile(here, folder, stamp, stamp.size)
+    assert local is not None and folder is not None
+    return LocalFile(local, folder, stamp, stamp.size)
 
 
-class Kept:
+class ArrayCache:
     """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
 
     def __init__(self, limit: int) -> None:
@@ -148,14 +148,14 @@ class Kept:
             if key in self._arrays:
                 self._arrays.move_to_end(key)
                 return self._arrays[key]
-        made = make()
+        array = make()
         with self._lock:
             if key not in self._arrays:  # another thread may have made the same
-                self._arrays[key] = made
-                self.nbytes += made.nbytes
+                self._arrays[key] = array
+                self.nbytes += array.nbytes
             while len(self._arrays) > 1 and self.nbytes > self.limit:
                 self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
-        return made
+        return array
 
 
 # -------------------------------------------------------------------------------------------------- contents of tensors
@@ -217,12 +217,12 @@ class Computed(Content):
     @property
     def files(self) -> Sequence[Remote]:  # type: ignore[override]
         """Those of the inputs."""
-        return (*dict.fromkeys(file for each in self.inputs for file in each.files),)
+        return (*dict.fromkeys(file for content in self.inputs for file in content.files),)
 
     @property
     def plain(self) -> object:  # type: ignore[override]
         """The inputs, and what is done with them."""
-        return type(self).__name__, [each.plain for each in self.inputs], self.what
+        return type(self).__name__, [content.plain for content in self.inputs], self.what
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,23 +238,23 @@ class Gathered(Content):
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Put them together, and check that replicas are equal."""
-        found, reader, count = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path), 0
+        buffer, reader, count = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path), 0
         for number, job in enumerate(self.jobs):
             base, steps = job.target(0).offset, _steps_of(job.transfer)
-            for step in steps[bisect_right(steps, begin - base, key=lambda each: each.end) :]:
+            for step in steps[bisect_right(steps, begin - base, key=lambda entry: entry.end) :]:
                 if step.begin + base >= end:
                     break
                 if step.slab.is_flat and not step.slab.checks:
-                    count += reader.stream(job, step.slab, found, begin - base)
+                    count += reader.stream(job, step.slab, buffer, begin - base)
                 else:
                     block = _BLOCKS.get((self, number, step.end), partial(reader.block, job, step.slab))
-                    count += _take(step.slab, block, found, begin - base)
-        if count != found.size:  # what no part has must not pass
-            raise RuntimeError(f"{count} of {found.size} bytes of tensor '{self.name}' were put together")
-        return found.data
+                    count += _take(step.slab, block, buffer, begin - base)
+        if count != buffer.size:  # what no part has must not pass
+            raise RuntimeError(f"{count} of {buffer.size} bytes of tensor '{self.name}' were put together")
+        return buffer.data
 
 
-_BLOCKS = Kept(8 << 20)
+_BLOCKS = ArrayCache(8 << 20)
 """What was put together last: the next range may begin within it."""
 
 
@@ -267,7 +267,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _steps_of(way: Way) -> Sequence[_Step]:
+def _steps_of(way: Route) -> Sequence[_Step]:
     """The steps of a way in the order of the tensor."""
     steps = []
     for slab in way.slabs(_STEP):
@@ -293,48 +293,48 @@ class _Gathering(Reader):
 
     def block(self, job: Job, slab: Slab) -> NDArray[np.uint8]:
         """All that a slab writes, one region after the other."""
-        found = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
+        buffer = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
         ends = [*accumulate(region.nbytes for region in slab.writes)]
-        parts = zip(slab.writes, np.split(found, ends[:-1]), strict=True)
+        parts = zip(slab.writes, np.split(buffer, ends[:-1]), strict=True)
         fill(job, slab, self, [part.reshape(region.shape) for region, part in parts])
-        return found
+        return buffer
 
-    def stream(self, job: Job, slab: Slab, found: NDArray[np.uint8], first: int) -> int:
-        """Read what a flat slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
-        taken = 0
+    def stream(self, job: Job, slab: Slab, buffer: NDArray[np.uint8], first: int) -> int:
+        """Read what a flat slab writes of the bytes from ``first`` on into ``buffer``. Returns their number."""
+        nbytes = 0
         for copy in slab.copies:
             part = copy.target_slices[0]
-            for into, skip in _within(slab.writes[copy.target], part.start, part.stop, found, first):
-                taken += into.size
+            for into, skip in _within(slab.writes[copy.target], part.start, part.stop, buffer, first):
+                nbytes += into.size
                 if copy.source is None:
                     into[:] = 0
                     continue
                 region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
                 place = job.source(region.rank)
-                for offset, here, count in region.ranges(begin, into.size):
-                    self.fill(into[here : here + count], place.file, place.offset + offset)
-        return taken
+                for offset, position, count in region.ranges(begin, into.size):
+                    self.fill(into[position : position + count], place.file, place.offset + offset)
+        return nbytes
 
 
-def _take(slab: Slab, block: NDArray[np.uint8], found: NDArray[np.uint8], first: int) -> int:
-    """Put what a slab writes of the bytes from ``first`` on into ``found``. Returns their number."""
-    taken = at = 0
+def _take(slab: Slab, block: NDArray[np.uint8], buffer: NDArray[np.uint8], first: int) -> int:
+    """Put what a slab writes of the bytes from ``first`` on into ``buffer``. Returns their number."""
+    nbytes = at = 0
     for region in slab.writes:
-        for into, skip in _within(region, 0, region.nbytes, found, first):
+        for into, skip in _within(region, 0, region.nbytes, buffer, first):
             into[:] = block[at + skip : at + skip + into.size]
-            taken += into.size
+            nbytes += into.size
         at += region.nbytes
-    return taken
+    return nbytes
 
 
 def _within(
-    region: Region, begin: int, end: int, found: NDArray[np.uint8], first: int
+    region: Region, begin: int, end: int, into: NDArray[np.uint8], first: int
 ) -> Iterator[tuple[NDArray[np.uint8], int]]:
-    """The parts of ``found`` that bytes ``begin`` to ``end`` of a region go to, and where these begin in the region."""
+    """The parts of ``into`` that bytes ``begin`` to ``end`` of a region go to, and where these begin in the region."""
     for at, skip, length in region.ranges(begin, end - begin):
-        low, high = max(at, first), min(at + length, first + found.size)
+        low, high = max(at, first), min(at + length, first + into.size)
         if low < high:
-            yield found[low - first : high - first], skip + low - at
+            yield into[low - first : high - first], skip + low - at
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -476,16 +476,16 @@ class ComputedFile(Remote):
     @cached_property
     def identity(self) -> str:
         """A digest of the identities of the files that it is made of, of its header, and of what makes each tensor."""
-        made = [[*piece[:2], piece.content.plain] for piece in self.pieces]
-        found = hashlib.sha256(self.header)
-        found.update(json.dumps([_VERSION, [file.identity for file in self.files], made], default=_plain).encode())
-        return f"computed:{found.hexdigest()[:32]}"
+        pieces = [[*piece[:2], piece.content.plain] for piece in self.pieces]
+        digest = hashlib.sha256(self.header)
+        digest.update(json.dumps([_VERSION, [file.identity for file in self.files], pieces], default=_plain).encode())
+        return f"computed:{digest.hexdigest()[:32]}"
 
     @property
     def made_of(self) -> str | None:
         """A digest of the inodes."""
-        found = [file.made_of for file in self.files]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if any(found) else None
+        digests = [file.made_of for file in self.files]
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32] if any(digests) else None
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if a file that it is made of has changed."""
@@ -497,23 +497,23 @@ class ComputedFile(Remote):
         ends, files = [piece.end for piece in self.pieces], opened or Opened()
 
         def read(start: int, stop: int) -> memoryview:
-            found = bytearray(stop - start)
+            content = bytearray(stop - start)
             if start < len(self.header):
-                found[: len(self.header) - start] = self.header[start:stop]
+                content[: len(self.header) - start] = self.header[start:stop]
             for piece in self.pieces[bisect_right(ends, start) :]:
                 if piece.begin >= stop:
                     break
                 begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
                 at = piece.begin + begin - start
-                found[at : at + end - begin] = piece.content.read(files, begin, end)
-            return memoryview(found)
+                content[at : at + end - begin] = piece.content.read(files, begin, end)
+            return memoryview(content)
 
         return read
 
 
 def _plain(value: Any) -> object:
     """A dataclass as JSON; a path says nothing of a content."""
-    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else None
+    return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else None
 
 
 def computed(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:
@@ -524,15 +524,15 @@ def computed(file: SourceFileRecord, contents: Mapping[str, Content]) -> Compute
 
 
 def store_of(
-    source: Source, shown: str, files: Iterable[ComputedFile], others: Mapping[str, FilePath | bytes]
+    source: Source, title: str, files: Iterable[ComputedFile], documents: Mapping[str, FilePath | bytes]
 ) -> range_store.RangeStore:
     """A transformed checkpoint: a store of computed weight files and the files beside them.
 
     Raises MismatchError if a file of the source was changed meanwhile.
     """
-    made = {file.name: file for file in files}
-    contents: dict[str, range_store.Content] = {**others, **made}
+    computed_files = {file.name: file for file in files}
+    contents: dict[str, range_store.Content] = {**documents, **computed_files}
     source.check_unchanged()
-    store = range_store.RangeStore(shown, contents, location=source.location, commit=source.commit)
-    store.keep({name: {0: file.header} for name, file in made.items()})
+    store = range_store.RangeStore(title, contents, location=source.location, commit=source.commit)
+    store.keep({name: {0: file.header} for name, file in computed_files.items()})
     return store

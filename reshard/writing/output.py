@@ -25,7 +25,7 @@ from formats.files.checksum import Crc, checksum
 from formats.files.chunks import chunks_metadata, whole_shape
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import (
-    KEPT,
+    INTACT_FILE,
     MANIFEST,
     FileRecord,
     Identity,
@@ -38,11 +38,11 @@ from formats.notation.format import Format, Settings
 from formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
-from reshard.move.moves import KEPT_RANK
+from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
-from reshard.placement.stored import Placed, stacked
+from reshard.placement.stored import Location, stacked
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished
 from reshard.source.source import Source
@@ -130,7 +130,7 @@ class Output:
         self.left_behind = self._not_carried()
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
-        self._others = list(training.archives()) if training is not None and state is None else []
+        self._carried = list(training.archives()) if training is not None and state is None else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
@@ -139,8 +139,8 @@ class Output:
         for number in range(0 if is_restored else self.arrangement.ranks):
             if (rank := number % plan.mesh.size) in self._files:
                 self._files[rank] += self._files_of(number)
-        self._kept = list(self._kept_file())
-        self.files = [file for files in (*self._files.values(), self._kept) for file in files]
+        self._intact = list(self._intact_file())
+        self.files = [file for files in (*self._files.values(), self._intact) for file in files]
         self.states: list[Output] = [*self._states()] if training is not None and state is None else []
         self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
@@ -193,7 +193,7 @@ class Output:
         source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
         for file in record.files:
             infos.update(file.tensors)
-        for stored, shape in self.arrangement.held(0):
+        for stored, shape in self.arrangement.tensors_of(0):
             name = stored.name
             info = infos.pop(name, None)
             if info is None or info.shape != shape or info.dtype != stored.dtype:
@@ -207,16 +207,16 @@ class Output:
 
     def _files_of(self, rank: int) -> Iterator[NewFile]:
         """The files of a rank, or those with a number of chunks."""
-        held = sorted(self.arrangement.held(rank), key=lambda each: -DTYPE_BITS[each[0].dtype])
-        tensors = [Tensor(name := each.name_on(rank), each.dtype, shape, tensor_bytes(name, each.dtype, shape))
-                   for each, shape in held]  # fmt: skip
+        stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
+        tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
+                   for stored, shape in stored_shapes]  # fmt: skip
         constants = {
-            each.name_on(rank): self._constants.get(each.name) or each.constant_bytes(shape)
-            for each, shape in held
-            if each.constant
+            stored.name_on(rank): self._constants.get(stored.name) or stored.constant_bytes(shape)
+            for stored, shape in stored_shapes
+            if stored.constant
         }
-        computed = () if self.format.plain else held
-        zeros = {each.name for each, _ in computed if each.atoms and Placed(each, 0).is_zero(rank)}
+        computed = () if self.format.plain else stored_shapes
+        zeros = {stored.name for stored, _ in computed if stored.atoms and Location(stored, 0).is_zero(rank)}
         constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
         files = self.format.files
         parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
@@ -252,25 +252,25 @@ class Output:
         places: Mapping[str, int] = {}
         if self.format is OWN and len(self.plan.boxes(rank)) < len(self.plan.laid):
             places = self._places  # without a manifest, merge orders the tensors by them
-        own = self.identity.metadata(rank % self.plan.mesh.size, [places[name] for name, *_ in tensors if places])
+        facts = self.identity.metadata(rank % self.plan.mesh.size, [places[name] for name, *_ in tensors if places])
         chunks = self.arrangement.chunks
-        return own if chunks is None else own | chunks_metadata({n: chunks[n][rank].offset for n, *_ in tensors})
+        return facts if chunks is None else facts | chunks_metadata({n: chunks[n][rank].offset for n, *_ in tensors})
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
         """The positions of tensors among all tensors of the model."""
         return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
 
-    def _kept_file(self) -> Iterator[NewFile]:
+    def _intact_file(self) -> Iterator[NewFile]:
         """The file with the tensors that the program does not store as they are, if there are any."""
-        changed = {kind for kind, taken in self.arrangement.taken.items() if any(part.function for part in taken)}
+        changed = {kind for kind, portions in self.arrangement.parts.items() if any(part.function for part in portions)}
         tensors = [
             Tensor(name, kind.dtype, kind.shape, tensor_bytes(name, kind.dtype, kind.shape))
             for name, kind, _ in self.plan.model.tensors
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            yield _safetensors(KEPT, KEPT_RANK, tensors, {"format": "pt"})
+            yield _safetensors(INTACT_FILE, INTACT_RANK, tensors, {"format": "pt"})
 
     # ---------------------------------------------------------------------------- a distributed checkpoint of torch's
 
@@ -280,10 +280,10 @@ class Output:
             return ()
         from reshard.source.opening_programs import in_general  # rarely needed
 
-        carried, of_constants = ({*map(in_general, each)} for each in (self._constants, self.source.constants))
+        carried, of_constants = ({*map(in_general, part)} for part in (self._constants, self.source.constants))
         is_all = self._training is None
         return tuple(
-            each for each in self.source.left_behind if each not in carried and (is_all or each in of_constants)
+            part for part in self.source.left_behind if part not in carried and (is_all or part in of_constants)
         )
 
     def _states(self) -> Iterator[Output]:
@@ -306,25 +306,25 @@ class Output:
         places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
         for tensor, dtype, _, nbytes in tensors:
             key, places = stacked(self._stacks, tensor)
-            own = places_of[tensor][rank]
-            at = Chunk((*places, *own.offset), (*(1 for _ in places), *own.shape))
+            stored_chunk = places_of[tensor][rank]
+            at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
             keys[tensor] = self._name_there(key), dtype, at
             chunks.append(NewChunk(tensor, dtype, at, nbytes))
         objects = {} if self._objects or self._state is not None else self._extra_states()
-        others, self._others = self._others, []
-        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(others)}
+        carried_parts, self._carried = self._carried, []
+        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(carried_parts)}
         laid = build_chunks(chunks, objects | carried)
         file = name.rpartition("/")[2]
         for tensor, (key, dtype, at) in keys.items():
             self._chunks.setdefault(key, (dtype, []))[1].append(StoredChunk(at, file, *laid.ranges[tensor]))
         self._objects |= {key: StoredChunk(None, file, *laid.ranges[key]) for key in objects}
-        for number, (key, chunk, _) in enumerate(others):
+        for number, (key, chunk, _) in enumerate(carried_parts):
             place = StoredChunk(chunk, file, *laid.ranges[f"{number} {key}"])
             if chunk is None:
                 self._objects[key] = place
             else:
                 assert self._training is not None
-                self._chunks.setdefault(key, (self._training.found.tensors[key].dtype, []))[1].append(place)
+                self._chunks.setdefault(key, (self._training.saved.tensors[key].dtype, []))[1].append(place)
         return NewFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
 
     def _name_there(self, name: str) -> str:
@@ -334,7 +334,7 @@ class Output:
         parts, state = self._training.parts, self._state
         if state is None:
             return parts.model.get(name, name)
-        return parts.states[state].get(name, f"{state.before}{name}{state.behind}")
+        return parts.states[state].get(name, f"{state.prefix}{name}{state.suffix}")
 
     def _extra_states(self) -> dict[str, bytes]:
         """What stands for the states of modules that have none: a list of None for each module."""
@@ -404,21 +404,21 @@ class Output:
             for part in (self, *self.states)
             for key, (dtype, chunks) in part._chunks.items()
         }
-        known = self.source.training.found.keys if self.source.training is not None else {}
-        return build_metadata(tensors, self._objects, lambda name: known.get(name, (name,)))
+        keys_of = self.source.training.saved.keys if self.source.training is not None else {}
+        return build_metadata(tensors, self._objects, lambda name: keys_of.get(name, (name,)))
 
     def _check_own(self, settings: Settings, content: bytes) -> None:
         """Raise PlanError if a program's config file that the source has is not that of this model."""
-        stored = [(each.name, each.dtype, shape) for each, shape in self.arrangement.held(0)]
-        mine, theirs = (
+        stored = [(tensor.name, tensor.dtype, shape) for tensor, shape in self.arrangement.tensors_of(0)]
+        planned, stated = (
             made_config(settings, document, stored, self.plan.mesh.size)
             for document in (program_config(settings, self.plan.model), json.loads(content))
         )
-        for key in mine:
-            if mine[key] != theirs.get(key):
+        for key in planned:
+            if planned[key] != stated.get(key):
                 raise PlanError(
-                    f"{settings.file} of the source makes '{key}' {brief(theirs.get(key))}, config.json "
-                    f"{brief(mine[key])}",
+                    f"{settings.file} of the source makes '{key}' {brief(stated.get(key))}, config.json "
+                    f"{brief(planned[key])}",
                     f"remove {settings.file} from the source, and it is written anew",
                 )
 
@@ -427,10 +427,10 @@ class Output:
     def _records(self, finished: Mapping[str, Finished], rank: int) -> Iterator[FileRecord]:
         """The records of a rank's files, all of which are finished: its configs, its weight files, its index."""
         small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
-        configs = [each for each in small if not each.name.endswith(".index.json")]
+        configs = [record for record in small if not record.name.endswith(".index.json")]
         files = [file for part in (self, *self.states) for file in part._files[rank]]
         yield from configs
-        yield from (finished[file.name].record(file.name) for file in files + (self._kept if rank == 0 else []))
+        yield from (finished[file.name].record(file.name) for file in files + (self._intact if rank == 0 else []))
         yield from small[len(configs) :]
 
     def manifest(
@@ -453,8 +453,8 @@ class Output:
         Raises CheckpointError if an output to which ranks are added is of another source, mesh, plan or file size.
         """
         side_files = self.source.read_side_files()
-        own = {name: content for documents in self.rank_documents.values() for name, content in documents.items()}
-        documents = own | side_files | self.documents
+        of_ranks = {name: content for documents in self.rank_documents.values() for name, content in documents.items()}
+        documents = of_ranks | side_files | self.documents
         if self.format is HUGGING_FACE:
             return documents
         ranks = {rank: tuple(self._records(finished, rank)) for rank in self.ranks}
@@ -472,41 +472,41 @@ class Output:
         _check_same_run(existing, manifest, out)
         return dataclasses.replace(manifest, ranks=dict(existing.ranks) | dict(manifest.ranks))
 
-    def check_existing(self, there: Existing, *, overwrite: bool) -> None:
+    def check_existing(self, existing: Existing, *, overwrite: bool) -> None:
         """Raise CheckpointError unless what is there may be replaced, or the ranks may be added to it."""
         out, side_files = self._added_to, self.source.read_side_files()
         if out is None:
-            there.check_replaceable(side_files, overwrite=overwrite)
+            existing.check_replaceable(side_files, overwrite=overwrite)
             return
         ranks = self._with_others(self.manifest({}, side_files)).ranks
         present = [folder for rank, folder in zip(self.ranks, self.folders, strict=True) if rank in ranks]
         if present and not overwrite:
             raise CheckpointError(f"{out / present[0]} exists", "pass --overwrite to write it again")
         # a run may have been killed when it had added its first rank, and not written the manifest
-        if there.names and not ranks and not (unfinished_command(staging_of(out)) and rank_folders(out)):
-            there.check_replaceable({}, overwrite=overwrite)
+        if existing.names and not ranks and not (unfinished_command(staging_of(out)) and rank_folders(out)):
+            existing.check_replaceable({}, overwrite=overwrite)
             raise CheckpointError(
                 f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",
                 "remove it, choose another folder, or leave --rank out to replace it by all ranks",
             )
-        there.refuse_unknown([name for name in there.names if name.partition("/")[0] in self.folders])
+        existing.refuse_unknown([name for name in existing.names if name.partition("/")[0] in self.folders])
 
 
-def _check_same_run(existing: Manifest, mine: Manifest, out: Path) -> None:
+def _check_same_run(existing: Manifest, planned: Manifest, out: Path) -> None:
     """Raise CheckpointError if an existing output is of another source, mesh, plan or file size."""
     if existing.format is not None:
         raise CheckpointError(f"{out} holds shards in the format '{existing.format}'", "choose another folder")
-    if existing.identity != mine.identity or existing.max_shard_size != mine.max_shard_size:
+    if existing.identity != planned.identity or existing.max_shard_size != planned.max_shard_size:
         raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
-    others = {stamp.name: stamp for stamp in existing.inputs}
-    for stamp in mine.inputs:
-        if stamp.name not in others or not stamp.is_same(others[stamp.name]):
+    stamps = {stamp.name: stamp for stamp in existing.inputs}
+    for stamp in planned.inputs:
+        if stamp.name not in stamps or not stamp.is_same(stamps[stamp.name]):
             raise CheckpointError(
                 f"{stamp.name} of the source is not the file that the ranks in {out} were split from: "
                 f"size, time, inode or checksum differ",
                 "split all ranks from the same files, or from copies that keep the times (cp -p, rsync -t)",
             )
-    changed = set(existing.side_files) ^ set(mine.side_files)
+    changed = set(existing.side_files) ^ set(planned.side_files)
     if changed:
         name = min(record.name for record in changed)
         raise CheckpointError(
@@ -521,13 +521,13 @@ def _record(name: str, content: bytes) -> FileRecord:
 
 def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
     """Divide tensors, in order, into files of at most ``max_size`` bytes of data, or of one tensor that is larger."""
-    files, left = list[list[Tensor]]([[]]), max_size
+    files, room = list[list[Tensor]]([[]]), max_size
     for tensor in tensors:
-        if files[-1] and tensor.nbytes > left:
+        if files[-1] and tensor.nbytes > room:
             files.append([])
-            left = max_size
+            room = max_size
         files[-1].append(tensor)
-        left -= tensor.nbytes
+        room -= tensor.nbytes
     return files
 
 

@@ -21,9 +21,9 @@ from formats.files.sharded import MANIFEST, read_manifest
 from formats.hints import meaning, with_hint
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
-from reshard.move.moves import KEPT_RANK, jobs_of
+from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Reader, Sums, checksum_of
-from reshard.placement.stored import Placed, Stored
+from reshard.placement.stored import Location, Stored
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
@@ -31,7 +31,7 @@ from reshard.source.access import Access
 from reshard.source.source import Source, SourceFile
 from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
-from reshard.store.staging_names import tidy
+from reshard.store.staging_names import clear_leftovers
 from reshard.system import Share
 from reshard.text import human_bytes
 from reshard.version import __version__
@@ -114,7 +114,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
         if request.dry_run:
             building.check()
             return summary
-        tidy(folder)
+        clear_leftovers(folder)
         if ranks is not None and not ranks:
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
@@ -141,11 +141,11 @@ def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
     """What an interrupted run leaves to the next."""
     mine = [target for target in targets if target.name in staging.share.files]
     is_there = {target.name for target in mine if target.name in staging.finished}
-    kept = sum(t.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists())
-    if not kept:
+    count = sum(t.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists())
+    if not count:
         return "nothing is kept"
     total = human_bytes(sum(target.size for target in mine))
-    return f"{human_bytes(kept)} of {total} are kept: the same command goes on from there"
+    return f"{human_bytes(count)} of {total} are kept: the same command goes on from there"
 
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
@@ -153,12 +153,12 @@ def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> Fi
     sizes = {file.name: file.size for file in new.all_files()}
     label, files = WHOLE, frozenset(sizes)
     if part is not None:
-        names, mine = [*sizes], part.of_sizes([*sizes.values()])
-        label, files = f"part-{part.index}-of-{part.count}", frozenset(names[number] for number in mine)
+        names, numbers = [*sizes], part.of_sizes([*sizes.values()])
+        label, files = f"part-{part.index}-of-{part.count}", frozenset(names[number] for number in numbers)
     elif ranks is not None:
         with_kept = {
             *ranks,
-            *([KEPT_RANK] if 0 in ranks else []),
+            *([INTACT_RANK] if 0 in ranks else []),
         }  # and what a program does not keep
         label = f"rank-{'-'.join(map(str, [*ranks][:20]))}-of-{new.plan.mesh.size}"
         files = frozenset(file.name for file in new.all_files() if file.rank in with_kept)
@@ -179,7 +179,7 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
 
         bucket.check_apart(source.location, (file.remote for file in source.files.values() if file.remote is not None))
         return Uploading(bucket, task, share, source.states, overwrite=request.overwrite, check=check)
-    check_place(start.folder, source.read_from)
+    check_place(start.folder, source.local_inputs)
     return Staging(
         start.folder, task, share, source.states, fsync=request.fsync, overwrite=request.overwrite, check=check
     )  # fmt: skip
@@ -257,9 +257,9 @@ def write_files(
     source, files = new.source, [*targets.values()]
     jobs = _jobs(new, targets)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
-    mine = {target: file for target, file in targets.items() if file.name in staging.share.files}
-    total = sum(file.size for file in mine.values())
-    todo = sum(file.size for file in mine.values() if file.name not in staging.finished)
+    targets_here = {target: file for target, file in targets.items() if file.name in staging.share.files}
+    total = sum(file.size for file in targets_here.values())
+    todo = sum(file.size for file in targets_here.values() if file.name not in staging.finished)
     nbytes, traffic = total - todo, Traffic()
 
     def moved(written: int) -> None:
@@ -283,8 +283,8 @@ def write_files(
         )  # fmt: skip
         moving += time.monotonic() - start
         traffic = traffic.plus(sums.traffic)
-    read = [job.name for job in jobs] if source.format.plain else None
-    return Written(todo, traffic, sums, source.files_of(read), began, moving)
+    part = [job.name for job in jobs] if source.format.plain else None
+    return Written(todo, traffic, sums, source.files_of(part), began, moving)
 
 
 def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:
@@ -294,8 +294,8 @@ def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:
     for part in (new, *new.states):
         places: dict[int, dict[str, TargetPlace]] = {}
         for file in part.files:
-            found, place = places.setdefault(file.rank, {}), next(to)
-            found.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
+            of_rank, place = places.setdefault(file.rank, {}), next(to)
+            of_rank.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
         jobs += jobs_of(part.source, part.arrangement, places)
     return jobs
 
@@ -319,14 +319,14 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
         return False
     sums, files = written.sums, new.all_files()
     if options.checksum:
-        _add_others((read for entry in staging.finished.values() for read in entry.reads), sums, files)
+        _add_others((part for entry in staging.finished.values() for part in entry.reads), sums, files)
         _sum_what_no_target_needs(new.source, sums)
         _check_sources(written.read, sums)
-    for each in files:
-        checksum = staging.finished[each.name].checksum
-        if checksum is not None and each.expected not in (None, checksum):
+    for new_file in files:
+        checksum = staging.finished[new_file.name].checksum
+        if checksum is not None and new_file.expected not in (None, checksum):
             raise MismatchError(
-                f"{each.name} would have the checksum {checksum}, the original's was {each.expected}",
+                f"{new_file.name} would have the checksum {checksum}, the original's was {new_file.expected}",
                 "the manifest or the shards are damaged: fetch or split them again",
             )
     staging.commit(documents)
@@ -340,9 +340,9 @@ def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> 
     """
     sources = {file.name: file for file in sums.of}
     numbers = {file.name: number for number, file in enumerate(files)}
-    for read in reads:
-        file, targets = sources[read.source], frozenset(numbers[name] for name in read.targets)
-        total = PartialSum.from_text(read.sum, file.size)
+    for part in reads:
+        file, targets = sources[part.source], frozenset(numbers[name] for name in part.targets)
+        total = PartialSum.from_text(part.sum, file.size)
         if targets not in sums.of[file]:
             sums.add(file, targets, total)
         elif not sums.of[file][targets].equals(total):
@@ -359,17 +359,17 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
         total.add(offset, length, part)
         sums.add(file, frozenset(), total)
 
-    left = [
+    unneeded = [
         (source.files[info.file], info)
         for rank, tensors in enumerate(source.ranks)
-        for stored, _ in source.arrangement.held(rank)
+        for stored, _ in source.arrangement.tensors_of(rank)
         if (info := tensors.get(stored.name_on(rank))) is not None and _is_left(stored, rank)
     ]
     reader = Reader(add)
     try:
-        if source.is_elsewhere:
-            reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in left)
-        for file, info in left:
+        if source.is_remote:
+            reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in unneeded)
+        for file, info in unneeded:
             reader.fill(np.empty(info.nbytes, dtype=np.uint8), file, info.offset)
     finally:
         reader.close()
@@ -377,7 +377,7 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
 
 def _is_left(stored: Stored, rank: int) -> bool:
     """Whether no target needs what a rank stores: constants, zeros, what was computed from a tensor that is kept."""
-    is_zero = bool(stored.atoms) and Placed(stored, 0).is_zero(rank)
+    is_zero = bool(stored.atoms) and Location(stored, 0).is_zero(rank)
     return stored.constant is not None or is_zero or any(part.function for part in stored.geometry.portions)
 
 

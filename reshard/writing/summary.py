@@ -135,12 +135,12 @@ def _did(summary: Summary) -> str:
     which = plural(ranks, "rank")
     if len(summary.ranks) < ranks:
         which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
-    before = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
+    sources = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
     would = f"would {summary.command}" if summary.dry_run else verb
     into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(summary.command, f"into {which}")
     if summary.part is not None:
         into += f", part {summary.part.index} of {summary.part.count}"
-    return f"{would} {before}{summary.source} {into}"
+    return f"{would} {sources}{summary.source} {into}"
 
 
 def _where(summary: Summary) -> str:

@@ -90,5 +90,5 @@ class Extension:
         tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
         with set_current_vllm_config(self.vllm_config), vllm_reload.as_loaded(model):
             again = witness.probed(model, model.load_weights, tensors)
-            found += witness.apart(witness.recorded(model, model.load_weights, tensors), again)
+            found += witness.unlike(witness.recorded(model, model.load_weights, tensors), again)
         return {"differences": found, "milliseconds": 1000 * seconds}

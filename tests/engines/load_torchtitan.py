@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.utils.logging import disable_progress_bar
 
 from reshard.api import merge, split
-from reshard.live.parameters import held
+from reshard.live.parameters import slices_of
 from tests import zoo
 
 MODELS = (
@@ -207,7 +207,7 @@ def _held(model: torch.nn.Module, folder: Path) -> list[str]:
     whole: dict[str, Any] = {}
     reader = dcp.FileSystemReader(folder)
     _load_state_dict(whole, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    found = {own.name: tensor for own, tensor in held(model)}
+    found = {own.name: tensor for own, tensor in slices_of(model)}
     names = {id(each): name for name, each in model.named_parameters()}
     tied = {name: names[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
     found |= {name: found[first] for name, first in tied.items() if first in found}

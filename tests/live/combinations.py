@@ -26,9 +26,9 @@ from formats.notation.axes import Run
 from formats.torch_internals import TORCH_DTYPES
 from reshard.api import split
 from reshard.commands.load import load_rank
-from reshard.live.meshes import Target, arranged, held_on, target_of
-from reshard.live.routing import Routes, between
-from reshard.live.sides import Live, bound
+from reshard.live.meshes import Target, arranged, target_of, trainer_state
+from reshard.live.routing import Routes, plan_push
+from reshard.live.sides import LiveState, bound
 from reshard.live.views import Blocks, Tensors
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
@@ -68,7 +68,7 @@ def whole_tensors(source: Source, arrangement: Arrangement) -> dict[str, torch.T
     return load_rank(source, on_mesh(arrangement.plan.unsplit, arrangement.format), 0)
 
 
-def parts_of(source: Source, live: Live, arrangement: Arrangement) -> list[dict[str, list[torch.Tensor]]]:
+def parts_of(source: Source, live: LiveState, arrangement: Arrangement) -> list[dict[str, list[torch.Tensor]]]:
     """What the ranks of a live program have of a checkpoint."""
     whole = whole_tensors(source, arrangement)
     return [{held.name: [part(whole[held.name], held.runs)] for held in parts} for parts in live.ranks]
@@ -78,7 +78,7 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
     """The tensors of a target's ranks that differ from what the disk would give. Raises Refused, ReshardError."""
     opened, own, goal = open_source(folder), target_of(source), target_of(target)
     try:
-        live, mine, theirs = held_on(opened.model, own), arranged(opened.model, own), arranged(opened.model, goal)
+        live, mine, theirs = trainer_state(opened.model, own), arranged(opened.model, own), arranged(opened.model, goal)
     except ReshardError as error:
         raise Refused(error.message) from None
     if mine.dropped and goal.program in LIVE:
@@ -89,25 +89,25 @@ def wrong(folder: Path, source: str, target: str) -> list[str]:
     if goal.program not in LIVE:
         chunks = theirs.format.container.chunks
         wanted = [_expected(opened, theirs, rank) for rank in range(theirs.ranks)] if chunks else on_disk(folder, goal)
-        return different(between(model, live, goal, bucket=BUCKET), given, wanted, theirs)
-    receivers = held_on(opened.model, goal)
+        return different(plan_push(model, live, goal, bucket=BUCKET), given, wanted, theirs)
+    receivers = trainer_state(opened.model, goal)
     return [
         line
         for each in (receivers, *([untied(receivers, theirs)] if theirs.copies else ()))
         for line in different(
-            between(model, live, each, bucket=BUCKET), given, parts_of(opened, each, theirs), theirs
+            plan_push(model, live, each, bucket=BUCKET), given, parts_of(opened, each, theirs), theirs
         )
     ]  # fmt: skip
 
 
-def untied(live: Live, arrangement: Arrangement) -> Live:
+def untied(live: LiveState, arrangement: Arrangement) -> LiveState:
     """Ranks that hold a tied tensor under each of its names."""
-    names = {(arrangement.placed[atom].stored.name, placed.stored.name) for atom, placed in arrangement.copies}
+    names = {(arrangement.atoms[atom].stored.name, placed.stored.name) for atom, placed in arrangement.copies}
     ranks = [
         [*parts, *(held._replace(name=other) for held in parts for name, other in names if name == held.name)]
         for parts in live.ranks
     ]
-    return Live(live.format, ranks)
+    return LiveState(live.format, ranks)
 
 
 def different(
@@ -149,10 +149,10 @@ def on_disk(folder: Path, target: Target) -> list[dict[str, list[torch.Tensor]]]
 
 def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, list[torch.Tensor]]:
     tensors = load_rank(source, arrangement, rank)
-    for stored, _ in arrangement.held(rank):
+    for stored, _ in arrangement.tensors_of(rank):
         if stored.constant is not None:
             del tensors[stored.name_on(rank)]
-        elif arrangement.placed[stored.atoms[0]].is_zero(rank):  # a file has zeros there
+        elif arrangement.atoms[stored.atoms[0]].is_zero(rank):  # a file has zeros there
             tensors[stored.name_on(rank)].zero_()
     return {name: [tensor] for name, tensor in tensors.items()}
 
@@ -160,7 +160,7 @@ def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, 
 def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.Tensor]]:
     if routes.target.pieces is not None:
         return {name: [torch.zeros_like(each) for each in of] for name, of in wanted.items()}
-    held = [(each, shape) for each, shape in routes.target.arrangement.held(rank) if each.constant is None]
+    held = [(each, shape) for each, shape in routes.target.arrangement.tensors_of(rank) if each.constant is None]
     return {each.name_on(rank): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype])] for each, shape in held}
 
 

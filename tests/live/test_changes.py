@@ -14,7 +14,7 @@ import torch
 
 from formats.errors import LiveError
 from reshard.live import exports, pull, push
-from reshard.live.changes import word_of
+from reshard.live.changes import word_size
 from reshard.live.process import Pull, Push
 from reshard.live.wire import Stats
 from reshard.source.opening import open_source
@@ -169,10 +169,10 @@ def test_what_is_converted_on_arrival_is_sent_whole(tmp_path: Path) -> None:
     """Of Mamba's A_log vLLM keeps -exp(A_log), in F32: what is there cannot be compared with what is sent."""
     plan = exports.routes(zoo.save("mamba", tmp_path), source="fsdp2:2", target="vllm:tp2")
     parts = [part for rank in range(2) for of in plan.parts(rank) for part in of]
-    converted = {part.move.atom.tensor.rpartition(".")[2] for part in parts if word_of([part], plan.target) is None}
+    converted = {part.move.atom.tensor.rpartition(".")[2] for part in parts if word_size([part], plan.target) is None}
     assert converted == {"A_log"}
-    assert word_of(parts, plan.target) is None
-    assert {word_of([part], plan.target) for part in parts} == {None, 4}
+    assert word_size(parts, plan.target) is None
+    assert {word_size([part], plan.target) for part in parts} == {None, 4}
 
 
 def test_receivers_that_come_late(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from formats.errors import PlanError, ReshardError
 from formats.notation.axes import Run
 from reshard.live import exports
-from reshard.live.meshes import held_on, target_of
-from reshard.live.routing import between, spans_of
+from reshard.live.meshes import target_of, trainer_state
+from reshard.live.routing import plan_push, spans_of
 from reshard.pages.markup import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
@@ -91,7 +91,7 @@ def test_replicas_share_the_sending(llama: Path) -> None:
 def test_the_same_host_sends_first(llama: Path) -> None:
     model = open_source(llama).model
     hosts = ["a", "b", "b", "a"]
-    plan = between(model, held_on(model, target_of("fsdp2:x2")), target_of("vllm:tp2"), hosts=hosts)
+    plan = plan_push(model, trainer_state(model, target_of("fsdp2:x2")), target_of("vllm:tp2"), hosts=hosts)
     assert plan.pairs().keys() == {(1, 0), (0, 1)}
 
 

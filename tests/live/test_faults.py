@@ -89,10 +89,10 @@ class Stops:
 
         return message._replace(work=work)
 
-    def _told(
+    def _gather(
         self, fence: Fence, what: str, own: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
-        said: list[dict[str, Any]] = super()._told(fence, what, own, patience)  # type: ignore[misc]
+        said: list[dict[str, Any]] = super()._gather(fence, what, own, patience)  # type: ignore[misc]
         if self.swapped and what == "description":  # what the trainers hold
             said[0]["held"], said[1]["held"] = said[1]["held"], said[0]["held"]
         return said

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from formats.errors import LiveError, PlanError
 from formats.notation.axes import Run
-from reshard.live.parameters import check_unchanged, held
-from reshard.live.sides import Held
+from reshard.live.parameters import check_unchanged, slices_of
+from reshard.live.sides import Slice
 from tests import zoo
 from tests.live.processes import run
 from tests.marks import one_of_each, thorough
@@ -59,10 +59,10 @@ def no_communication() -> Iterator[None]:
     assert counted.get_total_counts() == 0
 
 
-def examine(model: nn.Module, fulls: Fulls) -> list[Held]:
+def examine(model: nn.Module, fulls: Fulls) -> list[Slice]:
     """What is held, after a look at every element and at where it lies."""
     with no_communication():
-        found = held(model)
+        found = slices_of(model)
     live = {
         each.to_local().untyped_storage().data_ptr() if isinstance(each, DTensor) else each.untyped_storage().data_ptr()
         for each in [*model.parameters(), *model.buffers()]
@@ -124,11 +124,11 @@ def made(way: Way) -> tuple[nn.Module, Fulls]:
     return model, fulls
 
 
-def of_way(rank: int, world: int, way: Way) -> list[Held]:
+def of_way(rank: int, world: int, way: Way) -> list[Slice]:
     return examine(*made(way))
 
 
-def covers(ranks: list[list[Held]]) -> None:
+def covers(ranks: list[list[Slice]]) -> None:
     """All that the ranks hold together is each tensor."""
     elements: dict[str, set[tuple[int, ...]]] = {}
     shapes = {own.name: own.shape for own in ranks[0]}
@@ -153,7 +153,7 @@ STRIDED: Mapping[str, Any] = {
 }
 
 
-def of_strided(rank: int, world: int, shape: tuple[int, ...], placements: list[Any]) -> list[Held]:
+def of_strided(rank: int, world: int, shape: tuple[int, ...], placements: list[Any]) -> list[Slice]:
     mesh = init_device_mesh("cpu", (2, 2))
     model = nn.Module()
     full = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -167,7 +167,7 @@ def test_parts_with_holes(name: str) -> None:
     covers(run(of_strided, 4, *STRIDED[name]))
 
 
-def of_transformers(rank: int, world: int, folder: str, options: Mapping[str, Any]) -> tuple[list[Held], list[str]]:
+def of_transformers(rank: int, world: int, folder: str, options: Mapping[str, Any]) -> tuple[list[Slice], list[str]]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -222,9 +222,11 @@ def test_after_a_forward_without_a_backward() -> None:
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     with pytest.raises(PlanError, match=r"^w: the placement Partial\(sum\)"):
-        held([("w", DTensor.from_local(torch.ones(2), mesh, [Partial()]))])
+        slices_of([("w", DTensor.from_local(torch.ones(2), mesh, [Partial()]))])
     with pytest.raises(PlanError, match=r"^w: no reading of \[Shard\(0\)\] on a mesh 2"):
-        held([("w", DTensor.from_local(torch.ones(rank + 1), mesh, [Shard(0)], shape=torch.Size([3]), stride=(1,)))])
+        slices_of(
+            [("w", DTensor.from_local(torch.ones(rank + 1), mesh, [Shard(0)], shape=torch.Size([3]), stride=(1,)))]
+        )
 
 
 @thorough
@@ -249,12 +251,12 @@ def gathers(*_: object) -> None:
 
 def test_names_are_those_of_a_checkpoint() -> None:
     model = Router()
-    found = held(model)
+    found = slices_of(model)
     assert [own.name for own, _ in found] == ["embed.weight", "e_score_correction_bias"]
     assert found[0][1].data_ptr() == model.head.weight.data_ptr() == model.embed.weight.data_ptr()
     assert found[0][0].runs == ((Run(0, 4),), (Run(0, 2),))
     compiled: Callable[..., Any] = partial(torch.compile, backend="eager")
-    assert [own for own, _ in held(compiled(model))] == [own for own, _ in found]
+    assert [own for own, _ in slices_of(compiled(model))] == [own for own, _ in found]
     with torch.no_grad():
         found[0][1].fill_(3)
     assert model.head.weight.eq(3).all()
@@ -262,13 +264,13 @@ def test_names_are_those_of_a_checkpoint() -> None:
 
 def test_what_has_no_bytes_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^weight is on the meta device"):
-        held(nn.Linear(2, 2, device="meta"))
+        slices_of(nn.Linear(2, 2, device="meta"))
     with pytest.raises(PlanError, match=r"^w is of torch.complex128"):
-        held([("w", torch.ones(1, dtype=torch.complex128))])
+        slices_of([("w", torch.ones(1, dtype=torch.complex128))])
 
 
 def test_a_model_that_is_sharded_otherwise_than_planned() -> None:
-    part = Held("w", "F32", (4, 2), ((Run(0, 1), Run(2, 1)), (Run(0, 2),)))
+    part = Slice("w", "F32", (4, 2), ((Run(0, 1), Run(2, 1)), (Run(0, 2),)))
     check_unchanged([part], [part])
     for other, said in (
         (part._replace(runs=((Run(0, 2),), (Run(0, 2),))), r"w \(F32 \[0:2, 0:2\] of \[4, 2\]\)"),

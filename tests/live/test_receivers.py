@@ -16,7 +16,7 @@ from formats.errors import LiveError
 from formats.notation.format_file import format_of
 from reshard.live import pull, push
 from reshard.live.demo import Weights
-from reshard.live.meshes import arranged, held_on, target_of
+from reshard.live.meshes import arranged, target_of, trainer_state
 from reshard.live.process import Pull
 from reshard.source.opening import open_source
 from tests import zoo
@@ -153,7 +153,7 @@ def test_without_a_model_a_rank_of_a_trainer_has_its_part(tied: Any, tmp_path: P
     source = open_source(tmp_path / "model")
     arrangement = arranged(source.model, target_of(to))
     whole = whole_tensors(source, arrangement)
-    for parts, found in zip(held_on(source.model, target_of(to)).ranks, ranks, strict=True):
+    for parts, found in zip(trainer_state(source.model, target_of(to)).ranks, ranks, strict=True):
         assert found.keys() == {held.name for held in parts}
         assert [
             held.name for held in parts if not torch.equal(found[held.name], part(whole[held.name], held.runs))

@@ -15,7 +15,7 @@ from formats.errors import LiveError
 from formats.notation.format import Format
 from formats.notation.format_file import PROGRAMS, format_of, read_format
 from reshard.live import vllm_check
-from reshard.live.witness import Copied, Recorder, View, apart, by_rules, compare, joined, probed, ranges, recorded
+from reshard.live.witness import Copied, Recorder, View, by_rules, compare, joined, probed, ranges, recorded, unlike
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.program_plan import plan_for
@@ -42,7 +42,7 @@ def asked(arrangement: Arrangement, rank: int, tp: int) -> tuple[Model, dict[str
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bound.tensors}
     model = Model(bound.config, tensors, rank, tp)
     loaded = recorded(model, model.load_weights, tensors)
-    assert apart(loaded, probed(model, model.load_weights, tensors)) == []
+    assert unlike(loaded, probed(model, model.load_weights, tensors)) == []
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters()), "the probe put nothing back"
     return model, loaded
 
@@ -185,7 +185,7 @@ def test_a_recorded_view_is_the_view(view: str) -> None:
     copies = recorded(model, load, {"w": ("F32", shape)})
     found = [start + i for _, length, _, start in ranges(copies["room"]) for i in range(length)]
     assert found == expected.flatten().tolist()
-    assert apart(copies, probed(model, load, {"w": ("F32", shape)})) == []
+    assert unlike(copies, probed(model, load, {"w": ("F32", shape)})) == []
 
 
 def test_rules_cover_each_element_once() -> None:

@@ -87,7 +87,7 @@ def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
     assert {*parts.states} == {Affix("optim.state.", ".exp_avg"), Affix("optim.state.", ".exp_avg_sq")}
     moments = parts.states[Affix("optim.state.", ".exp_avg")]
     assert moments == {name: f"optim.state.{name}.exp_avg" for name in parts.model}
-    assert {"step", "rng", "optim.state.model.norm.weight.step"} <= {*parts.others}
+    assert {"step", "rng", "optim.state.model.norm.weight.step"} <= {*parts.rest}
     assert parts.model["lm_head.weight"] == "model.lm_head.weight"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from formats.errors import PlanError
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import KEPT
+from formats.files.sharded import INTACT_FILE
 from reshard.api import merge, split
 from reshard.source.opening import open_source
 from tests.marks import one_of_each, thorough
@@ -126,7 +126,7 @@ def test_what_is_dropped_is_kept(tmp_path: Path) -> None:
     """vLLM knows which modules GPTQ has quantized by the names of these, too."""
     source = make(tmp_path / "source", "llama", "gptq")
     split(source, tmp_path / "out", tp=2, format="vllm")
-    names = read_header(tmp_path / "out" / KEPT).tensors
+    names = read_header(tmp_path / "out" / INTACT_FILE).tensors
     assert names and all(name.endswith(".g_idx") for name in names)
 
 

@@ -206,7 +206,7 @@ class Run:
         """
         of, known = self.staging, None
         if of is not None:
-            known = of._own is not None, of._is_last, tuple(sorted(of.finished))
+            known = of._lock_of_share is not None, of._is_last, tuple(sorted(of.finished))
         return known, INTERRUPT in self.answers, self._where, tuple(self.answers[self._since :])
 
     def arrive(self, where: str) -> None:

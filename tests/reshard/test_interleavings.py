@@ -19,7 +19,7 @@ from formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Moved
 from reshard.publishing.staging import Staging
-from reshard.store.staging_names import PUBLISHED, STATE, tidy
+from reshard.store.staging_names import PUBLISHED, STATE, clear_leftovers
 from tests.marks import thorough
 from tests.reshard.model_disk import INTERRUPT, OUT, WORK, Answers, Detail, Disk, Name, Run, install
 
@@ -35,7 +35,7 @@ class Process:
     overwrite: bool = False
 
     def __call__(self) -> bool:
-        tidy(Name(OUT))  # type: ignore[arg-type]
+        clear_leftovers(Name(OUT))  # type: ignore[arg-type]
         share = self.share
         task = {"command": "split"}
         building = Staging(Name(OUT), task, share, overwrite=self.overwrite, check=self._check)  # type: ignore[arg-type]

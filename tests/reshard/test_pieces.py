@@ -21,7 +21,7 @@ from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Piece, common_blocks
 from reshard.placement.portions import Portion
-from reshard.placement.stored import Placed, Stored, blocks_of
+from reshard.placement.stored import Location, Stored, blocks_of
 from tests.marks import examples
 
 # -- stored tensors ----------------------------------------------------------------------------------------------------
@@ -53,8 +53,8 @@ class Case:
         """The number of the atom that both tensors of a pair have, at a place of the stack."""
         return place * len(self.geometry.portions) + self.slot
 
-    def placed(self, number: int) -> Placed:
-        return Placed(Stored("t", "U32", self.geometry, ()), number)
+    def placed(self, number: int) -> Location:
+        return Location(Stored("t", "U32", self.geometry, ()), number)
 
     def full(self, number: int) -> np.ndarray:
         return self.whole[number // len(self.geometry.portions)][number % len(self.geometry.portions)]

@@ -90,11 +90,11 @@ def carry_out(
         read = []
         for r in slab.reads:
             mask = np.zeros(r.shape, int)
-            for run in r.wanted if r.wanted is not None else [slice(None)]:
+            for run in r.needed if r.needed is not None else [slice(None)]:
                 mask[..., run if isinstance(run, slice) else slice(run.offset, run.end)] = 1
             part = sources[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape)
             reads[r.rank][r.offset : r.offset + r.nbytes] += mask.reshape(-1)
-            read.append(part if r.wanted is None else np.where(mask, part, 99))
+            read.append(part if r.needed is None else np.where(mask, part, 99))
         write, count = (
             [of[r.rank][r.offset : r.offset + r.nbytes].reshape(r.shape) for r in slab.writes]
             for of in (targets, times)
@@ -144,7 +144,7 @@ def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
     for slab in transfer.slabs(1000):
         for r in slab.reads:
             rows = r.nbytes // r.shape[-1] if r.shape[-1] else 0
-            wanted += r.nbytes if r.wanted is None else rows * sum(run.length for run in r.wanted)
+            wanted += r.nbytes if r.needed is None else rows * sum(run.length for run in r.needed)
     box = target.boxes[target.ranks - 1]
     owned = [
         sum(min(run.end, size) - run.offset for run in runs if run.offset < size)

@@ -65,7 +65,7 @@ def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypat
     report = compare(original, shards, no_progress, workers=1)
     assert report.verdict == "same", report
     held = sum(info.nbytes for source in (original, shards) for rank in source.ranks for info in rank.values())
-    held += sum(info.nbytes for info in shards.kept.values())
+    held += sum(info.nbytes for info in shards.intact.values())
     assert read[0] == held
 
 

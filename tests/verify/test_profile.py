@@ -46,7 +46,7 @@ from verify.profile.cost import (
     recommend,
     works,
 )
-from verify.profile.job import Found, Job, LayerKind, Measured, ProfileRequest, Span, Workload, layer_kinds
+from verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
 from verify.profile.page import Axes, Line, Point, line_chart, page
 from verify.profile.processes import RESERVE
 from verify.profile.run import node_of
@@ -450,7 +450,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
     """
     asked: list[list[str]] = []
 
-    def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[Found]:
+    def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[RankResult]:
         asked.append([str(workload) for workload in job.workloads])
         for workload in job.workloads:
             progress(f"tp {degree}: {workload}")
@@ -462,7 +462,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
             raise RankError(message, rank=0)
         parts = ("embedding", *(kind.part for kind in job.kinds), "head")
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
-        return [Found(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), "gloo", "cpu")] * degree
+        return [RankResult(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), "gloo", "cpu")] * degree
 
     monkeypatch.setattr("verify.profile.run.run_processes", run)
     return asked

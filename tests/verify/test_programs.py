@@ -17,7 +17,7 @@ import pytest
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, read_header, tensor_bytes
-from formats.files.sharded import KEPT
+from formats.files.sharded import INTACT_FILE
 from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -76,7 +76,7 @@ def test_correct_shards_are_the_same_with_and_without_a_manifest(model: str, tmp
     weights = [read_header(file) for file in folder.glob("*.safetensors")]
     assert found.nbytes == sum(info.nbytes for header in weights for info in header.tensors.values())
     (folder / "reshard.json").unlink()
-    (folder / KEPT).unlink(missing_ok=True)
+    (folder / INTACT_FILE).unlink(missing_ok=True)
     assert exact(folder, model).verdict == "same"
 
 
@@ -131,7 +131,7 @@ def test_one_bit_in_any_tensor_is_found_and_named(
     folder = shutil.copytree(written(model, format=format, **more), tmp_path / "out")
     shards = ProgramShards(folder, original(model, format))
     held = [(rank, info) for rank, tensors in enumerate(shards.source.ranks) for info in tensors.values()]
-    held += [(0, info) for info in shards.source.kept.values()]
+    held += [(0, info) for info in shards.source.intact.values()]
     random = np.random.default_rng(0)
     for _, info in held:  # the lowest byte but one of an element: more than a unit in the last place of F32
         item = info.nbytes // max(1, int(np.prod(info.shape)))
@@ -375,19 +375,19 @@ def test_what_a_program_does_not_store_is_kept(tmp_path: Path) -> None:
     source = open_source(store.checkpoint("deepseek_v3-mtp"))
     split(source.path, tmp_path / "out", tp=2, format="vllm")
     assert verify_exact(source, tmp_path / "out").verdict == "same"
-    kept = read_header(tmp_path / "out" / KEPT).tensors
+    kept = read_header(tmp_path / "out" / INTACT_FILE).tensors
     name = next(iter(kept))
-    change_tensor(tmp_path / "out" / KEPT, name, at=1)
+    change_tensor(tmp_path / "out" / INTACT_FILE, name, at=1)
     sign(tmp_path / "out")
     found = verify_exact(source, tmp_path / "out")
-    assert found.first is not None and found.first.tensor == name and found.first.file.endswith(KEPT)
+    assert found.first is not None and found.first.tensor == name and found.first.file.endswith(INTACT_FILE)
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
     folder = shutil.copytree(written("mamba2"), tmp_path / "out")
-    rewritten(folder / KEPT, lambda tensors: tensors.pop(next(iter(tensors))))
+    rewritten(folder / INTACT_FILE, lambda tensors: tensors.pop(next(iter(tensors))))
     sign(folder)
-    assert f"{KEPT}: " in exact(folder, "mamba2").missing[0]
+    assert f"{INTACT_FILE}: " in exact(folder, "mamba2").missing[0]
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(llama: Path) -> None:

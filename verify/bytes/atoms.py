@@ -129,8 +129,8 @@ def _spread(model: Model, kind: Kind, portion: Portion, sizes: Mapping[str, int]
     if component.label is not None:
         parts = components(rule)
         number = [part.label for part in parts].index(component.label)
-        own = [math.prod(part.shape.sizes(sizes)[p] for p in part.of_dim(part.dim)[part.lead :]) for part in parts]
-        joined, first[component.dim + shift] = sum(own), sum(own[:number])
+        extents = [math.prod(part.shape.sizes(sizes)[p] for p in part.of_dim(part.dim)[part.lead :]) for part in parts]
+        joined, first[component.dim + shift] = sum(extents), sum(extents[:number])
     along = [(0, 0)] * len(lengths)
     for dim in range(len(component.counts)):
         step, places = 1, component.of_dim(dim)
@@ -148,7 +148,7 @@ class Parts:
     def __init__(self, arrangement: Arrangement) -> None:
         self._plan = arrangement.plan
         self._kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
-        self._found: dict[tuple[Geometry, int], Part | None] = {}
+        self._cache: dict[tuple[Geometry, int], Part | None] = {}
         self._lock = threading.Lock()
 
     def of(self, stored: Stored, holder: int) -> Part | None:
@@ -158,9 +158,9 @@ class Parts:
         """
         key = stored.geometry, holder
         with self._lock:
-            if key not in self._found:
-                self._found[key] = self._part(stored, holder)
-            return self._found[key]
+            if key not in self._cache:
+                self._cache[key] = self._part(stored, holder)
+            return self._cache[key]
 
     def _part(self, stored: Stored, holder: int) -> Part | None:
         geometry = stored.geometry
@@ -168,16 +168,16 @@ class Parts:
         if shape is None:
             return None
         kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
-        of = [(each, spreads_of(self._plan, kind, each)) for kind, each in zip(kinds, geometry.portions, strict=True)]
+        of = [(p, spreads_of(self._plan, kind, p)) for kind, p in zip(kinds, geometry.portions, strict=True)]
         atoms: list[tuple[Block, ...] | None] = [None] * len(geometry.layouts)
         for number in geometry.numbers(holder):
             layout, (portion, spreads) = geometry.layouts[number], of[number % len(of)]
             if len(layout.full) != len(portion.order):
                 raise PlanError(f"'{layout.rule}' has other dimensions than factors")
             factors = tuple((factor,) for factor in range(len(layout.full)))
-            held, first = geometry.spread(number, factors).pieces.get(holder), geometry.first(holder, number)
-            found = (block for each in held or () for block in _blocks(each, first, layout, portion, spreads))
-            atoms[number] = tuple(found) if held else None
+            pieces, first = geometry.spread(number, factors).pieces.get(holder), geometry.first(holder, number)
+            blocks = (block for p in pieces or () for block in _blocks(p, first, layout, portion, spreads))
+            atoms[number] = tuple(blocks) if pieces else None
         return Part(shape, tuple(atoms))
 
     def kind(self, atom: Atom) -> Kind:
@@ -193,15 +193,15 @@ def check_all_owned(layout: Layout) -> None:
         sorted({0, size, *(n for dims in owned for piece in dims[i] for n in (piece.start, piece.end))})
         for i, size in enumerate(layout.full)
     ]
-    there: NDArray[np.bool_] = np.zeros([len(of) - 1 for of in cuts], bool)
+    covered: NDArray[np.bool_] = np.zeros([len(of) - 1 for of in cuts], bool)
     for dims in owned:
         owns = [
-            np.isin(of[:-1], [n for piece in found for n in of if piece.start <= n < piece.end])
-            for of, found in zip(cuts, dims, strict=True)
+            np.isin(of[:-1], [n for piece in owned_pieces for n in of if piece.start <= n < piece.end])
+            for of, owned_pieces in zip(cuts, dims, strict=True)
         ]
-        there[np.ix_(*owns)] = True
+        covered[np.ix_(*owns)] = True
     inside = tuple(slice(0, of.index(size)) for of, size in zip(cuts, layout.full, strict=True))
-    if not there[inside].all():
+    if not covered[inside].all():
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 
 
@@ -216,13 +216,13 @@ def _blocks(piece: Place, first: int, layout: Layout, portion: Portion, spreads:
     owned = [[*pieces(piece.runs[factor], layout.full[factor])] for factor in portion.order]
     for chosen in itertools.product(*owned):
         at, index = [*full.first], [*padded.first]
-        for each, (dim, step), (dim_padded, step_padded) in zip(chosen, along, along_padded, strict=True):
-            at[dim] += each.start * step
-            index[dim_padded] += each.start * step_padded
-        is_padding = any(each.padding for each in chosen)
+        for part, (dim, step), (dim_padded, step_padded) in zip(chosen, along, along_padded, strict=True):
+            at[dim] += part.start * step
+            index[dim_padded] += part.start * step_padded
+        is_padding = any(part.padding for part in chosen)
         yield Block(
-            shape=tuple(each.length for each in chosen),
-            shard=first + piece.base + sum(each.local * stride for each, stride in zip(chosen, strides, strict=True)),
+            shape=tuple(part.length for part in chosen),
+            shard=first + piece.base + sum(part.local * stride for part, stride in zip(chosen, strides, strict=True)),
             shard_strides=strides,
             original=None if is_padding else sum(i * step for i, step in zip(at, steps, strict=True)),
             original_strides=tuple(steps[dim] * step for dim, step in along),
@@ -276,7 +276,7 @@ def ranges_between(factors: Factors, begin: int, end: int) -> Iterator[tuple[Run
             yield ()
         return
     (length, step), *inner = factors
-    extent = 1 + sum((n - 1) * each for n, each in inner)
+    extent = 1 + sum((n - 1) * inner_step for n, inner_step in inner)
     first, last = max(0, -(-begin // step)), min(length, (end - extent) // step + 1)
     if first < last:
         yield (Run(first, last - first), *(Run(0, n) for n, _ in inner))

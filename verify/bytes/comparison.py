@@ -22,7 +22,7 @@ from formats.errors import PlanError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.notation.axes import Run
-from formats.store import FilePath, by_name
+from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
 
 
-def no_progress(done: int, total: int) -> None:
+def no_progress(compared: int, total: int) -> None:
     """Show no progress."""
 
 
@@ -71,7 +71,7 @@ class _Tensor(NamedTuple):
     view: View
     original: TensorInfo | None
     uses: Sequence[_Use]
-    held: tuple[TensorInfo | None, ...]
+    stored: tuple[TensorInfo | None, ...]
 
 
 class Comparison:
@@ -84,17 +84,17 @@ class Comparison:
         original: Source,
         shards: Source,
         arrangement: Arrangement,
-        held: Mapping[str, Sequence[int]],
+        holders_of: Mapping[str, Sequence[int]],
         progress: Progress,
         sums: Mapping[FilePath, PartialSum],
         files: Files,
     ) -> None:
-        self._arrangement, self._held = arrangement, held
-        tensors = _Tensors(original, shards, arrangement, held)
+        self._arrangement, self._holders = arrangement, holders_of
+        tensors = _Tensors(original, shards, arrangement, holders_of)
         self._todo = _units(tensors.all())
         total = 0
         for stored in arrangement.stored:
-            for holder in held.get(stored.name, ()):
+            for holder in holders_of.get(stored.name, ()):
                 name = stored.name if stored.naming is None else stored.name_on(holder)
                 total += shards.ranks[holder][name].nbytes
         total += sum(info.nbytes for _, info in tensors.whole())
@@ -122,11 +122,11 @@ class Comparison:
                         worker.compare_small(unit)
 
         work_together(workers, work, lambda _: None)
-        if tally.done != tally.total:  # a partial comparison must not pass
-            raise RuntimeError(f"{tally.done} of the {tally.total} bytes of the shards were compared")
+        if tally.nbytes != tally.total:  # a partial comparison must not pass
+            raise RuntimeError(f"{tally.nbytes} of the {tally.total} bytes of the shards were compared")
         mesh = self._arrangement.plan.mesh
         first = tally.first[1] if tally.first else None
-        return ExactReport(str(mesh), mesh.size, len(self._held), tally.done, first, tally.report())
+        return ExactReport(str(mesh), mesh.size, len(self._holders), tally.nbytes, first, tally.report())
 
 
 # ------------------------------------------------------------------------------------------------ what is compared
@@ -136,11 +136,11 @@ class _Tensors:
     """The tensors of the original, each with all that is stored of it."""
 
     def __init__(
-        self, original: Source, shards: Source, arrangement: Arrangement, held: Mapping[str, Sequence[int]]
+        self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]]
     ) -> None:
-        self._original, self._shards, self._arrangement, self._held = original, shards, arrangement, held
+        self._original, self._shards, self._arrangement, self._holders = original, shards, arrangement, holders_of
         self._parts = Parts(arrangement)
-        self._before = dict(
+        self._kinds_of_original = dict(
             zip(
                 (t.kind for t in arrangement.plan.model.tensors),
                 (t.kind for t in original.plan.model.tensors),
@@ -152,7 +152,7 @@ class _Tensors:
     def whole(self) -> Iterator[tuple[str, TensorInfo]]:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
         there = self._original.ranks[0]
-        for name, kept in self._shards.kept.items():
+        for name, kept in self._shards.intact.items():
             if name in there and (kept.dtype, kept.shape) == (self._parts.kind(Atom(name)).dtype, there[name].shape):
                 yield name, kept
         yield from ((first, there[second]) for second, first in self._original.twice.items())
@@ -160,32 +160,32 @@ class _Tensors:
     def all(self) -> Iterator[_Tensor]:
         """All tensors, in the order of the original's files, and the constants of a format."""
         uses: dict[str, list[_Use]] = defaultdict(list)
-        held = set[str]()
+        names = set[str]()
         for stored in self._arrangement.stored:
             for number, atom in enumerate(stored.atoms):
                 uses[atom.tensor].append(_Use(stored, number))
-            held.update(atom.tensor for atom in stored.atoms if stored.name in self._held)
+            names.update(atom.tensor for atom in stored.atoms if stored.name in self._holders)
         for name, info in self.whole():
             uses[name].append(_Use(None, 0, info))
-            held.add(name)
+            names.add(name)
         infos = self._original.ranks[0]
-        files = {file: number for number, file in enumerate(by_name({info.file for info in infos.values()}))}
-        kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in held)
-        ordered = sorted(kinds, key=lambda each: (files[each[0].file], each[0].offset))
+        files = {file: number for number, file in enumerate(sorted_paths({info.file for info in infos.values()}))}
+        kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in names)
+        ordered = sorted(kinds, key=lambda entry: (files[entry[0].file], entry[0].offset))
         for number, (info, kind) in enumerate(ordered):
-            found = uses[info.name]
-            view = self._view(kind, found)
-            yield _Tensor(number, info.name, kind.dtype, view, info, found, tuple(self._infos(view, found)))
+            uses_of = uses[info.name]
+            view = self._view(kind, uses_of)
+            yield _Tensor(number, info.name, kind.dtype, view, info, uses_of, tuple(self._infos(view, uses_of)))
         yield from self._constants(len(ordered))
 
     def _infos(self, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
         ranks = self._shards.ranks
-        held = [self._held.get(use.stored.name, ()) if use.stored is not None else () for use in uses]
+        holders = [self._holders.get(use.stored.name, ()) if use.stored is not None else () for use in uses]
         for number, holder, *_ in view.parts:
             stored = uses[number].stored
             if stored is None:
                 yield uses[number].info
-            elif holder in held[number]:
+            elif holder in holders[number]:
                 yield ranks[holder][stored.name if stored.naming is None else stored.name_on(holder)]
             else:
                 yield None
@@ -193,10 +193,10 @@ class _Tensors:
     def _view(self, kind: Kind, uses: Sequence[_Use]) -> View:
         key = (kind, *(part for use in uses for part in self._alike(use)))
         if key not in self._views:
-            before, plan = self._before[kind], self._arrangement.plan
+            original, plan = self._kinds_of_original[kind], self._arrangement.plan
             repeats = None
-            if before.shape != kind.shape:
-                steps = zip(before.rule.dims, kind.rule.dims, strict=True)
+            if original.shape != kind.shape:
+                steps = zip(original.rule.dims, kind.rule.dims, strict=True)
                 repeats = tuple(old.step // new.step for old, new in steps)
             sizes = plan.model.sizes.of(dict(kind.indices))
             padded = rule_of(plan.model, kind).sizes(
@@ -204,7 +204,7 @@ class _Tensors:
             )
             self._check(kind, uses)
             parts = [part for number, use in enumerate(uses) for part in self._parts_of(kind, number, use)]
-            self._views[key] = View(kind.shape, padded, DTYPE_BITS[before.dtype], parts, repeats)
+            self._views[key] = View(kind.shape, padded, DTYPE_BITS[original.dtype], parts, repeats)
         return self._views[key]
 
     def _alike(self, use: _Use) -> Iterator[object]:
@@ -216,20 +216,22 @@ class _Tensors:
 
     def _parts_of(self, kind: Kind, number: int, use: _Use) -> Iterator[Part]:
         """The parts that the holders of a stored tensor have."""
-        stored, is_own = use.stored, kind.dtype == self._before[kind].dtype
+        stored, is_own = use.stored, kind.dtype == self._kinds_of_original[kind].dtype
         if stored is None:
             assert use.info is not None
             dtype = use.info.dtype
-            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[dtype], dtype == self._before[kind].dtype)
+            yield Part(
+                number, 0, (_whole(kind.shape),), DTYPE_BITS[dtype], dtype == self._kinds_of_original[kind].dtype
+            )
             return
         atom, portions = stored.atoms[use.number], stored.geometry.portions
         function = portions[use.number % len(portions)].function
         is_same, bits = is_own and stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
-        zeros, sizes = self._arrangement.placed[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
+        zeros, sizes = self._arrangement.atoms[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
         whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
-            found = self._parts.of(stored, holder)
-            blocks = found.atoms[use.number] if found else None
+            part_of = self._parts.of(stored, holder)
+            blocks = part_of.atoms[use.number] if part_of else None
             if blocks:
                 if atom.at is not None:
                     blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
@@ -253,7 +255,7 @@ class _Tensors:
         """What a format stores that comes from no tensor."""
         views: dict[tuple[int, str], View] = {}
         for stored in self._arrangement.stored:
-            for holder in self._held.get(stored.name, ()) if stored.constant is not None else ():
+            for holder in self._holders.get(stored.name, ()) if stored.constant is not None else ():
                 info = self._shards.ranks[holder][stored.name_on(holder)]
                 key = (math.prod(info.shape), info.dtype)
                 bits = DTYPE_BITS[info.dtype]
@@ -281,11 +283,11 @@ class _Unit(NamedTuple):
 
 def _units(tensors: Iterator[_Tensor]) -> Iterator[_Unit | Sequence[_Tensor]]:
     """Units of work: a chunk of a tensor, or several small tensors."""
-    for is_small, found in itertools.groupby(tensors, _is_small):
+    for is_small, group in itertools.groupby(tensors, _is_small):
         if not is_small:
-            yield from (_Unit(tensor, chunk) for tensor in found for chunk in tensor.view.chunks())
+            yield from (_Unit(tensor, chunk) for tensor in group for chunk in tensor.view.chunks())
             continue
-        while together := list(itertools.islice(found, TOGETHER)):
+        while together := list(itertools.islice(group, TOGETHER)):
             yield together
 
 
@@ -302,7 +304,7 @@ class _Tally:
     """The results of all threads."""
 
     def __init__(self, total: int, progress: Progress, sums: Mapping[FilePath, PartialSum], files: Files) -> None:
-        self.total, self.done, self.sums, self.files = total, 0, sums, files
+        self.total, self.nbytes, self.sums, self.files = total, 0, sums, files
         self.first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
         self.damaged: set[FilePath] = set()
         self._damages: dict[tuple[int, str, str, int], tuple[int, int, str | None]] = {}
@@ -311,8 +313,8 @@ class _Tally:
     def compared(self, nbytes: int) -> None:
         """Add to the number of compared bytes."""
         with self._lock:
-            self.done += nbytes
-            self._progress(self.done, self.total)
+            self.nbytes += nbytes
+            self._progress(self.nbytes, self.total)
 
     def summed(self, sums: Mapping[FilePath, PartialSum]) -> None:
         """Add the sums of what a thread has read."""
@@ -327,8 +329,8 @@ class _Tally:
         with self._lock:
             self.damaged.add(file)
             key = number, first.tensor, first.stored or "", first.rank
-            before = self._damages.get(key, (0, 0, None))
-            self._damages[key] = before[0] + nbytes, before[1] + elements, first.stored
+            earlier = self._damages.get(key, (0, 0, None))
+            self._damages[key] = earlier[0] + nbytes, earlier[1] + elements, first.stored
             place = (number, flat, first.rank, first.stored or "")
             if self.first is None or place < self.first[0]:
                 self.first = place, first
@@ -371,7 +373,7 @@ class _Runs:
     """Bytes to read; those that follow each other in a file are joined into one run."""
 
     def __init__(self) -> None:
-        self.found: list[_Run] = []
+        self.runs: list[_Run] = []
         self._last: dict[FilePath, _Run] = {}
 
     def add(self, file: FilePath, begin: int, nbytes: int) -> _Span:
@@ -379,7 +381,7 @@ class _Runs:
         run = self._last.get(file)
         if run is None or run.end != begin:
             run = self._last[file] = _Run(file, begin, begin)
-            self.found.append(run)
+            self.runs.append(run)
         run.end += nbytes
         return _Span(run, begin - run.begin, run.end - run.begin)
 
@@ -420,7 +422,7 @@ class _Worker:
         self._add(path, offset, buffer)
 
     def _add(self, path: FilePath, offset: int, content: Array) -> None:
-        if path in self._summed and not self._tally.files.is_elsewhere(path):
+        if path in self._summed and not self._tally.files.is_remote(path):
             if path not in self._sums:
                 self._sums[path] = PartialSum(self._summed[path].size)
             self._sums[path].add(offset, content.size, sum_part(content, offset))
@@ -435,56 +437,56 @@ class _Worker:
             item, info = tensor.view.bits // 8, tensor.original
             assert info is not None and tensor.view.words is not None
             parts = [
-                (words, runs.add(held.file, held.offset + words.begin * item, (words.end - words.begin) * item))
-                for words, held in zip(tensor.view.words, tensor.held, strict=True)
-                if held is not None
+                (words, runs.add(stored.file, stored.offset + words.begin * item, (words.end - words.begin) * item))
+                for words, stored in zip(tensor.view.words, tensor.stored, strict=True)
+                if stored is not None
             ]
             spans.append((tensor, runs.add(info.file, info.offset, info.nbytes), parts))
-        for run in runs.found:
+        for run in runs.runs:
             run.data = np.empty(run.end - run.begin, np.uint8)
             self._fill(run.file, run.begin, run.data)
-        done = 0
+        nbytes = 0
         for tensor, original, parts in spans:
             size, ours = 0, original.data
             for words, (run, begin, end) in parts:
                 if words.size != size:
-                    size, own = words.size, original.data.view(f"u{words.size}")
-                    ours = np.append(own, own.dtype.type(0))  # padding
+                    size, words_of = words.size, original.data.view(f"u{words.size}")
+                    ours = np.append(words_of, words_of.dtype.type(0))  # padding
                 if ours.take(words.numbers).tobytes() != run.data[begin:end].tobytes():  # faster than arrays, if small
                     break
             else:
-                done += sum(found.end - found.begin for _, found in parts)
+                nbytes += sum(span.end - span.begin for _, span in parts)
                 continue
             with _Worker(self._tally, self._names, sums=False) as again:
                 for chunk in tensor.view.chunks():
                     again.compare(tensor, chunk)
-        self._tally.compared(done)
+        self._tally.compared(nbytes)
 
     def compare(self, tensor: _Tensor, chunk: Chunk) -> None:
         """Compare a chunk of the original with what each holder has of it."""
-        view, done = tensor.view, 0
+        view, nbytes = tensor.view, 0
         run = view.of_original(chunk)
         original = self._original(tensor, chunk, run) if tensor.original is not None and run.length else None
-        for read in view.reads(chunk):
-            part, info = view.parts[read.part], tensor.held[read.part]
+        for reading in view.reads(chunk):
+            part, info = view.parts[reading.part], tensor.stored[reading.part]
             if info is None:
                 continue
-            left = original
-            if part.stated is not None and left is not None:
-                left = self._stated(tensor, part.stated, run)
+            ours = original
+            if part.stated is not None and ours is not None:
+                ours = self._stated(tensor, part.stated, run)
             pair = _Pair.of(tensor, part, info, self._names)
-            if read.part in view.shared:
-                for block in (tile for each in read.blocks for tile in tiles(each, part.bits)):
+            if reading.part in view.shared:
+                for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
                     of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
-                    found = self._tally.files.read_shared(info, of.begin, of.nbytes, self._add)
-                    self._compare(pair, block, (left, run.offset), (found, block.shard))
+                    theirs = self._tally.files.read_shared(info, of.begin, of.nbytes, self._add)
+                    self._compare(pair, block, (ours, run.offset), (theirs, block.shard))
             else:
-                begin, end = read.begin * part.bits // 8, read.end * part.bits // 8
-                found = self._read("held", info.file, info.offset + begin, end - begin)
-                for block in read.blocks:
-                    self._compare(pair, block, (left, run.offset), (found, read.begin))
-            done += read.elements * part.bits // 8
-        self._tally.compared(done)
+                begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
+                theirs = self._read("held", info.file, info.offset + begin, end - begin)
+                for block in reading.blocks:
+                    self._compare(pair, block, (ours, run.offset), (theirs, reading.begin))
+            nbytes += reading.elements * part.bits // 8
+        self._tally.compared(nbytes)
 
     def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
         """A chunk of the original's bytes."""
@@ -506,18 +508,18 @@ class _Worker:
 
     def _compare(self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]) -> None:
         """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left, info = None, pair.tensor.original
+        left_part, info = None, pair.tensor.original
         if info is not None and ours[0] is not None and block.original is not None and not pair.zero:
             bits = DTYPE_BITS[info.dtype]
-            left = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
-            left = cast(left, info.dtype, pair.dtypes[0])
+            left_part = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
+            left_part = cast(left_part, info.dtype, pair.dtypes[0])
         right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
-        if left is not None:
-            wrong = differing(left, right, pair.dtypes, pair.function)
+        if left_part is not None:
+            wrong = differing(left_part, right, pair.dtypes, pair.function)
         else:
             wrong = right != pair.pattern if (right != pair.pattern).any() else None
         if wrong is not None:
-            self._count(pair, block, left, right, wrong)
+            self._count(pair, block, left_part, right, wrong)
 
     def _count(self, pair: _Pair, block: Block, left: Array | None, right: Array, wrong: Array) -> None:
         """Count the wrong elements of a block, and find the first in the order of the original's elements."""
@@ -528,11 +530,11 @@ class _Worker:
             left = None if left is None else np.atleast_1d(left)
         places = np.nonzero(wrong)
         coordinates = [np.full(places[0].size, start) for start in block.first]
-        for factor, found in enumerate(places[: len(block.shape)]):
+        for factor, indices in enumerate(places[: len(block.shape)]):
             dim, step = block.along[factor]
-            coordinates[dim] = coordinates[dim] + found * (step * (per_byte if factor == len(places) - 1 else 1))
+            coordinates[dim] = coordinates[dim] + indices * (step * (per_byte if factor == len(places) - 1 else 1))
         one = int(np.lexsort(coordinates[::-1])[0]) if coordinates else 0
-        index, at = tuple(int(each[one]) for each in coordinates), tuple(int(each[one]) for each in places)
+        index, at = tuple(int(numbers[one]) for numbers in coordinates), tuple(int(numbers[one]) for numbers in places)
         elements = [i * (per_byte if factor == len(places) - 1 else 1) for factor, i in enumerate(at)]
         moved = sum(i * step for i, step in zip(elements, block.shard_strides, strict=False))
         nbytes = right.itemsize * int(places[0].size)

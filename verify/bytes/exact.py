@@ -70,28 +70,28 @@ def compare(
         arrangement = shards.arrangement
         if plain:
             arrangement = arrangement_of(_planned(original, shards), OWN, twice=shards.twice)
-        found = Structure(original, shards, arrangement)
-        found.check()
+        structure = Structure(original, shards, arrangement)
+        structure.check()
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)
-        comparison = Comparison(original, shards, arrangement, found.comparable, progress, sums, files)
+        comparison = Comparison(original, shards, arrangement, structure.comparable, progress, sums, files)
     except ReshardError as error:
         if _is_unreadable(error):
             raise
         return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
     report = comparison.run(workers or files.workers)
-    found.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
-    if found.of_any_mesh:
+    structure.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
+    if structure.of_any_mesh:
         report = replace(report, mesh="of no stated mesh", ranks=None)
     return replace(
         report,
         format=None if plain else shards.format.name,
-        is_listed=shards.beside is not None,
-        missing=tuple(found.missing),
-        extra=tuple(found.extra),
-        configs=tuple(found.configs),
-        problems=tuple(found.problems),
-        not_compared=tuple(found.not_compared),
+        is_listed=shards.other_files is not None,
+        missing=tuple(structure.missing),
+        extra=tuple(structure.extra),
+        configs=tuple(structure.configs),
+        problems=tuple(structure.problems),
+        not_compared=tuple(structure.not_compared),
         cast=original.cast.dtype if original.cast is not None else None,
     )
 

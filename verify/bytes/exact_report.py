@@ -59,8 +59,8 @@ class ConfigDifference:
     found: str | None
 
     def __str__(self) -> str:
-        expected, found = (value if value is not None else "nothing" for value in (self.expected, self.found))
-        return f"{self.file}: '{self.key}' is {found}, expected {expected}"
+        expected, stated = (value if value is not None else "nothing" for value in (self.expected, self.found))
+        return f"{self.file}: '{self.key}' is {stated}, expected {expected}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from formats.files.dcp import object_bytes
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
 from formats.files.sharded import (
-    KEPT,
+    INTACT_FILE,
     MANIFEST,
     METADATA_KEY,
     FileRecord,
@@ -33,7 +33,7 @@ from formats.files.sharded import (
 )
 from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
-from formats.store import FilePath, by_name, is_in, name_in, read_file
+from formats.store import FilePath, is_in, name_in, read_file, sorted_paths
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
@@ -68,12 +68,12 @@ def extra_entries(shards: Source, expected: Iterable[str]) -> list[str]:
     """
     files = set(expected)
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
-    beside = (_extra_beside(name, files, folders) for name in shards.beside or ())
-    return sorted({*_extra(shards.path, "", files, folders), *(name for name in beside if name is not None)})
+    side_names = (_extra_beside(name, files, folders) for name in shards.other_files or ())
+    return sorted({*_extra(shards.path, "", files, folders), *(name for name in side_names if name is not None)})
 
 
 def _extra(root: FilePath, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
-    for entry in by_name((root / folder).iterdir()):
+    for entry in sorted_paths((root / folder).iterdir()):
         name = name_in(entry, root)
         if not folder and _is_ignored(entry.name):
             continue
@@ -117,56 +117,56 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
 
 def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
     """The wrong values in ``reshard.json``, without checksums (see ``wrong_checksums``)."""
-    found = shards.manifest
-    if found is None:
+    manifest = shards.manifest
+    if manifest is None:
         return
-    should = json.loads(manifest_text(_expected_manifest(original, shards, plan, found)))
+    should = json.loads(manifest_text(_expected_manifest(original, shards, plan, manifest)))
     yield from changes(should, read_json(shards.path / MANIFEST))
 
 
-def _expected_manifest(original: Source, shards: Source, plan: Plan, found: Manifest) -> Manifest:
+def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: Manifest) -> Manifest:
     identity = original.identity(plan)
-    record = dataclasses.replace(original.record, location=found.source.location, commit=found.source.commit)
-    if _made_without(original, found):  # shards without a manifest do not describe the original files
+    record = dataclasses.replace(original.record, location=manifest.source.location, commit=manifest.source.commit)
+    if _made_without(original, manifest):  # shards without a manifest do not describe the original files
         record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
-        record = record if is_fingerprint(found.source.id) else dataclasses.replace(record, id=found.source.id)
+        record = record if is_fingerprint(manifest.source.id) else dataclasses.replace(record, id=manifest.source.id)
         identity = dataclasses.replace(identity, source=record.id)
-    sums = {file.name: file.checksum for file in found.source.files}
+    sums = {file.name: file.checksum for file in manifest.source.files}
     files = tuple(dataclasses.replace(file, checksum=sums.get(file.name)) for file in record.files)
     side = tuple(FileRecord(name, len(data), checksum(data)) for name, data in original.read_side_files().items())
     return dataclasses.replace(
-        found,
-        identity=dataclasses.replace(identity, plan=found.identity.plan),
+        manifest,
+        identity=dataclasses.replace(identity, plan=manifest.identity.plan),
         source=dataclasses.replace(record, files=files),
         side_files=side,
-        ranks={rank: tuple(_records(shards, plan, rank, found)) for rank in range(plan.mesh.size)},
+        ranks={rank: tuple(_records(shards, plan, rank, manifest)) for rank in range(plan.mesh.size)},
     )
 
 
-def _made_without(original: Source, found: Manifest) -> bool:
+def _made_without(original: Source, manifest: Manifest) -> bool:
     """Whether shards were made of other shards, which do not say what the files of the original are."""
-    return not found.source.files and {stamp.name for stamp in found.inputs} != {s.name for s in original.states}
+    return not manifest.source.files and {stamp.name for stamp in manifest.inputs} != {s.name for s in original.states}
 
 
 def expected_source(original: Source, shards: Source) -> str:
     """The fingerprint of the original that the shards' headers should state; if it is not known, the one that they
     state.
     """
-    own = original.record.id
+    fingerprint = original.record.id
     if shards.manifest is not None:
-        return shards.manifest.source.id if _made_without(original, shards.manifest) else own
+        return shards.manifest.source.id if _made_without(original, shards.manifest) else fingerprint
     headers = (read_shard(f.metadata, f.path) for f in shards.files.values() if METADATA_KEY in f.metadata)
-    said = next((shard.identity.source for shard in headers), None)
-    return own if said is None or is_fingerprint(said) else said
+    stated = next((shard.identity.source for shard in headers), None)
+    return fingerprint if stated is None or is_fingerprint(stated) else stated
 
 
-def _records(shards: Source, plan: Plan, rank: int, found: Manifest) -> Iterator[FileRecord]:
+def _records(shards: Source, plan: Plan, rank: int, manifest: Manifest) -> Iterator[FileRecord]:
     """The records of a rank's files on the disk, in the order of a manifest."""
-    said = {record.name: record.checksum for record in found.ranks.get(rank, ())}
+    checksums = {record.name: record.checksum for record in manifest.ranks.get(rank, ())}
     for name in _rank_files(shards, plan, rank):
         path = shards.path / name
         if path.is_file():
-            value = said.get(name)
+            value = checksums.get(name)
             is_always_summed = not name.endswith(".safetensors")
             yield FileRecord(
                 name, path.stat().st_size, file_checksum(path) if is_always_summed and not value else value
@@ -177,7 +177,7 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
     weights, folder = [file.name for file in _files(shards, plan.mesh, rank)], plan.mesh.folder(rank)
     if not shards.format.plain:
-        return [*weights, *([KEPT] if rank == 0 and shards.kept else [])]
+        return [*weights, *([INTACT_FILE] if rank == 0 and shards.intact else [])]
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
     return [*(f"{folder}/{name}" for name in _configs_of(shards.path)), *weights, *index]
 
@@ -192,13 +192,13 @@ def begun_sums(original: Source, shards: Source) -> dict[FilePath, PartialSum]:
     later.
     """
     files = [*original.files.values(), *shards.files.values()]
-    said = {path for path, value in _said(original, shards).items() if value is not None}
+    summed = {path for path, value in stated_checksums(original, shards).items() if value is not None}
     sums = {}
     for file in files:
-        beside = [*([(0, file.header)] if file.header is not None else []), *file.rest]
-        if file.path in said and beside:
+        parts = [*([(0, file.header)] if file.header is not None else []), *file.rest]
+        if file.path in summed and parts:
             sums[file.path] = PartialSum(file.size)
-            for offset, content in beside:
+            for offset, content in parts:
                 sums[file.path].add(offset, len(content), sum_part(content, offset))
     return sums
 
@@ -215,22 +215,22 @@ def wrong_checksums(
     A file is read again if its sum in ``sums`` is incomplete or different. ``damaged`` files are skipped: they are
     already reported, and the manifest may be right.
     """
-    said, passed = _said(original, shards), {*damaged}
-    mine = [path for path in said if is_in(path, shards.path) and path.suffix == ".safetensors"]
-    without = [path for path in mine if said[path] is None]
-    if 0 < len(without) < len(mine):
+    checksums, passed = stated_checksums(original, shards), {*damaged}
+    own_files = [path for path in checksums if is_in(path, shards.path) and path.suffix == ".safetensors"]
+    without = [path for path in own_files if checksums[path] is None]
+    if 0 < len(without) < len(own_files):
         yield f"{MANIFEST}: {name_in(without[0], shards.path)} has no checksum, but other files have one"
-    for path, value in said.items():
+    for path, value in checksums.items():
         if value is None or path in passed or not path.is_file():
             continue
         begun = sums.get(path)
         if begun is None or not begun.is_complete or begun.value() != value:
-            found = _summed(path, files)
-            if found != value:
-                yield f"{MANIFEST}: the checksum of {path} is {found}, not {brief(value)}"
+            value_now = _summed(path, files)
+            if value_now != value:
+                yield f"{MANIFEST}: the checksum of {path} is {value_now}, not {brief(value)}"
 
 
-def _said(original: Source, shards: Source) -> dict[FilePath, str | None]:
+def stated_checksums(original: Source, shards: Source) -> dict[FilePath, str | None]:
     """The checksums that the manifest states for the ranks' files and the original's weights."""
     manifest = shards.manifest
     if manifest is None:
@@ -297,30 +297,30 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
 
     Of a program's folder without a manifest, config.json alone.
     """
-    format, found = shards.format, dict[str, Any]({CONFIG: original.read_config()})
+    format, contents = shards.format, dict[str, Any]({CONFIG: original.read_config()})
     if shards.stated is not None:
         planned = with_sound_config(plan)
         for rank in range(plan.mesh.size):
             folder = plan.mesh.folder(rank)
-            found |= {f"{folder}/{name}": None for name in _configs_of(shards.path)}
-            found[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
+            contents |= {f"{folder}/{name}": None for name in _configs_of(shards.path)}
+            contents[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
             if len(_files(shards, plan.mesh, rank)) > 1:
-                found[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
+                contents[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
     if shards.stated is not None or shards.manifest is None:
-        return found
+        return contents
     if format.settings is not None and format.settings.file not in original.side_files:
-        found[format.settings.file] = program_config(format.settings, shards.plan.model)
+        contents[format.settings.file] = program_config(format.settings, shards.plan.model)
     infos = [info for rank in shards.ranks for info in rank.values()]
     if format.files.index is not None and len({info.file for info in infos}) > 1:
-        found[format.files.index] = _index(infos)
+        contents[format.files.index] = _index(infos)
     if format.files.tracker is not None:
-        found[format.files.tracker] = str(format.files.folder).encode()
+        contents[format.files.tracker] = str(format.files.folder).encode()
     inside = format.files.place
     for name, content in format.container.documents.items():
-        found[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
+        contents[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
     if format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
-        found[inside + METADATA] = None
-    return found
+        contents[inside + METADATA] = None
+    return contents
 
 
 def documents_of(format: Format, weights: FilePath, root: FilePath) -> Iterator[str]:
@@ -345,30 +345,30 @@ def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> li
 # ---------------------------------------------------------------------------------------------------------- documents
 
 
-def changes(should: Any, found: Any, path: str = "") -> Iterator[Change]:
+def changes(should: Any, stored: Any, path: str = "") -> Iterator[Change]:
     """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
-    if isinstance(should, dict) and isinstance(found, dict):
-        for key in [*should, *(key for key in found if key not in should)]:
+    if isinstance(should, dict) and isinstance(stored, dict):
+        for key in [*should, *(key for key in stored if key not in should)]:
             inner = f"{path}.{key}" if path else str(key)
-            yield from changes(should.get(key, NOTHING), found.get(key, NOTHING), inner)
-    elif isinstance(should, list) and isinstance(found, list):
-        for number in range(max(len(should), len(found))):
-            one, other = (each[number] if number < len(each) else NOTHING for each in (should, found))
+            yield from changes(should.get(key, NOTHING), stored.get(key, NOTHING), inner)
+    elif isinstance(should, list) and isinstance(stored, list):
+        for number in range(max(len(should), len(stored))):
+            one, other = (side[number] if number < len(side) else NOTHING for side in (should, stored))
             yield from changes(one, other, f"{path}[{number}]")
-    elif _text(should) != _text(found):
-        yield path, should, found
+    elif _text(should) != _text(stored):
+        yield path, should, stored
 
 
 def _text(value: Any) -> str | None:
     return None if value is NOTHING else json.dumps(value, sort_keys=True)
 
 
-def shown(value: Any, other: Any) -> str | None:
+def quote(value: Any, other: Any) -> str | None:
     """A value of a change as text; if it is long, only the part around the first difference from ``other``."""
-    text, beside = _text(value), _text(other)
+    text, other_text = _text(value), _text(other)
     if text is None or len(text) <= 80:
         return text
-    same = next((i for i, (a, b) in enumerate(zip(text, beside or "", strict=False)) if a != b), 0)
+    same = next((i for i, (a, b) in enumerate(zip(text, other_text or "", strict=False)) if a != b), 0)
     start = max(0, same - 20)
     return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
 
@@ -389,7 +389,7 @@ def boundary_problem(shards: Source, planned: Arrangement, rank: int) -> str | N
     manifest, mesh, format = shards.manifest, planned.plan.mesh, shards.format
     if manifest is None or not format.files.has_parts or format.files.is_distributed:
         return None  # a distributed checkpoint's .metadata says where its chunks lie
-    bits = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in planned.held(rank)}
+    bits = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in planned.tensors_of(rank)}
     order = sorted(bits, key=lambda name: -bits[name])
     if not format.plain and not manifest.source.files:  # then the order is that of what was read
         order = [name for name in shards.ranks[rank] if name in bits]
@@ -399,16 +399,16 @@ def boundary_problem(shards: Source, planned: Arrangement, rank: int) -> str | N
         names = [name.replace(MODEL, ADAPTER) for name in names]
     if [file.name for file in files] != names:
         return f"{MANIFEST}: the files of rank {rank} are not called {', '.join(names)}"
-    held: dict[FilePath, list[TensorInfo]] = {file: [] for file in files}
+    infos_of: dict[FilePath, list[TensorInfo]] = {file: [] for file in files}
     for infos in shards.ranks:
         for file, of_file in itertools.groupby(infos.values(), key=lambda info: info.file):
-            if file in held:
-                held[file].extend(of_file)
-    found = [sorted(of_file, key=lambda info: info.offset) for of_file in held.values()]
-    sizes = {info.name: info.nbytes for of_file in found for info in of_file}
+            if file in infos_of:
+                infos_of[file].extend(of_file)
+    ordered = [sorted(of_file, key=lambda info: info.offset) for of_file in infos_of.values()]
+    sizes = {info.name: info.nbytes for of_file in ordered for info in of_file}
     ends = ends_of_files([sizes.get(name, 0) for name in order], manifest.max_shard_size)
     expected = [order[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-    if [[info.name for info in of_file] for of_file in found] == expected:
+    if [[info.name for info in of_file] for of_file in ordered] == expected:
         return None
     what = f"{len(expected)} files" if len(expected) != len(files) else "tensors in another order"
     limit = f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size}"

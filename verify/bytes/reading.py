@@ -57,8 +57,8 @@ class Files:
         elsewhere = (file for source in sources for file in source.files.values() if file.remote is not None)
         self._elsewhere = {file.path: _Blocks(file, sums.get(file.path)) for file in elsewhere}
         self._open: OrderedDict[FilePath, BinaryIO] = OrderedDict()
-        self._kept: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
-        self._kept_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
+        self._cache: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
+        self._cached_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
         self._summed: set[tuple[FilePath, int]] = set()
         self._lock = threading.Lock()
 
@@ -67,37 +67,37 @@ class Files:
         """The number of threads that should read: many if files are remote, because threads then wait for answers."""
         return _WORKERS_ELSEWHERE if self._elsewhere else min(_WORKERS, os.cpu_count() or 1)
 
-    def is_elsewhere(self, path: FilePath) -> bool:
+    def is_remote(self, path: FilePath) -> bool:
         """Whether a file is remote, so that its bytes are added to its sum as they are fetched."""
         return path in self._elsewhere
 
     def read(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """Bytes of a file. Raises CheckpointError, MismatchError."""
-        found = np.empty(nbytes, np.uint8)
-        self.fill(path, begin, found)
-        return found
+        content = np.empty(nbytes, np.uint8)
+        self.fill(path, begin, content)
+        return content
 
     def fill(self, path: FilePath, begin: int, buffer: Array) -> None:
         """Fill a buffer with bytes of a file.
 
         Raises CheckpointError if it cannot be read or has become shorter, MismatchError if it was replaced.
         """
-        done = 0
+        filled = 0
         if path in self._elsewhere:
-            while done < buffer.size:
-                number, skip = divmod(begin + done, BLOCK)
+            while filled < buffer.size:
+                number, skip = divmod(begin + filled, BLOCK)
                 block = self._block(path, number, BLOCK, partial(self._elsewhere[path].read, number))
-                piece = block[skip : skip + buffer.size - done]
-                buffer[done : done + len(piece)] = piece
-                done += len(piece)
+                piece = block[skip : skip + buffer.size - filled]
+                buffer[filled : filled + len(piece)] = piece
+                filled += len(piece)
             return
         try:
             file = self._file(path)
-            while done < buffer.size:
-                count = os.preadv(file.fileno(), [buffer[done:].data], begin + done)
+            while filled < buffer.size:
+                count = os.preadv(file.fileno(), [buffer[filled:].data], begin + filled)
                 if not count:
                     raise CheckpointError(f"{path} became shorter while it was read")
-                done += count
+                filled += count
         except OSError as error:
             raise unreadable(path, error) from None
 
@@ -106,7 +106,7 @@ class Files:
 
         Each block is passed to ``summed`` once.
         """
-        if self.is_elsewhere(info.file):
+        if self.is_remote(info.file):
             return self.read(info.file, info.offset + begin, nbytes)
         numbers = range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1)
         blocks = [self._shared_block(info, number, summed) for number in numbers]
@@ -118,30 +118,30 @@ class Files:
         offset, nbytes = info.offset + number * BLOCK, min(BLOCK, info.nbytes - number * BLOCK)
 
         def read() -> Array:
-            found = self.read(info.file, offset, nbytes)
+            content = self.read(info.file, offset, nbytes)
             with self._lock:
                 is_first = (info.file, offset) not in self._summed
                 self._summed.add((info.file, offset))
             if is_first:
-                summed(info.file, offset, found)
-            return found
+                summed(info.file, offset, content)
+            return content
 
         return self._block(info.file, offset, nbytes, read)
 
-    def _block(self, path: FilePath, number: int, nbytes: int, read: Callable[[], Array]) -> Array:
+    def _block(self, path: FilePath, number: int, nbytes: int, read_block: Callable[[], Array]) -> Array:
         """A block of a file; who asks first reads it, the others wait."""
-        key, mine = (path, number), Future[Array]()
+        key, future = (path, number), Future[Array]()
         with self._lock:
-            block, _ = self._kept.setdefault(key, (mine, nbytes))
-            self._kept.move_to_end(key)
-            self._kept_bytes += nbytes if block is mine else 0
-            while self._kept_bytes > self._room and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
-        if block is mine:
+            block, _ = self._cache.setdefault(key, (future, nbytes))
+            self._cache.move_to_end(key)
+            self._cached_bytes += nbytes if block is future else 0
+            while self._cached_bytes > self._room and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1][1]
+        if block is future:
             try:
-                mine.set_result(read())
+                future.set_result(read_block())
             except BaseException as error:
-                mine.set_exception(error)
+                future.set_exception(error)
         return block.result()
 
     def _file(self, path: FilePath) -> BinaryIO:
@@ -173,18 +173,18 @@ class _Blocks:
         begin = number * BLOCK
         if begin >= self._file.size:
             raise CheckpointError(f"{self._file.path} has no byte {begin}")
-        found = self._opened(begin, min(begin + BLOCK, self._file.size))
+        content = self._opened(begin, min(begin + BLOCK, self._file.size))
         if self._total is not None:
-            self._sum(number, begin, found)
-        return np.frombuffer(found, np.uint8)
+            self._sum(number, begin, content)
+        return np.frombuffer(content, np.uint8)
 
-    def _sum(self, number: int, begin: int, found: memoryview) -> None:
+    def _sum(self, number: int, begin: int, content: memoryview) -> None:
         skip = max(0, len(self._file.header or b"") - begin)
-        part = sum_part(found[skip:], begin + skip)
+        part = sum_part(content[skip:], begin + skip)
         with self._lock:
             if self._total is not None and number not in self._summed:
                 self._summed.add(number)
-                self._total.add(begin + skip, max(0, len(found) - skip), part)
+                self._total.add(begin + skip, max(0, len(content) - skip), part)
 
 
 # ------------------------------------------------------------------------------------------------ dequantized originals
@@ -209,17 +209,17 @@ def _scales(content: memoryview, dtype: str, grid: Grid) -> Numbers:
     raw = np.frombuffer(content, {"F32": "<u4", "F8_E8M0": "u1"}.get(dtype, "<u2"))
     with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
         if dtype == "F8_E8M0":
-            found = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
+            scales = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
         elif dtype == "F16":
-            found = raw.view(np.float16).astype(np.float64)
+            scales = raw.view(np.float16).astype(np.float64)
         else:
-            found = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
-    return found.reshape(-1, math.ceil(grid.columns / grid.block_columns))
+            scales = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
+    return scales.reshape(-1, math.ceil(grid.columns / grid.block_columns))
 
 
 def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> NDArray[np.uint16]:
     """The bits of bfloat16 of a range of elements."""
-    found = np.empty(codes.size, np.uint16)
+    rounded = np.empty(codes.size, np.uint16)
     of_column = np.arange(grid.columns) // grid.block_columns
     blocks = math.ceil(grid.rows / grid.block_rows)
     at = 0
@@ -229,9 +229,9 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
         block = row // grid.rows * blocks + row % grid.rows // grid.block_rows
         with np.errstate(all="ignore"):
             product = _VALUES[codes[at:end]] * scales[block][of_column[column : column + end - at]]
-            found[at:end] = nearest(product.astype(np.float32))
+            rounded[at:end] = nearest(product.astype(np.float32))
         at = end
-    return found
+    return rounded
 
 
 def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -296,20 +296,20 @@ def _rounded(values: Array, dtype: str) -> Array:
 # ------------------------------------------------------------------------------------------------- dtypes, functions
 
 
-def differing(left: Array, right: Array, dtypes: tuple[str, str], function: str | None) -> Array | None:
+def differing(ours: Array, theirs: Array, dtypes: tuple[str, str], function: str | None) -> Array | None:
     """Which elements are not what they should be; None if all are.
 
     ``dtypes`` are the original's dtype, after any cast, and the stored one. Raises PlanError for an unknown change.
     """
     if function is not None:
-        wrong = ~_is_near(left, right, dtypes, function)
+        wrong = ~_is_near(ours, theirs, dtypes, function)
         return wrong if wrong.any() else None
     if dtypes[0] != dtypes[1]:
-        left = widened(left, dtypes)
-    elif _in_words(left) and _in_words(right) and (left.view("<u8") == right.view("<u8")).all():
+        ours = widened(ours, dtypes)
+    elif _in_words(ours) and _in_words(theirs) and (ours.view("<u8") == theirs.view("<u8")).all():
         return None
-    found = left != right
-    return found if found.any() else None
+    unequal = ours != theirs
+    return unequal if unequal.any() else None
 
 
 def _in_words(array: Array) -> bool:
@@ -317,40 +317,40 @@ def _in_words(array: Array) -> bool:
     return bool(array.ndim and array.strides[-1] == array.itemsize and array.shape[-1] * array.itemsize % 8 == 0)
 
 
-def expected(left: Array, dtypes: tuple[str, str], function: str | None) -> bytes:
+def expected(ours: Array, dtypes: tuple[str, str], function: str | None) -> bytes:
     """The bytes that should be stored for an element."""
     if function is not None:
-        wide = widened(left, dtypes)
+        wide = widened(ours, dtypes)
         return bytes((-np.exp(wide.view("<f4").astype(np.float64))).astype("<f4").tobytes())
-    return bytes((left if dtypes[0] == dtypes[1] else widened(left, dtypes)).tobytes())
+    return bytes((ours if dtypes[0] == dtypes[1] else widened(ours, dtypes)).tobytes())
 
 
-def widened(left: Array, dtypes: tuple[str, str]) -> Array:
+def widened(ours: Array, dtypes: tuple[str, str]) -> Array:
     """The original's elements, exactly, in the wider dtype in which they are stored. Raises PlanError."""
     if dtypes == ("F32", "F32"):
-        return left
+        return ours
     if dtypes == ("BF16", "F32"):
-        return left.astype("<u4") << np.uint32(16)
+        return ours.astype("<u4") << np.uint32(16)
     if dtypes == ("F16", "F32"):
-        return np.ascontiguousarray(left).view("<f2").astype("<f4").view("<u4")
+        return np.ascontiguousarray(ours).view("<f2").astype("<f4").view("<u4")
     raise PlanError(f"a tensor of {dtypes[0]} is stored as {dtypes[1]}, which is not known to be exact")
 
 
-def _is_near(left: Array, right: Array, dtypes: tuple[str, str], function: str) -> Array:
+def _is_near(ours: Array, theirs: Array, dtypes: tuple[str, str], function: str) -> Array:
     """Whether each F32 is the function of the original's element, as computed in float64, within one unit in the last
     place: the function itself need not be rounded correctly.
     """
     if function != "-exp" or dtypes[1] != "F32":
         raise PlanError(f"the function '{function}' in {dtypes[1]} is not known")
-    original = widened(left, dtypes)
+    original = widened(ours, dtypes)
     values = np.ascontiguousarray(original).view("<f4").astype(np.float64)
     with np.errstate(over="ignore"):
         exact = -np.exp(values)
         nearest = exact.astype("<f4")
-    found = np.ascontiguousarray(right).view("<f4")
+    stored = np.ascontiguousarray(theirs).view("<f4")
     with np.errstate(invalid="ignore"):
-        close = np.abs(found.astype(np.float64) - exact) <= np.spacing(np.abs(nearest)).astype(np.float64)
-    near: Array = close | (found == nearest) | (np.isnan(found) & np.isnan(nearest))
+        close = np.abs(stored.astype(np.float64) - exact) <= np.spacing(np.abs(nearest)).astype(np.float64)
+    near: Array = close | (stored == nearest) | (np.isnan(stored) & np.isnan(nearest))
     return near
 
 
@@ -387,12 +387,12 @@ def repeated(view: View, chunk: Chunk, data: Array, count: int) -> Array:
     repeats, item = view.repeats or (), view.bits // 8
     shape, run = coarse(view, chunk)
     row = math.prod(shape[view.axis + 1 :])
-    found = data.reshape(run.length // row if row else 0, *shape[view.axis + 1 :], item)
+    values = data.reshape(run.length // row if row else 0, *shape[view.axis + 1 :], item)
     for dim, times in enumerate(repeats[view.axis :]):
-        found = np.repeat(found, times, axis=dim)
+        values = np.repeat(values, times, axis=dim)
     inner = view.shape[view.axis + 1 :]
     rows = count // math.prod(inner) if math.prod(inner) else 0
-    return np.ascontiguousarray(found[(slice(0, rows), *map(slice, inner))]).reshape(-1)
+    return np.ascontiguousarray(values[(slice(0, rows), *map(slice, inner))]).reshape(-1)
 
 
 # ------------------------------------------------------------------------------------------------------- stated shapes
@@ -408,5 +408,5 @@ def stating(files: Files, info: TensorInfo, shape: Sequence[int]) -> Array:
         stated: Array = np.array(shape, _INTEGERS[info.dtype]).view(np.uint8)
         return stated
     text = ", ".join(map(str, shape)).encode()
-    new = _SHAPE.sub(lambda found: found[1] + text.ljust(len(found[2])) + b"]", content.tobytes())
+    new = _SHAPE.sub(lambda match: match[1] + text.ljust(len(match[2])) + b"]", content.tobytes())
     return np.frombuffer(new, np.uint8)

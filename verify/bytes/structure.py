@@ -15,7 +15,7 @@ import numpy.typing as npt
 from formats.errors import ReshardError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import Chunk
-from formats.files.sharded import KEPT, MANIFEST
+from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.notation.format_file import HUGGING_FACE
 from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -56,7 +56,7 @@ class Structure:
         else:
             for rank in range(len(shards.ranks)):
                 self._check_rank(rank)
-        self._check_kept()
+        self._check_intact()
         documents = folder.documents(self.original, shards, plan)
         self._check_documents(documents)
         told = {difference.file for difference in self.configs}
@@ -68,7 +68,7 @@ class Structure:
             self.missing += sorted(side - present)
             self.extra += sorted(present - side)
         elif shards.stated is None and shards.manifest is None:
-            self.not_compared += self._beside()
+            self.not_compared += self._uncompared()
         else:
             weights = {file.name for file in shards.files.values()}
             expected = {*side, *documents, *weights, *([MANIFEST] if shards.manifest else [])}
@@ -87,7 +87,7 @@ class Structure:
         """The tensors of a rank."""
         where = f"rank {rank}" if not self.shards.format.plain else self.shards.path.name
         where = where if self.shards.stated is None else self.arrangement.plan.mesh.folder(rank)
-        tensors, is_own, known = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
+        tensors, is_own, planned_names = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
         shapes: dict[Geometry, tuple[int, ...] | None] = {}
         for stored in self.arrangement.stored:
             geometry = stored.geometry
@@ -98,22 +98,22 @@ class Structure:
                 continue
             shape = shape if stored.constant is None else stored.constant.shape
             name = stored.name if stored.naming is None else stored.name_on(rank)
-            known.append(name)
+            planned_names.append(name)
             info = tensors.get(name)
             if info is None:
-                made = "" if is_own else "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
-                self.missing.append(f"{where}: {name}{made}")
+                origin = "" if is_own else "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
+                self.missing.append(f"{where}: {name}{origin}")
             elif info.dtype != stored.dtype or info.shape != shape:
                 has, planned = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
                 self.problems.append(f"{info.file}: tensor '{name}' is {has}, the original gives {planned}")
             else:
                 self.comparable.setdefault(stored.name, []).append(rank)
-        if unknown := tensors.keys() - known:
+        if unknown := tensors.keys() - planned_names:
             self.extra += [f"{where}: {name}" for name in tensors if name in unknown]
 
     def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
-        for key, should, found in changes:
-            difference = ConfigDifference(file, key, folder.shown(should, found), folder.shown(found, should))
+        for key, should, stored in changes:
+            difference = ConfigDifference(file, key, folder.quote(should, stored), folder.quote(stored, should))
             self.configs.append(difference)
 
     def _check_documents(self, documents: Mapping[str, Any]) -> None:
@@ -122,59 +122,59 @@ class Structure:
             path = self.shards.path / name
             if should is None or not path.is_file():
                 continue
-            found = read_file(path) if isinstance(should, bytes) else folder.read_json(path)
-            if isinstance(found, bytes):
-                self._take(name, [("content", repr(should[:100]), repr(found[:100]))] if found != should else [])
-            elif isinstance(found, dict):
-                self._take(name, folder.changes(should, found))
+            stored = read_file(path) if isinstance(should, bytes) else folder.read_json(path)
+            if isinstance(stored, bytes):
+                self._take(name, [("content", repr(should[:100]), repr(stored[:100]))] if stored != should else [])
+            elif isinstance(stored, dict):
+                self._take(name, folder.changes(should, stored))
             else:
                 self.problems.append(f"{path}: is not a JSON object")
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
-        expected, found = self.original.identity(self.arrangement.plan), self.shards.stated
-        if found is None:
+        expected, stated = self.original.identity(self.arrangement.plan), self.shards.stated
+        if stated is None:
             return
         source = folder.expected_source(self.original, self.shards)
-        if found.source != source:
-            has, should = found.source[:12], source[:12]
+        if stated.source != source:
+            has, should = stated.source[:12], source[:12]
             self.problems.append(
                 f"{self.shards.path}: the shards say that they come from {has}, the original is {should}"
             )
-        for axis in sorted(expected.sizes.keys() | found.sizes.keys()):
-            said, true = found.sizes.get(axis), expected.sizes.get(axis)
-            if said != true:
+        for axis in sorted(expected.sizes.keys() | stated.sizes.keys()):
+            size, true = stated.sizes.get(axis), expected.sizes.get(axis)
+            if size != true:
                 self.problems.append(
-                    f"{self.shards.path}: the axis '{axis}' is {said} by the headers, but {true} in the original"
+                    f"{self.shards.path}: the axis '{axis}' is {size} by the headers, but {true} in the original"
                 )
 
-    def _beside(self) -> Iterator[str]:
+    def _uncompared(self) -> Iterator[str]:
         """The files beside the weights that cannot be compared without a manifest: nobody says who wrote them.
 
         Those that the format has, those of the original that are not there, and what else lies there.
         """
         root, format = self.shards.path, self.shards.format
         side = {*self.original.side_files}
-        own = {name for name in folder.documents_of(format, weights_folder(format, root), root) if name not in side}
+        ours = {name for name in folder.documents_of(format, weights_folder(format, root), root) if name not in side}
         weights = {file.name for file in self.shards.files.values()}
-        known = {*side, *own, *weights, f"{weights_folder(format, root).name}/{METADATA}", METADATA, KEPT}
-        yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(own))
+        expected = {*side, *ours, *weights, f"{weights_folder(format, root).name}/{METADATA}", METADATA, INTACT_FILE}
+        yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(ours))
         yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
-        yield from folder.extra_entries(self.shards, known)
+        yield from folder.extra_entries(self.shards, expected)
 
-    def _check_kept(self) -> None:
+    def _check_intact(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
-        taken, dropped = self.arrangement.taken, self.arrangement.dropped
-        changed = {kind for kind, portions in taken.items() if any(portion.function for portion in portions)}
+        portions_of, dropped = self.arrangement.parts, self.arrangement.dropped
+        changed = {kind for kind, portions in portions_of.items() if any(portion.function for portion in portions)}
         tensors = self.arrangement.plan.model.tensors
-        wanted = {tensor.name: tensor for tensor in tensors if tensor.kind in changed or tensor.name in dropped}
-        kept = self.shards.kept
+        expected = {tensor.name: tensor for tensor in tensors if tensor.kind in changed or tensor.name in dropped}
+        intact = self.shards.intact
         if self.shards.manifest is not None:
-            self.missing += [f"{KEPT}: {name}" for name in wanted if name not in kept]
-        self.extra += [f"{KEPT}: {name}" for name in kept if name not in wanted]
-        for name in wanted.keys() & kept.keys():
-            if (kept[name].dtype, kept[name].shape) != (wanted[name].dtype, wanted[name].shape):
-                self.problems.append(f"{kept[name].file}: tensor '{name}' is not of the original's dtype and shape")
+            self.missing += [f"{INTACT_FILE}: {name}" for name in expected if name not in intact]
+        self.extra += [f"{INTACT_FILE}: {name}" for name in intact if name not in expected]
+        for name in expected.keys() & intact.keys():
+            if (intact[name].dtype, intact[name].shape) != (expected[name].dtype, expected[name].shape):
+                self.problems.append(f"{intact[name].file}: tensor '{name}' is not of the original's dtype and shape")
 
     @cached_property
     def _planned(self) -> Arrangement:
@@ -191,13 +191,13 @@ class Structure:
         if manifest is None or self.shards.format.plain or manifest.architecture == rules:
             return
         try:
-            theirs = open_source(self.shards.path).plan
+            by_manifest = open_source(self.shards.path).plan
         except ReshardError as error:
             yield f"{MANIFEST}: by its rules, {error.message}"
             return
         for tensor in self.shards.plan.model.tensors:
-            own, laid = self.shards.plan.laid[tensor.kind].layout, theirs.entries.get(tensor.name)
-            if laid is None or (own.padded, own.boxes) != (laid.layout.padded, laid.layout.boxes):
+            layout, laid = self.shards.plan.laid[tensor.kind].layout, by_manifest.entries.get(tensor.name)
+            if laid is None or (layout.padded, layout.boxes) != (laid.layout.padded, laid.layout.boxes):
                 yield f"{MANIFEST}: by its rules, ranks have other parts of '{tensor.name}'"
                 return
 
@@ -244,18 +244,18 @@ class _Chunks:
         """Fill in what is wrong; ``planned`` has the chunks of the mesh, by the numbers in the files' names."""
         into, name = self.into, self.stored.name
         if not self.chunks:
-            made = "".join(f", of '{atom.tensor}'" for atom in self.stored.atoms[:1])
-            into.missing.append(f"{name}{made}")
+            origin = "".join(f", of '{atom.tensor}'" for atom in self.stored.atoms[:1])
+            into.missing.append(f"{name}{origin}")
             return
         wrong = {number: text for number, at in self.chunks.items() if (text := self._wrong(number, at))}
         lacking: list[str] = []
         if planned is not None:
-            there = {self.files[number].rank for number in self.chunks}
-            lacking = [self._lacking(number, at) for number, at in planned.items() if number not in there]
+            present = {self.files[number].rank for number in self.chunks}
+            lacking = [self._lacking(number, at) for number, at in planned.items() if number not in present]
             for number, at in self.chunks.items():
-                wanted = planned.get(self.files[number].rank)
-                if number not in wrong and at != wanted:
-                    should = f"the mesh gives it {_range(wanted)}" if wanted else "the mesh gives it none"
+                chunk = planned.get(self.files[number].rank)
+                if number not in wrong and at != chunk:
+                    should = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
                     wrong[number] = f"{self._file(number)}: has {_range(at)} of '{name}', {should}"
         into.problems += wrong.values()
         into.missing += lacking
@@ -291,10 +291,10 @@ class _Chunks:
         for _, at in owners:
             count[tuple(slice(of.index(b), of.index(e)) for of, b, e in zip(ends, at.offset, at.end, strict=True))] += 1
         for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
-            found: list[list[int]] = np.argwhere(cells).tolist()
-            if found:
-                first = [of[i] for of, i in zip(ends, found[0], strict=True)]
-                elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in found)
+            bad: list[list[int]] = np.argwhere(cells).tolist()
+            if bad:
+                first = [of[i] for of, i in zip(ends, bad[0], strict=True)]
+                elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in bad)
                 names = [
                     Path(self._file(number)).name for number, at in owners
                     if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))

@@ -111,8 +111,8 @@ class View:
             self.rows = max(8, self.rows // 8 * 8)
         if repeats is not None and shape:  # and at an element of the original
             self.rows = -(-self.rows // repeats[self.axis]) * repeats[self.axis]
-        found = (read for chunk in self.chunks() for read in self.reads(chunk))
-        self.shared = frozenset(read.part for read in found if read.elements != read.end - read.begin)
+        all_reads = (read for chunk in self.chunks() for read in self.reads(chunk))
+        self.shared = frozenset(read.part for read in all_reads if read.elements != read.end - read.begin)
         self.rows *= WIDER if self.shared else 1
 
     def chunks(self) -> Iterator[Chunk]:
@@ -168,11 +168,11 @@ class View:
         bounds = [*((i, i + 1) for i in chunk.outer), *([(chunk.begin, chunk.end)] if self.shape else [])]
         factors: list[int] = []
         for dim, (begin, end) in enumerate(bounds):
-            own = [factor for factor, (of, _) in enumerate(block.along) if of == dim]
-            own.sort(key=lambda factor: -block.along[factor][1])
-            steps = [(block.shape[factor], block.along[factor][1]) for factor in own]
+            in_dim = [factor for factor, (of, _) in enumerate(block.along) if of == dim]
+            in_dim.sort(key=lambda factor: -block.along[factor][1])
+            steps = [(block.shape[factor], block.along[factor][1]) for factor in in_dim]
             options.append([*ranges_between(steps, begin - block.first[dim], end - block.first[dim])])
-            factors += own
+            factors += in_dim
         for chosen in itertools.product(*options):
             runs = [Run(0, length) for length in block.shape]
             for factor, run in zip(factors, itertools.chain(*chosen), strict=True):
@@ -184,14 +184,14 @@ class View:
         """The parts as words of the original; None if that is not possible, because their bytes are in another order,
         for example.
         """
-        found = []
+        word_parts = []
         for part in self.parts:
             begin, end = min(block.shard for block in part.blocks), max(map(end_of, part.blocks))
             count = sum(math.prod(block.shape) for block in part.blocks)
             if self.bits % 8 or self.repeats or not part.is_same or count != end - begin:
                 return None
-            found.append(self._words(part, begin, end))
-        return tuple(found)
+            word_parts.append(self._words(part, begin, end))
+        return tuple(word_parts)
 
     def _words(self, part: Part, begin: int, end: int) -> Words:
         total = math.prod(self.shape)
@@ -201,20 +201,20 @@ class View:
                 at = _positions(block.shard - begin, block.shape, block.shard_strides)
                 numbers[at] = _positions(block.original, block.shape, block.original_strides)
         item = self.bits // 8
-        for each in (8 // item, 4 // item, 2 // item):
-            if each > 1 and not total % each and not numbers.size % each:
-                rows = numbers.reshape(-1, each)
-                following = (rows[:, :1] + np.arange(each) == rows) & (rows[:, :1] % each == 0) & (rows < total)
+        for width in (8 // item, 4 // item, 2 // item):
+            if width > 1 and not total % width and not numbers.size % width:
+                rows = numbers.reshape(-1, width)
+                following = (rows[:, :1] + np.arange(width) == rows) & (rows[:, :1] % width == 0) & (rows < total)
                 if (following.all(axis=1) | (rows == total).all(axis=1)).all():
-                    return Words(begin, end, item * each, np.ascontiguousarray(rows[:, 0] // each))
+                    return Words(begin, end, item * width, np.ascontiguousarray(rows[:, 0] // width))
         return Words(begin, end, item, numbers)
 
 
 def _positions(first: int, shape: Sequence[int], strides: Sequence[int]) -> Indices:
-    found = np.full(1, first, np.intp)
+    positions = np.full(1, first, np.intp)
     for length, stride in zip(shape, strides, strict=True):
-        found = (found[:, None] + np.arange(length) * stride).reshape(-1)
-    return found
+        positions = (positions[:, None] + np.arange(length) * stride).reshape(-1)
+    return positions
 
 
 def _cut(block: Block, runs: Sequence[Run]) -> Block:
@@ -241,8 +241,8 @@ def tiles(block: Block, bits: int) -> Iterator[Block]:
         limits[dim] = -(-limits[dim] // 2)
     ranges = (range(0, length, limit) for length, limit in zip(block.shape, limits, strict=True))
     for begins in itertools.product(*ranges):
-        each = zip(begins, limits, block.shape, strict=True)
-        yield _cut(block, [Run(begin, min(limit, length - begin)) for begin, limit, length in each])
+        extents = zip(begins, limits, block.shape, strict=True)
+        yield _cut(block, [Run(begin, min(limit, length - begin)) for begin, limit, length in extents])
 
 
 def end_of(block: Block) -> int:
@@ -252,10 +252,10 @@ def end_of(block: Block) -> int:
 
 def _ends(block: Block) -> list[int]:
     """The index behind a block's last element, along each dimension of the padded tensor."""
-    found = [start + 1 for start in block.first]
+    ends = [start + 1 for start in block.first]
     for length, (dim, step) in zip(block.shape, block.along, strict=True):
-        found[dim] += (length - 1) * step
-    return found
+        ends[dim] += (length - 1) * step
+    return ends
 
 
 def array(data: Array, begin: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Array:

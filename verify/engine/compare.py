@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError, need_transformers, refused
+from formats.errors import CheckpointError, ReshardError, refused, require_transformers
 from formats.mesh import Mesh
 from formats.store import local_folder
 from reshard.source.source import Source
@@ -173,7 +173,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def prompts_of(original: Source, options: EngineOptions) -> tuple[int, list[list[int]]]:
     """The size of the vocabulary, and prompts of random tokens. Raises CheckpointError if there are too many."""
-    need_transformers("--engine")
+    require_transformers("--engine")
     size = original.model.sizes.of({}).get("vocab")
     if size is None or size > LARGEST_VOCABULARY:
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")
@@ -230,7 +230,7 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
     except OSError as error:
         raise refused("engine_python", command[0], error.strerror or str(error), advice=advice) from None
     try:
-        said, _ = process.communicate(timeout=options.timeout)
+        output, _ = process.communicate(timeout=options.timeout)
     except subprocess.TimeoutExpired:
         raise ReshardError(f"{name} has not ended after {time.monotonic() - started:.0f} s") from None
     finally:
@@ -240,16 +240,16 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
     if process.returncode or not out.exists():
         hint = f"{command[0]} has no vLLM: give the python of an environment that has it with --engine-python"
         raise ReshardError(
-            f"{name} ended with status {process.returncode}: {reason_of(said)}",
-            hint if "No module named 'vllm" in said else None,
+            f"{name} ended with status {process.returncode}: {reason_of(output)}",
+            hint if "No module named 'vllm" in output else None,
         )
 
 
-def reason_of(said: str) -> str:
+def reason_of(output: str) -> str:
     """What an engine's output says went wrong: its first exception that is not of the engine's own processes."""
-    errors = _EXCEPTION.findall(said)
+    errors = _EXCEPTION.findall(output)
     root = next((error for error in errors if "engine" not in error.lower()), None)
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     return root or (errors or lines or ["it said nothing"])[-1]
 
 

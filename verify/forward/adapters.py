@@ -50,10 +50,10 @@ def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what matters is in the result
             wrapped = peft.PeftModel(model, peft.PeftConfig.from_pretrained(folder))
-            found = wrapped.load_adapter(folder, "default", torch_device=str(model.device))
+            loaded = wrapped.load_adapter(folder, "default", torch_device=str(model.device))
     except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
         raise CheckpointError(f"{folder}: PEFT cannot load it: {' '.join(str(error).split())}") from error
-    for what, names in (("misses", found.missing_keys), ("has no place for", found.unexpected_keys)):
+    for what, names in (("misses", loaded.missing_keys), ("has no place for", loaded.unexpected_keys)):
         if names:
             raise CheckpointError(f"{folder}: PEFT {what} '{sorted(names)[0]}' ({len(names)} in all)")
     for name, parameter in model.named_parameters():
@@ -65,11 +65,11 @@ def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
 def _check_version(folder: Path) -> None:
     """Raise CheckpointError for an adapter of experts whose A and B the installed PEFT takes for something else."""
     settings, installed = settings_of(read_config(folder / ADAPTER_CONFIG), folder), version("peft")
-    (here,) = replace(settings, version=version_of(installed)).formats()
-    if settings.targets and (settings.grouped or here not in settings.formats()):
-        own = "Unsloth" if settings.grouped else f"PEFT {'.'.join(map(str, settings.version or ()))}"
+    (format_here,) = replace(settings, version=version_of(installed)).formats()
+    if settings.targets and (settings.grouped or format_here not in settings.formats()):
+        writer = "Unsloth" if settings.grouped else f"PEFT {'.'.join(map(str, settings.version or ()))}"
         raise CheckpointError(
-            f"{folder} was written by {own}, and PEFT {installed} reads its experts otherwise",
+            f"{folder} was written by {writer}, and PEFT {installed} reads its experts otherwise",
             f"'reshard split ADAPTER OUT --as peft --config BASE' converts it; {BYTES_ALONE}",
         )
 
@@ -113,11 +113,11 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
     ReshardError where the two parts do not fit.
     """
     whole = Foreign(HUGGING_FACE, make_plan(plan.model, UNSPLIT), (base,))
-    own = write_rank(whole, rank, folder / "base", plan)
+    base_rank = write_rank(whole, rank, folder / "base", plan)
     if not read_header(adapter / ADAPTER).tensors:
-        return own  # a pipeline stage that it does not change
+        return base_rank  # a pipeline stage that it does not change
     try:
-        return _copied(add_adapter(open_source(own, is_part=True), adapter), folder / "sum")
+        return _copied(add_adapter(open_source(base_rank, is_part=True), adapter), folder / "sum")
     except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has
         raise CheckpointError(
             f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",
@@ -128,10 +128,10 @@ def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, ad
 def _copied(store: RangeStore, folder: Path) -> Path:
     """Write the files of a store into a new folder, and return it."""
     folder.mkdir()
-    for name, found in store.list().items():
+    for name, stat in store.list().items():
         with (folder / name).open("wb") as file:
-            for begin in range(0, found.st_size, _CHUNK):
-                file.writelines(store.read([(name, begin, min(begin + _CHUNK, found.st_size))]))
+            for begin in range(0, stat.st_size, _CHUNK):
+                file.writelines(store.read([(name, begin, min(begin + _CHUNK, stat.st_size))]))
     return folder
 
 

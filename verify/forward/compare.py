@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError, need_transformers, refused
+from formats.errors import CheckpointError, ReshardError, refused, require_transformers
 from formats.notation.adapters import SETTINGS
 from formats.store import FilePath, local_folder
 from formats.torch_internals import TORCH_DTYPES
@@ -65,8 +65,8 @@ def run_forwards(
     ``references`` keeps what the originals computed for later calls; a run is taken from it only where the original's
     files, the dtype, the tokens and the options are the same.
     """
-    kept = {} if references is None else references
-    return [_run(job, progress, kept) for job in [_job(original, shards, options) for original, shards in pairs]]
+    cache = {} if references is None else references
+    return [_run(job, progress, cache) for job in [_job(original, shards, options) for original, shards in pairs]]
 
 
 def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
@@ -103,15 +103,15 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _device(options: ForwardOptions) -> str:
-    wanted = resolve(options.device)
-    if wanted == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+    device = resolve(options.device)
+    if device == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
         raise ReshardError(message, "unset it, or give --device cpu")
-    return wanted
+    return device
 
 
 def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:
-    need_transformers("the forward pass")
+    require_transformers("the forward pass")
     if isinstance(original, Unmerged):
         return _job_with_adapter(original, shards, options)
     _check_kinds(original, shards)
@@ -140,18 +140,18 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
 
 def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
     """A comparison with a base model and an adapter beside it."""
-    need_transformers("the forward pass of an adapter", "peft")
+    require_transformers("the forward pass of an adapter", "peft")
     for name in ("backward", "streamed"):
         if getattr(options, name):
             raise refused(name, True, "an adapter is not run so", instead=({name: None},))
     if not original.is_alone:
         job = _job(original.base, shards, options)
     else:
-        whole, held = _job(original.base, original.base, options), make_plan(shards.model, UNSPLIT)
+        whole, unsplit = _job(original.base, original.base, options), make_plan(shards.model, UNSPLIT)
         job = replace(
             whole, shards=local_folder(shards.path), plan=_plan_of_base(original.base, shards), is_full=False,
             base=original.base.ranks[0],
-            foreign=None if shards.format.plain else Foreign(shards.format, held, shards.ranks, shards.chunks),
+            foreign=None if shards.format.plain else Foreign(shards.format, unsplit, shards.ranks, shards.chunks),
         )  # fmt: skip
     stored = _dtype(original.base, job.plan, replace(options, compute_dtype=None))
     return replace(job, adapter=original.adapter, stored=stored)
@@ -198,15 +198,15 @@ def _check_dequantizing(original: Source, config: Mapping[str, Any], options: Fo
 
 def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
     """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if options.compute_dtype is not None:
-        if options.compute_dtype not in known:
+        if options.compute_dtype not in dtypes:
             raise refused("compute_dtype", options.compute_dtype, "it is float32, bfloat16 or float16")
-        return known[options.compute_dtype]
+        return dtypes[options.compute_dtype]
     count: dict[torch.dtype, int] = {}
     for name, tensor in original.ranks[0].items():
         dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.entries else None
-        if dtype in known.values() and dtype is not None:
+        if dtype in dtypes.values() and dtype is not None:
             count[dtype] = count.get(dtype, 0) + tensor.nbytes
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)
 

@@ -26,7 +26,7 @@ from formats.notation.format import Format
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Box, Plan, rank_config
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.stored import Chunks, Placed
+from reshard.placement.stored import Chunks, Location
 from verify.bytes.atoms import Block, Parts, strided
 from verify.bytes.reading import Files
 from verify.bytes.views import array
@@ -56,29 +56,29 @@ def write_rank(foreign: Foreign, rank: int, folder: Path, plan: Plan | None = No
     Raises CheckpointError where the rank lacks elements that it would have there.
     """
     arrangement = arrangement_of(foreign.plan, foreign.format, foreign.chunks)
-    held, plan = _Held(foreign, arrangement), foreign.plan if plan is None else plan
+    elements, plan = _Elements(foreign, arrangement), foreign.plan if plan is None else plan
     boxes = plan.boxes(rank)
     stored = (tensor for tensor in plan.model.tensors if tensor.name not in arrangement.dropped)
     names = [(name, kind.dtype, boxes[kind]) for name, kind, _ in stored if kind in boxes]
-    names.sort(key=lambda each: -DTYPE_BITS[each[1]])
+    names.sort(key=lambda entry: -DTYPE_BITS[entry[1]])
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(rank_config(with_sound_config(plan), rank)), encoding="utf-8")
     with (folder / MODEL).open("wb") as file:
         file.write(build_header([(name, dtype, box.shape) for name, dtype, box in names], {"format": "pt"}))
         for name, _, box in names:
-            file.write(held.local(name, box, rank).data)
+            file.write(elements.local(name, box, rank).data)
     return folder
 
 
-class _Held:
+class _Elements:
     """What ranks hold of Hugging Face's tensors."""
 
     def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
         self._ranks, self._parts, self._files = foreign.ranks, Parts(arrangement), Files()
         self._shapes = {tensor.name: tensor.kind.shape for tensor in arrangement.plan.model.tensors}
-        self._placed: dict[str, list[tuple[int | None, Placed]]] = defaultdict(list)
-        for atom, placed in arrangement.placed.items():
-            self._placed[atom.tensor].append((atom.at, placed))
+        self._locations: dict[str, list[tuple[int | None, Location]]] = defaultdict(list)
+        for atom, location in arrangement.atoms.items():
+            self._locations[atom.tensor].append((atom.at, location))
 
     def local(self, name: str, box: Box, rank: int) -> NDArray[Any]:
         """A rank's part of a tensor, as unsigned integers.
@@ -88,43 +88,43 @@ class _Held:
         elements are lacking.
         """
         owned = [np.concatenate([_NONE, *(np.arange(run.offset, run.end) for run in dim)]) for dim in box.dims]
-        found: NDArray[Any] | None = None
-        there = np.zeros(box.shape, bool)
+        values_of: NDArray[Any] | None = None
+        filled = np.zeros(box.shape, bool)
         for holder in sorted(range(len(self._ranks)), key=lambda other: other != rank):
-            for at, placed in self._placed[name] if not there.all() else ():
-                dtype = self._parts.kind(placed.stored.atoms[placed.number]).dtype
-                part = self._parts.of(placed.stored, holder)
-                for block in (part.atoms[placed.number] if part else None) or ():
-                    values = self._values(placed, holder, block, dtype)
-                    if found is None:
-                        found = np.zeros(box.shape, values.dtype)
-                    _put(found, there, owned, block, at, values)
+            for at, location in self._locations[name] if not filled.all() else ():
+                dtype = self._parts.kind(location.stored.atoms[location.number]).dtype
+                part = self._parts.of(location.stored, holder)
+                for block in (part.atoms[location.number] if part else None) or ():
+                    values = self._values(location, holder, block, dtype)
+                    if values_of is None:
+                        values_of = np.zeros(box.shape, values.dtype)
+                    _put(values_of, filled, owned, block, at, values)
         inside = (np.flatnonzero(of < size) for of, size in zip(owned, self._shapes[name], strict=True))
-        if found is None or not there[np.ix_(*inside)].all():
+        if values_of is None or not filled[np.ix_(*inside)].all():
             raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
-        return found
+        return values_of
 
-    def _values(self, placed: Placed, rank: int, block: Block, dtype: str) -> NDArray[Any]:
+    def _values(self, location: Location, rank: int, block: Block, dtype: str) -> NDArray[Any]:
         """The elements of a block in the dtype of Hugging Face's tensor.
 
         Of equal parts that the ranks add up, all but one of which are zeros, the sum.
         """
-        raw = self._read(placed, rank, block)
-        portion, stored = placed.portion, placed.stored
-        if stored.dtype == dtype and portion.function is None and not placed.zeros:
+        raw = self._read(location, rank, block)
+        portion, stored = location.portion, location.stored
+        if stored.dtype == dtype and portion.function is None and not location.zeros:
             return raw
         values = _decoded(raw, stored.dtype)
-        if placed.zeros:
-            for other, part in placed.layout.boxes.items():
-                if other != rank and part.dims == placed.layout.boxes[rank].dims:
-                    values = values + _decoded(self._read(placed, other, block), stored.dtype)
+        if location.zeros:
+            for other, part in location.layout.boxes.items():
+                if other != rank and part.dims == location.layout.boxes[rank].dims:
+                    values = values + _decoded(self._read(location, other, block), stored.dtype)
         if portion.function == "-exp":
             values = torch.log(-values)
-        found = values.to(TORCH_DTYPES[dtype]).contiguous()
-        return found.reshape(-1).view(torch.uint8).numpy().view(f"<u{found.itemsize}").reshape(tuple(found.shape))
+        result = values.to(TORCH_DTYPES[dtype]).contiguous()
+        return result.reshape(-1).view(torch.uint8).numpy().view(f"<u{result.itemsize}").reshape(tuple(result.shape))
 
-    def _read(self, placed: Placed, rank: int, block: Block) -> NDArray[Any]:
-        info = self._ranks[rank][placed.stored.name_on(rank)]
+    def _read(self, location: Location, rank: int, block: Block) -> NDArray[Any]:
+        info = self._ranks[rank][location.stored.name_on(rank)]
         bits = 8 * info.nbytes // max(1, math.prod(info.shape))
         of = strided(info.offset, block.shape, block.shard, block.shard_strides, bits)
         data = self._files.read(info.file, of.begin, of.nbytes)
@@ -132,7 +132,7 @@ class _Held:
 
 
 def _put(
-    found: NDArray[Any], there: NDArray[Any], owned: Sequence[NDArray[Any]], block: Block, at: int | None,
+    into: NDArray[Any], filled: NDArray[Any], owned: Sequence[NDArray[Any]], block: Block, at: int | None,
     values: NDArray[Any],
 ) -> None:  # fmt: skip
     """Put the elements of a block where the rank has them among the indices that it owns; others are left out."""
@@ -142,16 +142,16 @@ def _put(
     for factor in order:
         dim, step = block.along[factor]
         indices[dim] = (indices[dim][:, None] + np.arange(block.shape[factor]) * step).reshape(-1)
-    moved = values.transpose(order).reshape([len(each) for each in indices])
-    places = [np.searchsorted(own, each) for own, each in zip(owned, indices, strict=True)]
-    known = [
-        np.flatnonzero(own[np.minimum(place, len(own) - 1)] == each) if len(own) else np.zeros(0, np.intp)
-        for own, place, each in zip(owned, places, indices, strict=True)
+    moved = values.transpose(order).reshape([len(wanted_indices) for wanted_indices in indices])
+    places = [np.searchsorted(mine, wanted_indices) for mine, wanted_indices in zip(owned, indices, strict=True)]
+    owned_here = [
+        np.flatnonzero(mine[np.minimum(place, len(mine) - 1)] == wanted_indices) if len(mine) else np.zeros(0, np.intp)
+        for mine, place, wanted_indices in zip(owned, places, indices, strict=True)
     ]
-    target = np.ix_(*(place[inside] for place, inside in zip(places, known, strict=True)))
-    is_new = ~there[target]
-    found[target] = np.where(is_new, moved[np.ix_(*known)], found[target])
-    there[target] = True
+    target = np.ix_(*(place[inside] for place, inside in zip(places, owned_here, strict=True)))
+    is_new = ~filled[target]
+    into[target] = np.where(is_new, moved[np.ix_(*owned_here)], into[target])
+    filled[target] = True
 
 
 def _decoded(raw: NDArray[Any], dtype: str) -> torch.Tensor:

@@ -180,8 +180,8 @@ class Needs(Printed):
     @property
     def headline(self) -> str:
         """The bytes."""
-        each = " on each device" if len(self.ranks) > 1 else ""
-        return f"original {human_bytes(self.original)}, then ranks {human_bytes(max(self.ranks))}{each}"
+        per_device = " on each device" if len(self.ranks) > 1 else ""
+        return f"original {human_bytes(self.original)}, then ranks {human_bytes(max(self.ranks))}{per_device}"
 
     def to_text(self, width: int | None = None) -> str:
         """All of it, in one line."""
@@ -197,12 +197,12 @@ def needs_of(job: Job, kind: str) -> Needs:
 
     def numbers(boxes: Mapping[Kind, Box] | None) -> int:
         """Of all weights; of the largest block if one is there at a time."""
-        found: dict[object, int] = {}
+        counts: dict[object, int] = {}
         for name, of, at in plan.model.tensors:
             if boxes is None or of in boxes:
                 block = (at[:1] or name) if options.streamed else None
-                found[block] = found.get(block, 0) + math.prod(of.shape if boxes is None else boxes[of].shape)
-        return max(found.values(), default=0)
+                counts[block] = counts.get(block, 0) + math.prod(of.shape if boxes is None else boxes[of].shape)
+        return max(counts.values(), default=0)
 
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
     devices, launched = 1 if kind == "cpu" else min(size, count(kind)), os.environ.get("LOCAL_WORLD_SIZE")

@@ -113,10 +113,10 @@ def _run_as_rank(
 
     Raises ReshardError for another number of ranks, RankError where the function fails here.
     """
-    there, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    if there != world_size:
+    started, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if started != world_size:
         raise ReshardError(
-            f"the launcher started {there} ranks, but {world_size} are needed",
+            f"the launcher started {started} ranks, but {world_size} are needed",
             f"Start it with {world_size} processes in all (torchrun --nproc-per-node).",
         )
     joined = not dist.is_initialized()
@@ -149,10 +149,10 @@ def join_group(device: str, timeout: float) -> None:
     use(rank_device(device))
     way = backend(device, local_ranks)
     # The ranks connect here, and not in the first collective; a barrier knows its GPU.
-    own = rank_device(device) if way != "gloo" else None
+    bound_device = rank_device(device) if way != "gloo" else None
     if way == "nccl":  # a collective that times out is then an exception in the rank, not the end of its process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    dist.init_process_group(way, timeout=timedelta(seconds=timeout), device_id=own)
+    dist.init_process_group(way, timeout=timedelta(seconds=timeout), device_id=bound_device)
 
 
 _POLL = 0.1  # seconds between two looks at what other ranks have said
@@ -209,9 +209,9 @@ class Crew:
         """
         self._speaks.acquire()
         deadline = time.monotonic() + (_SETTLE if isinstance(end, ReshardError) else 0)
-        while (found := self._end()) is None and time.monotonic() < deadline:
+        while (reported := self._end()) is None and time.monotonic() < deadline:
             time.sleep(_POLL)
-        return end if found is None else found
+        return end if reported is None else reported
 
     def end(self, code: int) -> None:
         """Rank 0 only: tells the other ranks to end with this exit code, and waits until they have ended."""

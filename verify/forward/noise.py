@@ -112,23 +112,23 @@ def yardstick(exact: Tensor, draws: Sequence[Noise], dtype: torch.dtype) -> Yard
     return Yardstick(exact.detach().cpu(), scale, noise, typical, allowed(1), allowed(0))
 
 
-def measure(found: Tensor, known: Yardstick) -> Distance:
+def measure(state: Tensor, yardstick: Yardstick) -> Distance:
     """Compare a run with the exact one. Masked (infinite) scores must be so in both; NaN gives an infinite error."""
-    error = _difference(_matrix(found), _matrix(known.exact))
+    error = _difference(_matrix(state), _matrix(yardstick.exact))
     size = _rms(error)
     if not math.isfinite(size):
-        return Distance(known.noise / known.scale, math.inf, math.inf, "all")
-    ratios = {"all": size / known.typical}
-    for name, over, allowed in (("token", 1, known.of_token), ("channel", 0, known.of_channel)):
-        each = error.square().mean(over).sqrt() / allowed
-        at = int(each.argmax())
-        ratios[f"{name} {at}"] = float(each[at])
+        return Distance(yardstick.noise / yardstick.scale, math.inf, math.inf, "all")
+    ratios = {"all": size / yardstick.typical}
+    for name, over, allowed in (("token", 1, yardstick.of_token), ("channel", 0, yardstick.of_channel)):
+        errors = error.square().mean(over).sqrt() / allowed
+        at = int(errors.argmax())
+        ratios[f"{name} {at}"] = float(errors[at])
     worst = max(ratios, key=lambda key: ratios[key])
-    return Distance(known.noise / known.scale, size / known.scale, ratios[worst], worst)
+    return Distance(yardstick.noise / yardstick.scale, size / yardstick.scale, ratios[worst], worst)
 
 
-def _difference(found: Tensor, exact: Tensor) -> Tensor:
-    return (found - exact).masked_fill((found == exact) & exact.isinf(), 0)
+def _difference(state: Tensor, exact: Tensor) -> Tensor:
+    return (state - exact).masked_fill((state == exact) & exact.isinf(), 0)
 
 
 def _matrix(x: Tensor) -> Tensor:

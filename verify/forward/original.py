@@ -59,23 +59,23 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     started = time.monotonic()
     exact_run, reason = _run_exactly(job, device)
     ids, inputs, exact, exact_grads, without = exact_run
-    given = {name: value.to(device) for name, value in inputs.items()}
+    on_device = {name: value.to(device) for name, value in inputs.items()}
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
     of_states, of_gradients = ({name: list[Noise]() for name in of} for of in (exact.states, exact_grads))
-    own, again = Trace(), None
-    for number, (trace, grads) in enumerate(_draws(job, given, exact, device)):
+    first, again = Trace(), None
+    for number, (trace, grads) in enumerate(_draws(job, on_device, exact, device)):
         _check_numbers(trace, grads, job, job.dtype)
-        own = own if number else trace
+        first = first if number else trace
         again = trace if is_noisy(device) and number == 1 else again
-        for known, found, draws in ((exact.states, trace.states, of_states), (exact_grads, grads, of_gradients)):
-            for name, x in known.items():
-                draws[name].append(noise_of(found[name], x))
-        del trace, grads, found  # or those of two runs would be in memory at once
+        for expected, drawn, draws in ((exact.states, trace.states, of_states), (exact_grads, grads, of_gradients)):
+            for name, x in expected.items():
+                draws[name].append(noise_of(drawn[name], x))
+        del trace, grads, drawn  # or those of two runs would be in memory at once
         empty()
     of_vocabulary = (n for n, state in exact.states.items() if "logits" in n and state.shape[-1] in _rows(job))
     logits = next(of_vocabulary, None)
     states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
-    apart = {n: dataclasses.replace(states[n], exact=x) for n, x in own.states.items()}
+    apart = {n: dataclasses.replace(states[n], exact=x) for n, x in first.states.items()}
     return Reference(
         reason=reason,
         repeated=max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None,
@@ -83,10 +83,10 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         inputs=inputs,
         states=states,
         logits=logits,
-        own_logits=own.states[logits] if logits else None,
+        own_logits=first.states[logits] if logits else None,
         chosen=exact.chosen,
         choices=exact.choices,
-        overruled=own.overruled,
+        overruled=first.overruled,
         seconds=time.monotonic() - started,
         gradients={n: yardstick(x, of_gradients[n], job.dtype) for n, x in exact_grads.items()},
         effects={name: measure(state, states[name]).ratio for name, state in without.items()},
@@ -142,11 +142,11 @@ def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
     say(f"original in {dtype_name(job.exact_dtype)}")
     with _original(job, job.exact_dtype, device) as loaded:
         ids, inputs = _inputs(loaded.model, job)
-        given = {name: value.to(device) for name, value in inputs.items()}
+        on_device = {name: value.to(device) for name, value in inputs.items()}
         places = places_of(loaded, job.plan)
-        trace, gradients = _run_whole(loaded, given, job, places, None, 0)
+        trace, gradients = _run_whole(loaded, on_device, job, places, None, 0)
         _check_numbers(trace, gradients, job, job.exact_dtype)
-        return _Exact(ids, inputs, trace, gradients, _without_adapter(loaded, given, job, places, trace))
+        return _Exact(ids, inputs, trace, gradients, _without_adapter(loaded, on_device, job, places, trace))
 
 
 def _without_adapter(
@@ -247,12 +247,12 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
     """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
     _free()
     with temporary_folder("reshard-offload-") as folder:
-        more: dict[str, Any] = {"device_map": {"": device}}
+        options: dict[str, Any] = {"device_map": {"": device}}
         if job.options.streamed:
-            more = on_disk(folder)
+            options = on_disk(folder)
         elif device.type != "cpu" and not _fits(job, dtype, device):
-            more = {"device_map": "auto", "offload_folder": folder}
-        loaded = load_original(job.original, job.original_config, job.plan, dtype, more)
+            options = {"device_map": "auto", "offload_folder": folder}
+        loaded = load_original(job.original, job.original_config, job.plan, dtype, options)
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:

@@ -172,13 +172,13 @@ def _reason(job: Job, device: str, result: Result) -> str | None:
     return "; ".join(why) or None
 
 
-def _worst(found: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
+def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
     """The worst of these ranks at each place: what should be the same on several is looked at on all of them."""
     by_place: dict[str, list[tuple[int, Distance]]] = {}
-    for rank, rows in zip(ranks, found, strict=True):
+    for rank, rows in zip(ranks, distances, strict=True):
         for name, distance in rows:
             by_place.setdefault(name, []).append((rank, distance))
-    worst = {name: max(each, key=lambda pair: pair[1].ratio) for name, each in by_place.items()}
+    worst = {name: max(pairs, key=lambda pair: pair[1].ratio) for name, pairs in by_place.items()}
     return tuple(
         Row(name, at.error, at.noise, at.ratio, at.worst, rank, at.is_same) for name, (rank, at) in worst.items()
     )
@@ -194,7 +194,7 @@ def _effect(result: Result) -> Effect | None:
 
 def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
     noisiest = max(layers, key=lambda row: row.noise)
-    least = min(biases, key=lambda found: found[1], default=None)
+    least = min(biases, key=lambda bias: bias[1], default=None)
     seen_from = LIMIT * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
     is_poor = seen_from > POOR or (least is not None and least[1] <= LIMIT)
     return Power(

@@ -62,8 +62,8 @@ def _run_once(job: Job, groups: Groups, references: MutableMapping[str, Referenc
 
         reference = world().share(run_original)
         result = _run_shards(job, groups, offload, originals[0] if originals else None, reference, started)
-    mine = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
-    return result, max(world().gather(mine))
+    ratio = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
+    return result, max(world().gather(ratio))
 
 
 def _run_shards(
@@ -84,7 +84,7 @@ def _run_shards(
             folder, rank, job.dtype, world().device, groups,
             tokens=tokens, offload=offload_to, pipeline=pipeline if mesh.pp > 1 else None,
         )  # fmt: skip
-    feed = {name: known.exact for name, known in reference.states.items()} if job.options.streamed else None
+    feed = {name: expected.exact for name, expected in reference.states.items()} if job.options.streamed else None
     places = places_of(loaded, plan)
     with _answering(job, plan, reference, trace, started, loaded.sources):
         pipeline.receive(grad=job.options.backward)
@@ -142,13 +142,13 @@ def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Res
 
 def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[tuple[str, float], ...]:
     """What each bias of a row-parallel weight would have measured if two ranks had added it."""
-    found = []
+    ratios = []
     for name, module in places.others.items():
         bias, state = getattr(module, "bias", None), trace.states.get(name)
         if isinstance(bias, torch.Tensor) and state is not None and not bias.is_meta and bias.any():
             twice = state.double() + bias.detach().to("cpu", torch.float64)
-            found.append((name, measure(twice, reference.states[name]).ratio))
-    return tuple(found)
+            ratios.append((name, measure(twice, reference.states[name]).ratio))
+    return tuple(ratios)
 
 
 @contextmanager
@@ -188,10 +188,10 @@ def _backward(
     for parameter in loaded.model.parameters():
         if not groups.is_first(along.get(id(parameter), frozenset())):
             parameter.grad = None  # the same as another rank's
-    mine = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
+    gradients = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
     rows: list[tuple[str, Distance]] = []
     for names in _batches(job):
-        of_ranks = world().collect([mine.get(name) for name in names])
+        of_ranks = world().collect([gradients.get(name) for name in names])
         if original:
             rows += _measured(names, of_ranks, job, original)
     return tuple(rows)
@@ -205,8 +205,8 @@ def _measured(
         if name in original.gradients:
             layout = job.plan.entries[name].layout
             zero = torch.zeros(layout.full, dtype=job.dtype)
-            found = together(layout, parts) if any(part is not None for part in parts) else zero
-            yield name, measure(found, original.gradients[name])
+            gradient = together(layout, parts) if any(part is not None for part in parts) else zero
+            yield name, measure(gradient, original.gradients[name])
 
 
 def _batches(job: Job) -> Iterator[list[str]]:
@@ -226,31 +226,31 @@ def _batches(job: Job) -> Iterator[list[str]]:
 def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
     """Raise UnlikeError unless each place has a state like the original's, on this rank or on other stages' ranks."""
     elsewhere = {name for names in world().gather([*states]) for name in names} - states.keys()
-    for name, known in reference.states.items():
-        if name not in elsewhere and not _is_alike(states.get(name), known):
-            found = list(states[name].shape) if name in states else "nothing"
-            message = f"the shards' model has {found} at '{name}', the original {list(known.exact.shape)}"
+    for name, expected in reference.states.items():
+        if name not in elsewhere and not _is_alike(states.get(name), expected):
+            shape = list(states[name].shape) if name in states else "nothing"
+            message = f"the shards' model has {shape} at '{name}', the original {list(expected.exact.shape)}"
             raise UnlikeError(message, name)
 
 
-def _is_alike(state: torch.Tensor | None, known: Yardstick) -> bool:
-    return state is not None and state.shape == known.exact.shape
+def _is_alike(state: torch.Tensor | None, expected: Yardstick) -> bool:
+    return state is not None and state.shape == expected.exact.shape
 
 
 def _compare(states: Mapping[str, torch.Tensor], reference: Reference) -> tuple[tuple[str, Distance], ...]:
     """The distance at each place that both have."""
-    known = reference.states.items()
-    return tuple((name, measure(states[name], place)) for name, place in known if _is_alike(states.get(name), place))
+    expected = reference.states.items()
+    return tuple((name, measure(states[name], place)) for name, place in expected if _is_alike(states.get(name), place))
 
 
-def compare_logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> Logits:
+def compare_logits(sharded: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> Logits:
     """The shards' logits and the original's own against the high-precision ones; ``[..., vocabulary]`` each."""
-    sharded, own, exact = (x.double().flatten(0, -2) for x in (sharded, own, exact))
-    expected, found = exact.argmax(-1), sharded.argmax(-1)
+    sharded, plain, exact = (x.double().flatten(0, -2) for x in (sharded, plain, exact))
+    expected, chosen = exact.argmax(-1), sharded.argmax(-1)
     two = exact.topk(2, -1).values
     mismatches = [
-        Mismatch(int(i), int(expected[i]), int(found[i]), float(two[i, 0] - two[i, 1]))
-        for i in (expected != found).nonzero().flatten().tolist()
+        Mismatch(int(i), int(expected[i]), int(chosen[i]), float(two[i, 0] - two[i, 1]))
+        for i in (expected != chosen).nonzero().flatten().tolist()
     ]
     log = F.log_softmax(exact, -1)
     scale = float(exact.square().mean().sqrt()) or 1.0
@@ -263,16 +263,16 @@ def compare_logits(sharded: torch.Tensor, own: torch.Tensor, exact: torch.Tensor
 
     return Logits(
         max_error=float((sharded - exact).abs().max()),
-        own_max_error=float((own - exact).abs().max()),
+        own_max_error=float((plain - exact).abs().max()),
         relative_error=rms(sharded),
-        own_relative_error=rms(own),
+        own_relative_error=rms(plain),
         kl=kl(sharded),
-        own_kl=kl(own),
-        agreement=float((found == expected).double().mean()),
-        own_agreement=float((own.argmax(-1) == expected).double().mean()),
+        own_kl=kl(plain),
+        agreement=float((chosen == expected).double().mean()),
+        own_agreement=float((plain.argmax(-1) == expected).double().mean()),
         positions=len(expected),
         mismatches=tuple(mismatches),
-        histogram=_histogram(sharded - exact, own - exact),
+        histogram=_histogram(sharded - exact, plain - exact),
     )
 
 
@@ -321,12 +321,12 @@ def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mappi
 
 def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> tuple[str | None, bool]:
     """The tensor to look at if a module fails: the nearest in its block of which nothing takes a part, or its own."""
-    found = roles(plan, sources)
+    role_of = roles(plan, sources)
     around = place
     while around and (around == place or any(segment.isdigit() for segment in around.split("."))):
-        for name, role in found.items():
+        for name, role in role_of.items():
             if name.startswith(f"{around}.") and role.is_gathered and role.kind is Kind.COLUMN:
                 return role.entry.name, True
         around = around.rpartition(".")[0]
-    own = (role.entry.name for name, role in found.items() if name.rpartition(".")[0] == place and role.along)
-    return next(own, None), False
+    entries = (role.entry.name for name, role in role_of.items() if name.rpartition(".")[0] == place and role.along)
+    return next(entries, None), False

@@ -86,20 +86,20 @@ def build(
         except Exception as error:  # whatever the constructors of transformers raise
             text = " ".join(str(error).split())
             raise CheckpointError(f"transformers builds no model of a rank's sizes: {text}") from error
-    found = _layers(model, rank)
-    kept = {kind.part: found[kind.first] for kind in kinds}
-    others = [module for module in found.values() if module not in kept.values()]
-    _pass_on(others, [*kept.values()])
-    _fill(model, others, dtype, device)
+    layers = _layers(model, rank)
+    timed = {kind.part: layers[kind.first] for kind in kinds}
+    skipped = [module for module in layers.values() if module not in timed.values()]
+    _pass_on(skipped, [*timed.values()])
+    _fill(model, skipped, dtype, device)
     model.tie_weights()
     model.eval()
     if not _is_aligned(model):
         model.set_experts_implementation("eager")
-    own = modules.split(model)
+    parts = modules.split(model)
     plain = Loaded(model, {}, ())
     loaded = parallelise(plain, rank, groups, modules.alone(model), modules.sums(model))
-    loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *own), loaded.experts)
-    return Blocks(loaded, kept, found[max(found)])
+    loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *parts), loaded.experts)
+    return Blocks(loaded, timed, layers[max(layers)])
 
 
 def _is_aligned(model: nn.Module) -> bool:
@@ -112,35 +112,35 @@ def _layers(model: Any, rank: Rank) -> dict[int, nn.Module]:
     """All layers by their numbers: the list of modules that has those of which the plan has weights."""
     plan = rank.plan
     layered = {tensor.name for tensor in plan.model.tensors if is_layered(plan.model, tensor.kind)}
-    placed = placements(model, {name: shape for name, shape in rank.shapes.items() if name in layered})
-    lists = {path.rpartition(".")[0] for path in blocks_of(model, placed)}
+    parameters = placements(model, {name: shape for name, shape in rank.shapes.items() if name in layered})
+    lists = {path.rpartition(".")[0] for path in blocks_of(model, parameters)}
     if len(lists) != 1:
         what = ", ".join(f"'{path}'" for path in sorted(lists)) or "none"
         raise CheckpointError(f"profile needs a model whose layers are in one list of modules; found: {what}")
     return dict(enumerate(model.get_submodule(lists.pop())))
 
 
-def _pass_on(others: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+def _pass_on(skipped: Sequence[nn.Module], timed: Sequence[nn.Module]) -> None:
     """Let layers return what the last of those that compute returned. Their weights stay without values."""
     last: list[Any] = [None]
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         last[0] = output
 
-    for module in kept:
+    for module in timed:
         module.register_forward_hook(keep)
-    for module in others:
+    for module in skipped:
         module.forward = lambda *_, **__: last[0]
 
 
-def _fill(model: Any, others: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+def _fill(model: Any, skipped: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
     """Give every weight random values, but none to other layers: the same on all ranks where they have the same.
 
     Vectors are ones.
     """
-    without = {inner for module in others for inner in module.modules()}
+    without = {inner for module in skipped for inner in module.modules()}
     new: dict[int, nn.Parameter] = {}
-    kept = _kept_in_float32(model, dtype)
+    wide = _kept_in_float32(model, dtype)
     for path, module in model.named_modules():
         if module in without:
             continue
@@ -149,9 +149,9 @@ def _fill(model: Any, others: Sequence[nn.Module], dtype: torch.dtype, device: t
             if parameter is None:
                 continue
             if id(parameter) not in new:
-                is_wide = kept is not None and kept.search(f"{path}.{name}") is not None
-                made = _random(f"{path}.{name}", parameter, torch.float32 if is_wide else dtype, device)
-                new[id(parameter)] = nn.Parameter(made, requires_grad=made.is_floating_point())
+                is_wide = wide is not None and wide.search(f"{path}.{name}") is not None
+                values = _random(f"{path}.{name}", parameter, torch.float32 if is_wide else dtype, device)
+                new[id(parameter)] = nn.Parameter(values, requires_grad=values.is_floating_point())
             parameters[name] = new[id(parameter)]
         for name, buffer in buffers.items():
             buffers[name] = (
@@ -173,13 +173,13 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    own = dtype if like.is_floating_point() else like.dtype
+    value_dtype = dtype if like.is_floating_point() else like.dtype
     if like.dim() < 2 or not like.is_floating_point():
-        return torch.ones(like.shape, dtype=own, device=device)
+        return torch.ones(like.shape, dtype=value_dtype, device=device)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = min(_CHUNK, like.numel())
-    numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(own).to(device)
-    filled = torch.empty(like.shape, dtype=own, device=device)
+    numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(value_dtype).to(device)
+    filled = torch.empty(like.shape, dtype=value_dtype, device=device)
     flat = filled.view(-1)
     for begin in range(0, len(flat), size):
         part = flat[begin : begin + size]
@@ -225,8 +225,8 @@ _DTYPES = ("dtype", "torch_dtype")
 
 def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The same settings without quantization, and with one dtype wherever they state any."""
-    kept = without_quantization(settings).items()
-    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in kept}
+    plain = without_quantization(settings).items()
+    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in plain}
     return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
 
 

@@ -29,7 +29,7 @@ from reshard.mesh.stages import is_layered
 from reshard.mesh.totals import activation_bytes, is_summed, output_size
 from reshard.model.model import Kind
 from reshard.text import human_bytes
-from verify.profile.job import OUTSIDE, Found, LayerKind, Span, Step, Workload
+from verify.profile.job import OUTSIDE, LayerKind, RankResult, Span, Step, Workload
 
 EMBEDDING, HEAD = OUTSIDE
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
@@ -63,20 +63,20 @@ def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[st
 
     A multiplication by a weight counts 2 operations for each element and token, and twice as many in the backward pass.
     """
-    found = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
+    work = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
     for kind in plan.model.kinds:
         entry = plan.laid[kind]
         if not is_layered(plan.model, kind) or 0 not in entry.layout.boxes or len(entry.layout.full) < 2:
             continue
         if re.search(r"norm|bias", entry.template.rpartition(".layers.")[2]):  # of experts or heads: not multiplied
             continue
-        for each in kinds:
-            if each.first in kind.layers:
-                found[each.part] += _of_weight(plan, kind, entry, workload)
-    for each in kinds:
-        found[each.part] += _of_attention(plan, each, workload)
-        found[each.part] += Work(reduced=_messages(plan, each, workload))
-    return _with_vocabulary(plan, found, workload)
+        for layer in kinds:
+            if layer.first in kind.layers:
+                work[layer.part] += _of_weight(plan, kind, entry, workload)
+    for layer in kinds:
+        work[layer.part] += _of_attention(plan, layer, workload)
+        work[layer.part] += Work(reduced=_messages(plan, layer, workload))
+    return _with_vocabulary(plan, work, workload)
 
 
 def _passes(workload: Workload) -> int:
@@ -101,8 +101,8 @@ def _share_of_experts(plan: Plan, entry: Entry) -> float | None:
         return None
     sizes, settings = plan.model.sizes, plan.model.sizes.settings
     match = plan.model.architecture.match(entry.name)
-    known = sizes.of(match.indices if match else {})
-    count = max((known[axis] for axis in axes if axis in known), default=0)
+    axis_sizes = sizes.of(match.indices if match else {})
+    count = max((axis_sizes[axis] for axis in axes if axis in axis_sizes), default=0)
     chosen = next((settings[key] for key in _CHOSEN if isinstance(settings.get(key), int)), None)
     return min(1.0, chosen / count) if chosen and count else None
 
@@ -129,8 +129,8 @@ def _heads_of(plan: Plan, layer: LayerKind) -> _Heads | None:
             begin + axis for axis in ("kv", "group", "head", "heads", "nope", "rope", "vdim")
         )
         if any({kv, head} <= axes for axes in weights):
-            own = sizes[value] if any({kv, value} <= axes for axes in weights) else sizes[head]
-            return _Heads(sizes[kv] * sizes.get(group, 1), sizes[kv], sizes[head], own)
+            value_size = sizes[value] if any({kv, value} <= axes for axes in weights) else sizes[head]
+            return _Heads(sizes[kv] * sizes.get(group, 1), sizes[kv], sizes[head], value_size)
         if any({heads, nope} <= axes for axes in weights):
             return _Heads(sizes[heads], sizes[heads], sizes[nope] + sizes.get(rope, 0), sizes[value])
     return None
@@ -163,11 +163,11 @@ def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ..
         is_here = layer.first in kind.layers and is_layered(plan.model, kind)
         if is_here and is_summed(entry, plan.model.architecture):
             rows[entry.template] = output_size(entry)
-    each = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
-    return each * (2 if workload.phase == "train" else 1)
+    sizes = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
+    return sizes * (2 if workload.phase == "train" else 1)
 
 
-def _with_vocabulary(plan: Plan, found: dict[str, Work], workload: Workload) -> dict[str, Work]:
+def _with_vocabulary(plan: Plan, work: dict[str, Work], workload: Workload) -> dict[str, Work]:
     """With the lookup of the tokens and the logits, which inference computes of the last tokens alone."""
     tables = [
         entry for kind, entry in plan.laid.items()
@@ -175,24 +175,24 @@ def _with_vocabulary(plan: Plan, found: dict[str, Work], workload: Workload) -> 
         and entry.layout.rule.axes & {"vocab", *plan.model.architecture.pad}
     ]  # fmt: skip
     if not tables:
-        return found
+        return work
     tables = [entry for entry in tables if "hidden" in entry.layout.rule.axes] or tables  # others are beside them
     first, last, width = tables[0], tables[-1], activation_bytes(plan)
     hidden = min(first.layout.full)
     looked_up = hidden * width * workload.tokens
     is_split = bool(first.layout.parallel_dims)
-    found[EMBEDDING] += Work(0, looked_up, (looked_up,) if is_split else ())
+    work[EMBEDDING] += Work(0, looked_up, (looked_up,) if is_split else ())
     logits = workload.tokens if workload.phase == "train" else workload.batch
     numbers, passes = math.prod(last.layout.boxes[0].shape), _passes(workload)
     rows = numbers // hidden
     is_gathered = bool(last.layout.parallel_dims)
-    found[HEAD] += Work(
+    work[HEAD] += Work(
         2.0 * numbers * logits * passes,
         numbers * DTYPE_BITS[last.dtype] / 8 * passes,
         (looked_up,) if is_gathered and workload.phase == "train" else (),
         rows * logits * width if is_gathered and workload.phase != "train" else 0,
     )
-    return found
+    return work
 
 
 # ------------------------------------------------------------------------------------------------------- the rates
@@ -216,20 +216,20 @@ def fit_rates(points: Sequence[tuple[Work, float]]) -> Rates | None:
 
     No rate is negative, and there are no more of them than points: of as good fits, the one with the fewest rates.
     """
-    known = [(work, seconds) for work, seconds in points if seconds > 0]
-    if not known:
+    timed = [(work, seconds) for work, seconds in points if seconds > 0]
+    if not timed:
         return None
-    columns = np.array([[1.0, work.flops, work.nbytes] for work, _ in known])
-    times = np.array([seconds for _, seconds in known])
+    columns = np.array([[1.0, work.flops, work.nbytes] for work, _ in timed])
+    times = np.array([seconds for _, seconds in timed])
     relative = columns / times[:, None]
     best, least = np.zeros(3), math.inf
-    for count in range(1, min(3, len(known)) + 1):
+    for count in range(1, min(3, len(timed)) + 1):
         for chosen in itertools.combinations(range(3), count):
             part = relative[:, chosen]
             scale = np.abs(part).max(axis=0)
             if not scale.all():
                 continue
-            solved = np.linalg.lstsq(part / scale, np.ones(len(known)), rcond=None)[0] / scale
+            solved = np.linalg.lstsq(part / scale, np.ones(len(timed)), rcond=None)[0] / scale
             error = float(np.square(part @ solved - 1).sum())
             if (solved >= 0).all() and error < 0.9 * least:
                 least = error
@@ -262,12 +262,12 @@ class Link:
 
 def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
     """Latency and bandwidth for which the relative errors of these all-reduces are least: bytes and seconds of each."""
-    known = [(nbytes, seconds) for nbytes, seconds in times if seconds > 0]
+    timed = [(nbytes, seconds) for nbytes, seconds in times if seconds > 0]
     moved = 2 * (ranks - 1) / ranks
-    columns = np.array([[1.0, moved * nbytes] for nbytes, _ in known]) / np.array([[s] for _, s in known])
+    columns = np.array([[1.0, moved * nbytes] for nbytes, _ in timed]) / np.array([[s] for _, s in timed])
     scale = columns.max(axis=0)
-    latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(known)), rcond=None)[0] / scale
-    least = min(seconds for _, seconds in known)
+    latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(timed)), rcond=None)[0] / scale
+    least = min(seconds for _, seconds in timed)
     rate = max(per_byte, 1e-15)
     return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate))
 
@@ -350,22 +350,22 @@ def counts_of(kinds: Sequence[LayerKind]) -> dict[str, int]:
     return {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
 
 
-def time_of(found: Sequence[Found], number: int, workload: Workload, kinds: Sequence[LayerKind]) -> Time:
+def time_of(ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]) -> Time:
     """The time of a workload, the ``number``-th, from what all ranks found.
 
     A trainer computes the loss from each rank's part of the logits: in training, gathering them does not count.
     """
-    spans, spread = joined([rank.measured[number].steps for rank in found])
+    spans, spread = joined([rank.measured[number].steps for rank in ranks])
     counts = counts_of(kinds)
     parts: dict[str, Part] = {}
     for name in counts:
-        own = [span for span in spans if span.part == name]
+        spans_of = [span for span in spans if span.part == name]
         left_out = "all-gather" if workload.phase == "train" and name == OUTSIDE[1] else None
-        sent = [span for span in own if span.what.startswith("all-") and span.what != left_out]
+        sent = [span for span in spans_of if span.what.startswith("all-") and span.what != left_out]
         parts[name] = Part(
-            compute=sum(span.seconds for span in own if span.what == "compute"),
+            compute=sum(span.seconds for span in spans_of if span.what == "compute"),
             collectives=sum(span.seconds for span in sent),
-            reduced=sum(span.nbytes for span in own if span.what == "all-reduce"),
+            reduced=sum(span.nbytes for span in spans_of if span.what == "all-reduce"),
         )
     return Time(parts, counts, spread)
 
@@ -398,17 +398,17 @@ def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
 
 
 def memory_of(
-    weights: int, found: Sequence[Found], number: int, workload: Workload, kinds: Sequence[LayerKind]
+    weights: int, ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]
 ) -> Memory:
     """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
     counts = counts_of(kinds)
-    measured = [rank.measured[number] for rank in found]
+    measured = [rank.measured[number] for rank in ranks]
     if workload.phase != "train":
-        cache = max(sum(nbytes * counts[part] for part, nbytes in each.cache.items()) for each in measured)
-        return Memory(weights, cache, max(each.activations for each in measured))
+        cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
+        return Memory(weights, cache, max(run.activations for run in measured))
     # A whole model keeps those of all its layers, and one layer of each kind was run.
     activations = max(
-        each.activations + sum(saved * (counts[part] - 1) for part, saved in each.saved.items()) for each in measured
+        run.activations + sum(saved * (counts[part] - 1) for part, saved in run.saved.items()) for run in measured
     )
     return Memory(weights, 0, activations, gradients=weights)
 
@@ -488,14 +488,14 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     among = ran or fitting
     best = _best(among, of)
     reasons = [_memory(best, sorted(of), of)]
-    less, more = ([d for d in among if d < best], [d for d in fitting if d > best])
-    if less:
-        reasons.append(f"{_gain(of[less[-1]], of[best]):.2f} times as fast as tp {less[-1]}")
-    if more:
-        reasons.append(_larger(more[0], of[best], of[more[0]]))
-    each = ((rows[0].workload, _best(among, dict(zip(of, ([row] for row in rows), strict=True))))
+    smaller, larger = ([d for d in among if d < best], [d for d in fitting if d > best])
+    if smaller:
+        reasons.append(f"{_gain(of[smaller[-1]], of[best]):.2f} times as fast as tp {smaller[-1]}")
+    if larger:
+        reasons.append(_larger(larger[0], of[best], of[larger[0]]))
+    alone = ((rows[0].workload, _best(among, dict(zip(of, ([row] for row in rows), strict=True))))
             for rows in zip(*of.values(), strict=True))  # fmt: skip
-    return Recommendation(best, "; ".join(reasons), tuple((work, degree) for work, degree in each if degree != best))
+    return Recommendation(best, "; ".join(reasons), tuple((work, degree) for work, degree in alone if degree != best))
 
 
 def _best(degrees: Sequence[int], of: Mapping[int, Sequence[Row]]) -> int:
@@ -543,8 +543,8 @@ def _none_fits(rows: Sequence[Row]) -> str:
     if worst.memory.total <= worst.capacity:  # by the account of the whole all fit, and yet memory ran out
         why = next(row.not_run.why for row in rows if row.not_run and row.not_run.ran_out)
         return f"no degree fits: at tp {worst.tp} {why}"
-    need, there = human_bytes(worst.memory.total), human_bytes(worst.capacity)
-    needs = f"needs {need} a rank{_left_out([worst])}, and {there} are there"
+    need, capacity = human_bytes(worst.memory.total), human_bytes(worst.capacity)
+    needs = f"needs {need} a rank{_left_out([worst])}, and {capacity} are there"
     return f"no degree fits: {worst.workload} at tp {worst.tp} {needs}"
 
 

@@ -59,9 +59,9 @@ def _type_of(settings: Mapping[str, object], layer: int) -> str:
 
 def with_layers(plan: Plan, kinds: Sequence[LayerKind]) -> Plan:
     """The same plan for a model that has only the first layer of each kind, under its own number."""
-    kept = {kind.first for kind in kinds}
+    layers = {kind.first for kind in kinds}
     layered = {kind: is_layered(plan.model, kind) for kind in plan.model.kinds}
-    tensors = tuple(t for t in plan.model.tensors if not layered[t.kind] or t.at[0] in kept)
+    tensors = tuple(t for t in plan.model.tensors if not layered[t.kind] or t.at[0] in layers)
     return replace(plan, model=replace(plan.model, tensors=tensors))
 
 
@@ -196,7 +196,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankResult:
     """What one rank of a degree found."""
 
     measured: tuple[Measured, ...]

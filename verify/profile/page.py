@@ -75,12 +75,12 @@ class Axes:
 
 def line_chart(title: str, lines: Sequence[Line], axes: Axes) -> Html:
     """A plot with its legend."""
-    shown = [each for each in lines if each.points]
-    keys = [(mark(_KEY, _KEY, f"mark c{i % COLOURS}", i), each.name) for i, each in enumerate(shown)]
-    if any(point.is_predicted for each in shown for point in each.points):
+    drawn = [curve for curve in lines if curve.points]
+    keys = [(mark(_KEY, _KEY, f"mark c{i % COLOURS}", i), curve.name) for i, curve in enumerate(drawn)]
+    if any(point.is_predicted for curve in drawn for point in curve.points):
         dashes = line("line predicted", 0, _KEY, 2 * _KEY, _KEY)
         keys.append((joined(dashes, circle("mark open", _KEY, _KEY, _MARK)), "predicted"))
-    plot = both_widths(lambda name, width: _line_plot(name, width, title, shown, axes))
+    plot = both_widths(lambda name, width: _line_plot(name, width, title, drawn, axes))
     return element("figure", element("h3", title), legend(keys), plot)
 
 
@@ -101,7 +101,7 @@ def _line_plot(name: str, width: int, title: str, lines: Sequence[Line], axes: A
     grid = [frame.grid_line(*tick) for tick in ticks]
     values = ((across.at(x), axes.x_text(x)) for x in sorted({p.x for p in points}))
     below = [label for _, label in frame.labels_below(values, bottom + 16)]
-    drawn = [_line(each, across, upward, i, frame) for i, each in enumerate(lines)]
+    drawn = [_line(curve, across, upward, i, frame) for i, curve in enumerate(lines)]
     return frame.svg(joined(*grid, *below, *_titles(frame, axes.x, axes.y), *drawn), title)
 
 
@@ -119,9 +119,9 @@ class _Scale:
         self, values: Sequence[float], start: float, end: float, *, is_log: bool, most: float | None = None,
         has_round_ends: bool = False,
     ) -> None:  # fmt: skip
-        known = [value for value in values if value > 0] or [1.0]
+        positive = [value for value in values if value > 0] or [1.0]
         self._is_log, self._start, self._end = is_log, start, end
-        self._low, self._high = (min(known), max(known)) if is_log else (0.0, most or max(known))
+        self._low, self._high = (min(positive), max(positive)) if is_log else (0.0, most or max(positive))
         if is_log and self._high < self._low * 1.01:
             self._low, self._high = self._low / 2, self._high * 2
         if is_log and has_round_ends:
@@ -143,11 +143,11 @@ class _Scale:
             step = _round_up((self._high - self._low) / (4 if self._is_log else most))
             return [step * i for i in range(math.ceil(self._low / step - 1e-9), int(self._high / step + 1e-9) + 1)]
         for digits in _DIGITS:
-            found = [step for power in _powers(self._low, self._high) for step in _steps(power, digits)]
-            found = [value for value in found if self._low * 0.999 <= value <= self._high * 1.001]
-            if len(found) <= most + 1:
+            values = [step for power in _powers(self._low, self._high) for step in _steps(power, digits)]
+            values = [value for value in values if self._low * 0.999 <= value <= self._high * 1.001]
+            if len(values) <= most + 1:
                 break
-        return found[:: math.ceil(len(found) / (most + 1)) or 1]
+        return values[:: math.ceil(len(values) / (most + 1)) or 1]
 
 
 _DIGITS = ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
@@ -224,19 +224,19 @@ def _bar_plot(
     step = frame.inner / len(bars)
     has_room = max(len(human_bytes(total)) for total in totals) * CHARACTER < step  # else the table has the totals
     for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
-        left, wide, low = frame.left + step * (i + 0.5) - min(step * 0.35, 40), min(step * 0.7, 80), 0.0
+        x0, wide, low = frame.left + step * (i + 0.5) - min(step * 0.35, 40), min(step * 0.7, 80), 0.0
         pieces = []
         for part, nbytes in bar.parts:
             y = upward.at(low + nbytes)
             kind = f"bar c{names.index(part) % COLOURS}"
-            pieces.append(rectangle(kind, left, y, wide, upward.at(low) - y))
+            pieces.append(rectangle(kind, x0, y, wide, upward.at(low) - y))
             low += nbytes
         numbers = ", ".join(f"{part} {human_bytes(nbytes)}" for part, nbytes in bar.parts)
-        above = text(left + wide / 2, upward.at(total) - 5, human_bytes(total), "label", "middle") if has_room else None
+        above = text(x0 + wide / 2, upward.at(total) - 5, human_bytes(total), "label", "middle") if has_room else None
         marks = joined(*pieces, above)
-        hit = rectangle("hit", left + (wide - step) / 2, top, step, bottom - top)
+        hit = rectangle("hit", x0 + (wide - step) / 2, top, step, bottom - top)
         drawn.append(frame.hot(hit, marks, f"tp {bar.label}", numbers))
-        drawn.append(text(left + wide / 2, bottom + 16, bar.label, "label", "middle"))
+        drawn.append(text(x0 + wide / 2, bottom + 16, bar.label, "label", "middle"))
     if is_near and capacity is not None:
         drawn.append(frame.limit(upward.at(capacity), f"{human_bytes(capacity)} a rank"))
     return frame.svg(joined(*drawn, *_titles(frame, x, "bytes on a rank")), title)
@@ -261,15 +261,15 @@ def page(document: Document) -> str:
 
 
 def _header(document: Document, headline: str) -> Html:
-    found = document["recommended"]
+    recommended = document["recommended"]
     return element(
         "header",
         element("p", "reshard profile", class_="muted"),
         element("h1", headline),
-        element("p", f"{found['reason'][:1].upper()}{found['reason'][1:]}."),
-        *(element("p", f"For {each['phase']}, batch {each['batch']}, seq {each['seq']} alone: tp {each['tp']}.")
-          for each in found["alone"]),
-        class_=None if found["tp"] else "none",
+        element("p", f"{recommended['reason'][:1].upper()}{recommended['reason'][1:]}."),
+        *(element("p", f"For {alone['phase']}, batch {alone['batch']}, seq {alone['seq']} alone: tp {alone['tp']}.")
+          for alone in recommended["alone"]),
+        class_=None if recommended["tp"] else "none",
     )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _setting(document: Document) -> Html:
     ]
     if document["device"] == "cpu":
         pairs.append(("cores", f"{document['cores']} in all, {document['threads_per_rank']} a rank"))
-    refused = [("not possible", f"tp {each['tp']}: {each['reason']}") for each in document["refused"]]
+    refused = [("not possible", f"tp {degree['tp']}: {degree['reason']}") for degree in document["refused"]]
     return facts([*pairs, *refused])
 
 
@@ -325,15 +325,15 @@ def _phase(document: Document, phase: str, rows: Sequence[Document]) -> Html:
 
 
 def _by_workload(rows: Sequence[Document]) -> list[tuple[str, list[Document]]]:
-    found: dict[str, list[Document]] = {}
+    groups: dict[str, list[Document]] = {}
     for row in rows:
-        found.setdefault(f"batch {row['batch']}, seq {row['seq']}", []).append(row)
-    return [*found.items()]
+        groups.setdefault(f"batch {row['batch']}, seq {row['seq']}", []).append(row)
+    return [*groups.items()]
 
 
 def _time_of(row: Document) -> Document | None:
-    found: Document | None = row["measured"] or row["predicted"]
-    return found
+    time: Document | None = row["measured"] or row["predicted"]
+    return time
 
 
 def _share(time: Document) -> float | None:
@@ -365,13 +365,13 @@ _HEAD = ("batch", "seq", "tp", "tokens/s", "a step", "collectives", "weights", "
 
 def _table(document: Document, rows: Sequence[Document]) -> Html:
     best, has_gradients = document["recommended"]["tp"], any(row["memory"]["gradients"] for row in rows)
-    shown = [i for i, name in enumerate(_HEAD) if has_gradients or name != "gradients"]
-    head = element("tr", *(element("th", _HEAD[i], class_="number" if i != 11 else None) for i in shown))
+    columns = [i for i, name in enumerate(_HEAD) if has_gradients or name != "gradients"]
+    head = element("tr", *(element("th", _HEAD[i], class_="number" if i != 11 else None) for i in columns))
     lines = []
     for row in (row for _, of in _by_workload(rows) for row in of):
         cells = _cells(row)
         kind = "best" if row["tp"] == best else None if row["fits"] else "no"
-        lines.append(element("tr", *(element("td", cells[i], class_="number" if i != 11 else None) for i in shown),
+        lines.append(element("tr", *(element("td", cells[i], class_="number" if i != 11 else None) for i in columns),
                              class_=kind))  # fmt: skip
     table = element("table", element("thead", head), element("tbody", *lines))
     notes = (
@@ -405,16 +405,16 @@ def _links(document: Document) -> Html | None:
     lines = []
     for link in links:
         moved = 2 * (link["ranks"] - 1) / link["ranks"]
-        known = tuple(
-            Point(each["bytes"], each["seconds"], False, f"{_binary(each['bytes'])}: {human_time(each['seconds'])}")
-            for each in link["measured"]
+        measured = tuple(
+            Point(point["bytes"], point["seconds"], False, f"{_binary(point['bytes'])}: {human_time(point['seconds'])}")
+            for point in link["measured"]
         )
         fitted = tuple(
             Point(p.x, time, True, f"{_binary(p.x)}: {human_time(time)}, as fitted")
-            for p in known
+            for p in measured
             for time in [link["latency"] + moved * p.x / link["bandwidth"]]
         )
-        lines += [Line(f"{link['ranks']} ranks", known), Line(f"{link['ranks']} ranks, fitted", fitted)]
+        lines += [Line(f"{link['ranks']} ranks", measured), Line(f"{link['ranks']} ranks, fitted", fitted)]
     axes = Axes("bytes of a rank", "seconds", _binary, human_time)
     text = (f"{link['ranks']} ranks: {human_time(link['latency'])}, then {human_bytes(link['bandwidth'])}/s."
             for link in links)  # fmt: skip

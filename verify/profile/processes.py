@@ -103,19 +103,19 @@ def run_processes(
     ranks: list[Any] = []
 
     def kill() -> None:
-        for each in ranks:
-            each.kill()
+        for process in ranks:
+            process.kill()
 
     with _without_the_script(), undone(kill):
         for rank in range(size):
-            here, there = context.Pipe(duplex=False)
+            receiving, sending = context.Pipe(duplex=False)
             # A rank is not to wait for each collective of NCCL: it would start the next kernels late.
-            given = {"TORCH_NCCL_BLOCKING_WAIT": "0", **os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank}
-            variables = {name: str(value) for name, value in given.items()}
-            work = context.Process(target=_be, args=(variables, there, device, timeout, fn, args), daemon=True)
+            environment = {"TORCH_NCCL_BLOCKING_WAIT": "0", **os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank}
+            variables = {name: str(value) for name, value in environment.items()}
+            work = context.Process(target=_be, args=(variables, sending, device, timeout, fn, args), daemon=True)
             work.start()
-            there.close()
-            pipes.append(here)
+            sending.close()
+            pipes.append(receiving)
             ranks.append(work)
         return _follow(pipes, ranks, progress)
 
@@ -126,8 +126,8 @@ def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callabl
     failures: dict[int, tuple[bool, Exception]] = {}
     until = math.inf
     while len(results) + len(failures) < len(pipes):
-        others = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in failures]
-        ready = wait(others, max(0.0, until - time.monotonic()) if failures else None)
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in failures]
+        ready = wait(waiting, max(0.0, until - time.monotonic()) if failures else None)
         for pipe in ready:
             rank = pipes.index(pipe)
             try:

@@ -27,7 +27,7 @@ from formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
 from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
-from verify.profile.job import OUTSIDE, Exchange, Found, Job, Measured, Patience, Span, Step, Workload
+from verify.profile.job import OUTSIDE, Exchange, Job, Measured, Patience, RankResult, Span, Step, Workload
 from verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from verify.rank.device import names, stream
 from verify.rank.gradients import sum_where_ranks_part
@@ -123,9 +123,9 @@ class Meter(Carrier):
     def step(self) -> Step:
         """The spans since the last step."""
         seconds = self._clock.seconds([*self._marks, self._clock.mark()])
-        found = tuple(Span(*label, time) for label, time in zip(self._labels, seconds, strict=True))
+        spans = tuple(Span(*label, time) for label, time in zip(self._labels, seconds, strict=True))
         self._labels, self._marks, self._part = [], [], ""
-        return found
+        return spans
 
     def _begin(self, what: str, nbytes: int = 0) -> None:
         self._labels.append((self._part, what, nbytes))
@@ -143,7 +143,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self._changes: list[tuple[int, int]] = []  # the number of a storage, and the bytes that come or go with it
-        self._known: dict[int, tuple[int, int]] = {}  # of each storage that lives, its number and its bytes
+        self._alive: dict[int, tuple[int, int]] = {}  # of each storage that lives, its number and its bytes
         self._left_out: set[int] = set()
 
     @property
@@ -154,31 +154,31 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leave_out(self, x: torch.Tensor) -> None:
         """Do not count a tensor: another account has it."""
-        number, size = self._known.pop(_storage(x), (0, 0))
+        number, size = self._alive.pop(_storage(x), (0, 0))
         if number:
             self._left_out.add(number)
             self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and _storage(x) not in given and _storage(x) not in self._known:
+            if isinstance(x, torch.Tensor) and _storage(x) not in inputs and _storage(x) not in self._alive:
                 self._add(x)
         return result
 
     def _add(self, x: torch.Tensor) -> None:
         storage, key, number = x.untyped_storage(), _storage(x), len(self._changes) + 1
         size = storage.nbytes()
-        self._known[key] = number, size
+        self._alive[key] = number, size
         self._changes.append((number, size))
         self.now += size
         weakref.finalize(storage, self._remove, key, number, size)
 
     def _remove(self, key: int, number: int, size: int) -> None:
         self._changes.append((number, -size))
-        if self._known.get(key) == (number, size):
-            del self._known[key]
+        if self._alive.get(key) == (number, size):
+            del self._alive[key]
             self.now -= size
 
 
@@ -195,7 +195,7 @@ _SIZES = tuple(1 << power for power in range(10, 26, 2))
 EMBEDDING, HEAD = OUTSIDE
 
 
-def answer_job(job: Job) -> Found:
+def answer_job(job: Job) -> RankResult:
     """As ``run_job``; what a model cannot do is no failure of a rank: raises RankAnswer with the ReshardError."""
     try:
         return run_job(job)
@@ -203,7 +203,7 @@ def answer_job(job: Job) -> Found:
         raise RankAnswer(error) from error
 
 
-def run_job(job: Job) -> Found:
+def run_job(job: Job) -> RankResult:
     """Build this rank's blocks, and time them. Raises ReshardError where transformers cannot build or run them."""
     torch.set_num_threads(job.threads)
     device = world().device
@@ -216,7 +216,7 @@ def run_job(job: Job) -> Found:
         measured = tuple(runner.measure(workload) for workload in job.workloads)
         exchanges = tuple(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else ()
     name = names(device.type, 1)
-    return Found(measured, exchanges, str(dist.get_backend()), name)
+    return RankResult(measured, exchanges, str(dist.get_backend()), name)
 
 
 def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: int = 2) -> tuple[Step, ...]:
@@ -269,11 +269,11 @@ class _Runner:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
         self._saved: dict[str, int] = {}
-        taken = inspect.signature(self._model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-        self._cache = "cache_params" if "cache_params" in taken else "past_key_values"  # of Mamba's classes
+        parameters = inspect.signature(self._model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
-            module.register_forward_pre_hook(self._before(part, is_first=not number), with_kwargs=True)
+            module.register_forward_pre_hook(self._entering(part, is_first=not number), with_kwargs=True)
             module.register_forward_hook(self._after(part))
         blocks.last.register_forward_hook(lambda *_: meter.enter(HEAD))
 
@@ -329,8 +329,8 @@ class _Runner:
         lengths = [_length(layer) for layer in cache.layers]
 
         def run() -> None:
-            for layer, known, length in zip(cache.layers, state, lengths, strict=True):
-                vars(layer).update(known)
+            for layer, saved, length in zip(cache.layers, state, lengths, strict=True):
+                vars(layer).update(saved)
                 if length is not None:
                     layer.cumulative_length.fill_(length)
             self._meter.enter(EMBEDDING)
@@ -354,10 +354,10 @@ class _Runner:
 
         return run, lambda: None
 
-    def _run(self, ids: Tensor, cache: Any, **more: Any) -> Any:
+    def _run(self, ids: Tensor, cache: Any, **options: Any) -> Any:
         """Run the model; the cache that it leaves: the given one, or one of its own making. None if it keeps none."""
-        given = {} if cache is None else {self._cache: cache}
-        return getattr(self._model(input_ids=ids, use_cache=True, **given, **more), self._cache, None)
+        cached = {} if cache is None else {self._cache: cache}
+        return getattr(self._model(input_ids=ids, use_cache=True, **cached, **options), self._cache, None)
 
     def _ids(self, batch: int, seq: int) -> Tensor:
         rows = self._job.plan.model.sizes.of({}).get("vocab") or self._model.config.get_text_config().vocab_size
@@ -365,11 +365,11 @@ class _Runner:
 
     # ----------------------------------------------------------------------------------------------- parts, memory
 
-    def _before(self, part: str, *, is_first: bool) -> Callable[..., None]:
+    def _entering(self, part: str, *, is_first: bool) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            given = args[0] if args else kwargs["hidden_states"]
-            if is_first and given.requires_grad:
-                given.register_hook(lambda _: self._meter.enter(EMBEDDING))
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if is_first and hidden.requires_grad:
+                hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
             if self._living is not None:
                 self._saved[part] = -self._living.now
             self._meter.enter(part)
@@ -400,13 +400,13 @@ class _Runner:
 
 
 def _nbytes(values: Any) -> int:
-    found = 0
+    nbytes = 0
     for value in values:
         if isinstance(value, Tensor):
-            found += value.nbytes if value.dim() > 1 else 0
+            nbytes += value.nbytes if value.dim() > 1 else 0
         elif isinstance(value, (dict, list, tuple)):
-            found += _nbytes(value.values() if isinstance(value, dict) else value)
-    return found
+            nbytes += _nbytes(value.values() if isinstance(value, dict) else value)
+    return nbytes
 
 
 def _age(cache: Any, tokens: int) -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from formats.errors import ReshardError, SettingError, need_transformers, redacted, refused
+from formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import mesh_of
 from formats.store import FilePath
@@ -38,11 +38,11 @@ from verify.profile.cost import (
     works,
 )
 from verify.profile.job import (
-    Found,
     Job,
     LayerKind,
     Patience,
     ProfileRequest,
+    RankResult,
     Workload,
     layer_kinds,
     with_layers,
@@ -65,7 +65,7 @@ class _MemoryRanOut(Exception):  # noqa: N818
 
 def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
     """Profile the model of the config.json in a folder. Raises ReshardError."""
-    need_transformers("profile")
+    require_transformers("profile")
     node = node_of(request)
     from verify.profile.blocks import skeleton
 
@@ -75,18 +75,18 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     kinds = layer_kinds(model)
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
-    found: dict[int, dict[Workload, tuple[int, list[Found]]]] = {}
+    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]] = {}
     not_run: dict[tuple[int, Workload], NotRun] = {}
     for degree in degrees:
         of_ranks, missing = _run_what_fits(plans[degree], kinds, node, request, progress)
         ran = [workload for workload in request.workloads if workload not in missing]
         not_run |= {(degree, workload): why for workload, why in missing.items()}
         if ran:
-            found[degree] = {workload: (number, of_ranks) for number, workload in enumerate(ran)}
-    if degrees and not found:
-        (degree, workload), each = next(iter(not_run.items()))
-        raise ReshardError(f"too little memory: tp {degree}, {workload}: {each.why}", _LESS)
-    return _put_together(model, kinds, node, request, plans, found, not_run, impossible)
+            results[degree] = {workload: (number, of_ranks) for number, workload in enumerate(ran)}
+    if degrees and not results:
+        (degree, workload), obstacle = next(iter(not_run.items()))
+        raise ReshardError(f"too little memory: tp {degree}, {workload}: {obstacle.why}", _LESS)
+    return _put_together(model, kinds, node, request, plans, results, not_run, impossible)
 
 
 # ------------------------------------------------------------------------------------------------- what can be run
@@ -97,11 +97,11 @@ def node_of(request: ProfileRequest) -> Node:
     device = resolve(request.device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device != "cpu":
-        there = count(device)
-        if request.ranks is not None and request.ranks > there:
-            why, advice = f"this node has {there} GPUs", "a rank has a GPU of its own"
+        gpus = count(device)
+        if request.ranks is not None and request.ranks > gpus:
+            why, advice = f"this node has {gpus} GPUs", "a rank has a GPU of its own"
             raise refused("ranks", request.ranks, why, advice=advice)
-        return Node(device, request.ranks or there, max(1, cores // there), cores)
+        return Node(device, request.ranks or gpus, max(1, cores // gpus), cores)
     ranks = request.ranks or max([cores, *(request.tp or ())])
     return Node(device, ranks, max(1, cores // ranks), cores)
 
@@ -151,7 +151,7 @@ def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> 
 
 def _run_what_fits(
     plan: Plan, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, progress: Callable[[str], None]
-) -> tuple[list[Found], dict[Workload, NotRun]]:
+) -> tuple[list[RankResult], dict[Workload, NotRun]]:
     """Run at one degree what there is memory for, and say of the other workloads why they did not run.
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
@@ -168,7 +168,7 @@ def _run_what_fits(
         except _MemoryRanOut as error:
             last = error.workload
             why = "memory ran out" if last is None else f"memory ran out at {last}"
-            gone = runs if last is None else [each for each in runs if each.takes_as_much_as(last)]
+            gone = runs if last is None else [run for run in runs if run.takes_as_much_as(last)]
             missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
     return [], missing
 
@@ -176,7 +176,7 @@ def _run_what_fits(
 def _run(
     plan: Plan, kinds: tuple[LayerKind, ...], workloads: Sequence[Workload], node: Node, request: ProfileRequest,
     progress: Callable[[str], None],
-) -> list[Found]:  # fmt: skip
+) -> list[RankResult]:  # fmt: skip
     """Run the ranks of one degree. Raises ReshardError, and _MemoryRanOut with the workload at which memory ran out."""
     from verify.profile.rank import answer_job
 
@@ -200,7 +200,7 @@ def _run(
         if machine_fault(error.message) != MEMORY:
             raise
         _, _, doing = last[0].partition(": ")
-        workload = next((each for each in workloads if doing.partition(": ")[0] == str(each)), None)
+        workload = next((run for run in workloads if doing.partition(": ")[0] == str(run)), None)
         raise _MemoryRanOut(workload) from error
 
 
@@ -209,20 +209,20 @@ def _run(
 
 def _put_together(
     model: Model, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, plans: dict[int, Plan],
-    found: dict[int, dict[Workload, tuple[int, list[Found]]]], not_run: dict[tuple[int, Workload], NotRun],
+    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], not_run: dict[tuple[int, Workload], NotRun],
     refused: tuple[tuple[int, str], ...],
 ) -> Profile:  # fmt: skip
-    of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in found.items()}
+    of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in results.items()}
     exchanges = {degree: _exchanges(ranks) for degree, ranks in of_degree.items() if degree > 1}
     links = {degree: fit_link(degree, times) for degree, times in exchanges.items()}
     times = {
         (degree, workload): time_of(ranks, number, workload, kinds)
-        for degree, runs in found.items()
+        for degree, runs in results.items()
         for workload, (number, ranks) in runs.items()
     }
     needs = {(degree, workload): works(plan, kinds, workload)
              for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
-    of_links = {degree: _link(links, degree, request.link if degree not in found else None) for degree in plans}
+    of_links = {degree: _link(links, degree, request.link if degree not in results else None) for degree in plans}
     rows = []
     for degree, plan in plans.items():
         totals = totals_of(plan, rows_of(plan))
@@ -232,10 +232,10 @@ def _put_together(
             predicted = _predict(degree, workload, needs, times, counts_of(kinds), of_links[degree])
             weights = totals.bytes_per_rank
             if measured is not None:
-                number, ranks = found[degree][workload]
+                number, ranks = results[degree][workload]
                 memory = memory_of(weights, ranks, number, workload, kinds)
             else:
-                memory = _memory_like(degree, plan, plans, workload, weights, found, kinds)
+                memory = _memory_like(degree, plan, plans, workload, weights, results, kinds)
             stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
             rows.append(
                 Row(
@@ -249,17 +249,17 @@ def _put_together(
         redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
         first[0].backend if first else "", first[0].device if first else "", totals.parameters,
         tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(each)) for degree, each in exchanges.items()), recommend(rows),
+        tuple((degree, tuple(timings)) for degree, timings in exchanges.items()), recommend(rows),
     )  # fmt: skip
 
 
-def _exchanges(ranks: Sequence[Found]) -> list[tuple[int, float]]:
+def _exchanges(ranks: Sequence[RankResult]) -> list[tuple[int, float]]:
     """The bytes of each all-reduce that was timed by itself, and the median of its time."""
-    found = []
+    medians = []
     for of_ranks in zip(*(rank.exchanges for rank in ranks), strict=True):
-        last = [min(times) for times in zip(*(each.seconds for each in of_ranks), strict=True)]
-        found.append((of_ranks[0].nbytes, statistics.median(last)))
-    return found
+        last = [min(times) for times in zip(*(of_rank.seconds for of_rank in of_ranks), strict=True)]
+        medians.append((of_ranks[0].nbytes, statistics.median(last)))
+    return medians
 
 
 def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link | None:
@@ -267,10 +267,10 @@ def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link 
         return None
     if degree in links:
         return links[degree]
-    known = nearest(links, degree)
-    if known is None:
+    nearest_link = nearest(links, degree)
+    if nearest_link is None:
         return Link(degree, 0.0, bandwidth) if bandwidth else None
-    return known.over(degree, bandwidth)
+    return nearest_link.over(degree, bandwidth)
 
 
 def _predict(
@@ -296,21 +296,20 @@ def _predict(
 
 def _memory_like(
     degree: int, plan: Plan, plans: dict[int, Plan], workload: Workload, weights: int,
-    found: dict[int, dict[Workload, tuple[int, list[Found]]]], kinds: Sequence[LayerKind],
+    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], kinds: Sequence[LayerKind],
 ) -> Memory:  # fmt: skip
     """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [other for other, runs in found.items() if any(each.phase == workload.phase for each in runs)]
+    ran = [other for other, runs in results.items() if any(run.phase == workload.phase for run in runs)]
     if not ran:
         return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other = min(ran, key=lambda each: (workload not in found[each], abs(each - degree)))
-    similar = (each for each in found[other] if each.phase == workload.phase)
-    measured = workload if workload in found[other] else max(similar, key=lambda each: each.batch * each.seq)
-    number, ranks = found[other][measured]
+    other = min(ran, key=lambda run: (workload not in results[run], abs(run - degree)))
+    similar = (run for run in results[other] if run.phase == workload.phase)
+    measured = workload if workload in results[other] else max(similar, key=lambda run: run.batch * run.seq)
+    number, ranks = results[other][measured]
     like = memory_of(weights, ranks, number, measured, kinds)
-    more = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
+    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
     heads = [
-        plans[each].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1)
-        for each in (degree, other)
+        plans[run].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for run in (degree, other)
     ]
-    cache = int(like.cache * more * heads[0] / heads[1])
-    return replace(like, cache=cache, activations=int(like.activations * more))
+    cache = int(like.cache * factor * heads[0] / heads[1])
+    return replace(like, cache=cache, activations=int(like.activations * factor))

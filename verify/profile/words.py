@@ -101,8 +101,8 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
     """Where the ranks sum more, or less, than the plan states."""
     for row in rows:
         if row.measured is not None and row.measured.reduced != row.stated:
-            each, stated = (nbytes // row.workload.tokens for nbytes in (row.measured.reduced, row.stated))
-            yield f"tp {row.tp}: {human_bytes(each)} a token in all-reduces; the plan states {human_bytes(stated)}"
+            reduced, stated = (nbytes // row.workload.tokens for nbytes in (row.measured.reduced, row.stated))
+            yield f"tp {row.tp}: {human_bytes(reduced)} a token in all-reduces; the plan states {human_bytes(stated)}"
 
 
 def error_text(error: float | None) -> str:
@@ -128,23 +128,23 @@ def human_count(count: int) -> str:
 # --------------------------------------------------------------------------------------------------------- document
 
 
-def document_of(found: Profile) -> dict[str, Any]:
+def document_of(result: Profile) -> dict[str, Any]:
     """The profile as JSON: seconds, bytes and tokens per second."""
     return {
-        "dtype": found.dtype,
-        "parameters": found.parameters,
-        "device": found.device or found.node.device,
-        "backend": found.backend,
-        "cores": found.node.cores,
-        "threads_per_rank": found.node.threads,
-        "layers": [{"part": kind.part, "count": kind.count} for kind in found.kinds],
-        "refused": [{"tp": degree, "reason": why} for degree, why in found.refused],
-        "rows": [_row(row) for row in found.rows],
-        "all_reduce": [_link(link, dict(found.exchanges).get(link.ranks, ())) for link in found.links],
+        "dtype": result.dtype,
+        "parameters": result.parameters,
+        "device": result.device or result.node.device,
+        "backend": result.backend,
+        "cores": result.node.cores,
+        "threads_per_rank": result.node.threads,
+        "layers": [{"part": kind.part, "count": kind.count} for kind in result.kinds],
+        "refused": [{"tp": degree, "reason": why} for degree, why in result.refused],
+        "rows": [_row(row) for row in result.rows],
+        "all_reduce": [_link(link, dict(result.exchanges).get(link.ranks, ())) for link in result.links],
         "recommended": {
-            "tp": found.recommended.tp,
-            "reason": found.recommended.reason,
-            "alone": [{**_workload(work), "tp": degree} for work, degree in found.recommended.alone],
+            "tp": result.recommended.tp,
+            "reason": result.recommended.reason,
+            "alone": [{**_workload(work), "tp": degree} for work, degree in result.recommended.alone],
         },
     }
 

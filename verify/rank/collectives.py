@@ -54,11 +54,11 @@ _carrier = Carrier()
 def carried_by(carrier: Carrier) -> Iterator[None]:
     """In this block, all collectives of this process go through ``carrier``."""
     global _carrier
-    before, _carrier = _carrier, carrier
+    previous, _carrier = _carrier, carrier
     try:
         yield
     finally:
-        _carrier = before
+        _carrier = previous
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -121,7 +121,7 @@ class Groups:
 
     def dimensions(self, group: Group) -> frozenset[str]:
         """The dimensions along which the ranks of a group differ."""
-        return next(along for along, known in self._groups.items() if known is group)
+        return next(along for along, other in self._groups.items() if other is group)
 
     def is_first(self, dimensions: AbstractSet[str]) -> bool:
         """Whether this rank is the first of those that have the same, where these dimensions have different things."""
@@ -179,12 +179,12 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
-    mine = x.detach().contiguous()
-    lengths = lengths or [mine.shape[dim]] * group.size
-    missing = max(lengths) - mine.shape[dim]
+    local = x.detach().contiguous()
+    lengths = lengths or [local.shape[dim]] * group.size
+    missing = max(lengths) - local.shape[dim]
     if missing:  # all_gather takes tensors of one shape
-        mine = torch.cat([mine, mine.narrow(dim, 0, 1).expand(_with(mine.shape, dim, missing))], dim)
-    parts = _carrier.carry("all-gather", mine.nbytes, lambda: group.all_gather(mine))
+        local = torch.cat([local, local.narrow(dim, 0, 1).expand(_with(local.shape, dim, missing))], dim)
+    parts = _carrier.carry("all-gather", local.nbytes, lambda: group.all_gather(local))
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 

@@ -24,25 +24,25 @@ def accelerator() -> str | None:
 
     Apple's MPS counts as none: it is one device, without float64, of which torch does not say how much is free.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None or found.type == "mps" else found.type
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None or device.type == "mps" else device.type
 
 
-def resolve(wanted: str) -> str:
+def resolve(kind: str) -> str:
     """The kind of device that ``--device`` asks for. Raises SettingError for one that is not there."""
-    there = accelerator()
-    if wanted == "auto":
-        return there or "cpu"
-    if wanted not in {"cpu", there}:
-        what = f"no device but '{there}'" if there else "no accelerator"
-        raise refused("device", wanted, f"torch finds {what}", instead=({"device": there or "cpu"},))
-    return wanted
+    available = accelerator()
+    if kind == "auto":
+        return available or "cpu"
+    if kind not in {"cpu", available}:
+        what = f"no device but '{available}'" if available else "no accelerator"
+        raise refused("device", kind, f"torch finds {what}", instead=({"device": available or "cpu"},))
+    return kind
 
 
 def count(kind: str) -> int:
     """The number of devices of a kind that this process sees."""
-    found: int = torch.get_device_module(kind).device_count()
-    return found
+    number: int = torch.get_device_module(kind).device_count()
+    return number
 
 
 def device_of(kind: str, rank: int) -> torch.device:
@@ -71,8 +71,8 @@ def names(kind: str, ranks: int) -> str:
 
 def memory(kind: str, number: int) -> int:
     """All bytes of a device; to ask for the free ones would take some."""
-    found: int = torch.get_device_module(kind).get_device_properties(number).total_memory
-    return found
+    nbytes: int = torch.get_device_module(kind).get_device_properties(number).total_memory
+    return nbytes
 
 
 def free(device: torch.device) -> int:

@@ -80,16 +80,16 @@ def _needs(
     Where all that use a value have parts, their gradients are added before they are summed, so that one sum serves the
     keys, the queries and the values of an attention.
     """
-    found: dict[Any, tuple[Along, ...]] = {}
+    needs: dict[Any, tuple[Along, ...]] = {}
     used: dict[Any, list[Along]] = {node: [Along()] if node in roots else [] for node in parted}
     for node in reversed([*parted]):  # each after all that use it
         late = used[node][0] if _passes_on(node, used[node]) else Along()
-        own = Along() if type(node).__name__ in _MAKES_PART else parted[node] | late
-        found[node] = tuple(own - parted[child] if child is not None else Along() for child, _ in node.next_functions)
-        for (child, _), need in zip(node.next_functions, found[node], strict=True):
+        along = Along() if type(node).__name__ in _MAKES_PART else parted[node] | late
+        needs[node] = tuple(along - parted[child] if child is not None else Along() for child, _ in node.next_functions)
+        for (child, _), need in zip(node.next_functions, needs[node], strict=True):
             if child is not None:
                 used[child].append(need)
-    return found, used
+    return needs, used
 
 
 def _is_summed_once(node: Any, used: Sequence[Along]) -> bool:
@@ -107,9 +107,9 @@ def _passes_on(node: Any, used: Sequence[frozenset[str]]) -> bool:
 
 def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> list[frozenset[str]]:
     """The mesh dimensions along which ranks have parts of each result; none of a whole one."""
-    own = {id(tensor): along for tensor, along in parts}
+    along_of = {id(tensor): along for tensor, along in parts}
     parted = _parted(results, parts, groups)
-    return [own.get(id(x), frozenset()) if x.grad_fn is None else parted[x.grad_fn] for x in results]
+    return [along_of.get(id(x), frozenset()) if x.grad_fn is None else parted[x.grad_fn] for x in results]
 
 
 def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any, frozenset[str]]:
@@ -123,16 +123,16 @@ def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any
 
 def _in_order(roots: Sequence[Any]) -> list[Any]:
     """Every node, after all that it depends on."""
-    found: dict[Any, None] = {}
+    nodes: dict[Any, None] = {}
     stack = [(root, False) for root in roots]
     while stack:
         node, is_done = stack.pop()
         if is_done:
-            found[node] = None
-        elif node not in found:
+            nodes[node] = None
+        elif node not in nodes:
             stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in found)
-    return list(found)
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in nodes)
+    return list(nodes)
 
 
 def _parted_along(
@@ -152,10 +152,10 @@ def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any
     """A hook that sums each of some gradients along its dimensions; of one dimension set, all of them along it."""
 
     def hook(grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        each = [*new] * len(grads) if len(new) == 1 else new
+        along_of = [*new] * len(grads) if len(new) == 1 else new
         return tuple(
             reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
-            for grad, along in zip(grads, each, strict=True)
+            for grad, along in zip(grads, along_of, strict=True)
         )
 
     return hook
@@ -173,22 +173,22 @@ def gradients_on_disk(
     """
     names = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sources}
     uses = Counter(source for of_one in sources.values() for source in of_one)
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     fused: dict[str, Tensor] = {}
     for parameter in model.parameters():
         name = names.get(id(parameter))
         if name is None or parameter.grad is None:
             continue
-        first, *more = sources[name]
-        if not more and uses[first] == 1 and first.rpartition(".")[2] == name.rpartition(".")[2]:
-            found[first] = parameter.grad.detach().cpu()
+        first, *others = sources[name]
+        if not others and uses[first] == 1 and first.rpartition(".")[2] == name.rpartition(".")[2]:
+            gradients[first] = parameter.grad.detach().cpu()
         else:
             grad = parameter.grad.detach().cpu()
             fused[name] = experts[name].among_zeros(grad) if name in experts else grad
     if fused:
-        wanted = {source for name in fused for source in sources[name]}
-        found |= {name: grad for name, grad in revert_weight_conversion(model, fused).items() if name in wanted}
-    return found
+        names_of = {source for name in fused for source in sources[name]}
+        gradients |= {name: grad for name, grad in revert_weight_conversion(model, fused).items() if name in names_of}
+    return gradients
 
 
 def together(layout: Layout, of_ranks: Sequence[Tensor | None]) -> Tensor:

@@ -184,11 +184,11 @@ class Turns:
         places = dict(sorted(self._places.items()))
         first, place = next(iter(places.items()), (0, "its next collective"))
         if absent:
-            others = places or [rank for rank in self._everyone if rank not in absent]
-            message = f"{_named(absent)} did not come to {place}, where {_named(others)} {waited}"
+            waiting = places or [rank for rank in self._everyone if rank not in absent]
+            message = f"{_named(absent)} did not come to {place}, where {_named(waiting)} {waited}"
             return RankTimeoutError(f"{message}; rank {absent[0]} {instead}", hint, rank=absent[0])
-        each = "; ".join(f"rank {rank} {place}" for rank, place in places.items())
-        return RankTimeoutError(f"the ranks wait for each other in different collectives: {each}", rank=first)
+        places_text = "; ".join(f"rank {rank} {place}" for rank, place in places.items())
+        return RankTimeoutError(f"the ranks wait for each other in different collectives: {places_text}", rank=first)
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -199,10 +199,10 @@ def _named(ranks: Iterable[int]) -> str:
 
 def _line(frame: FrameType | None) -> str:
     """The innermost line that is neither torch's nor of what carries values between ranks."""
-    for each, number in traceback.walk_stack(frame):
-        module = each.f_globals.get("__name__", "")
+    for outer, number in traceback.walk_stack(frame):
+        module = outer.f_globals.get("__name__", "")
         if module.split(".")[0] != "torch" and module not in _CARRY:
-            return f"{Path(each.f_code.co_filename).name}:{number} in {each.f_code.co_name}"
+            return f"{Path(outer.f_code.co_filename).name}:{number} in {outer.f_code.co_name}"
     return "an unknown line"
 
 
@@ -219,9 +219,9 @@ class ThreadGroup:
 
     backend = "threads"
 
-    def __init__(self, turns: Turns, members: tuple[int, ...], own: int, device: torch.device) -> None:
-        self._turns, self._members, self._own, self.device = turns, members, own, device
-        self.rank, self.size = members.index(own), len(members)
+    def __init__(self, turns: Turns, members: tuple[int, ...], member: int, device: torch.device) -> None:
+        self._turns, self._members, self._member, self.device = turns, members, member, device
+        self.rank, self.size = members.index(member), len(members)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``; ``x`` itself may be lost."""
@@ -259,26 +259,26 @@ class ThreadGroup:
     def send(self, value: Any, to: int) -> None:
         """Send a value to another rank, which may have to receive it first."""
         self._turns.check()
-        self._turns.messages.setdefault((self._own, self._members[to]), deque()).append(value)
+        self._turns.messages.setdefault((self._member, self._members[to]), deque()).append(value)
         self._turns.wake(self._members[to])
 
     def receive(self, sender: int) -> Any:
         """Wait for what another rank sends."""
-        messages = self._turns.messages.setdefault((self._members[sender], self._own), deque())
-        self._turns.wait(self._own, "receive", lambda: bool(messages))
+        messages = self._turns.messages.setdefault((self._members[sender], self._member), deque())
+        self._turns.wait(self._member, "receive", lambda: bool(messages))
         return messages.popleft()
 
     def some(self, members: Sequence[int]) -> ThreadGroup | None:
         """A group of some of these ranks, None on the others; all ranks make it, and at the same time."""
         ours = tuple(self._members[member] for member in members)
-        return ThreadGroup(self._turns, ours, self._own, self.device) if self._own in ours else None
+        return ThreadGroup(self._turns, ours, self._member, self.device) if self._member in ours else None
 
     def _meet(
         self, what: str, value: Any, at_last: Callable[[dict[int, Any]], None] = lambda _: None
     ) -> dict[int, Any]:
         """Every member's value, by rank, once all have come to the same; the last to come calls ``at_last`` with it."""
-        known, values = self._turns.meetings.setdefault(self._members, (what, {}))
-        if known == what:
+        purpose, values = self._turns.meetings.setdefault(self._members, (what, {}))
+        if purpose == what:
             values[self.rank] = value
             if len(values) == self.size:
                 del self._turns.meetings[self._members]
@@ -286,7 +286,7 @@ class ThreadGroup:
                 values[_ALL] = None
                 for member in self._members:
                     self._turns.wake(member)
-        self._turns.wait(self._own, what, lambda: _ALL in values)
+        self._turns.wait(self._member, what, lambda: _ALL in values)
         return values
 
 
@@ -322,9 +322,9 @@ class ProcessGroup:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """As of threads."""
-        own = x.to(self._sends_on)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self._group)
+        sent = x.to(self._sends_on)
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(parts, sent, group=self._group)
         return [part.to(x.device) for part in parts]
 
     def gather(self, value: Any) -> list[Any]:

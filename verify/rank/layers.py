@@ -71,10 +71,10 @@ def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere:
         instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
         with _instead(module, instead):
             out = local(*args, **kwargs)
-        partial, *others = out if isinstance(out, tuple) else (out,)
+        partial, *further = out if isinstance(out, tuple) else (out,)
         total = reduce_from_group(partial, group)
         total = total if last is None else total + last
-        return (total, *others) if isinstance(out, tuple) else total
+        return (total, *further) if isinstance(out, tuple) else total
 
     return _with_forward(module, forward)
 
@@ -99,7 +99,7 @@ class _SumsAtUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_used = any(given is self._weight for given in (*args, *(kwargs or {}).values()))
+        is_used = any(argument is self._weight for argument in (*args, *(kwargs or {}).values()))
         return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
 
 
@@ -126,10 +126,10 @@ def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part
     def forward(*args: Any, **kwargs: Any) -> Any:
         whole = {}
         for name, part in parts.items():
-            own = own_parameters(holder)[name]
+            parameter = own_parameters(holder)[name]
             # Weights that are brought only for the holder's own forward are not there yet.
-            if own is not None and not own.is_meta and len(own) < part.length:
-                whole[name] = part.among_zeros(own)
+            if parameter is not None and not parameter.is_meta and len(parameter) < part.length:
+                whole[name] = part.among_zeros(parameter)
         with _instead(holder, whole):
             return local(*args, **kwargs)
 
@@ -152,7 +152,7 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
             setattr(module, name, token - first_row if 0 <= token - first_row < rows else -1)  # a token apart
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _masked_lookup(lambda own: local(own, *args, **kwargs), ids, first_row, rows, group)
+        return _masked_lookup(lambda rows_of: local(rows_of, *args, **kwargs), ids, first_row, rows, group)
 
     return _with_forward(module, forward)
 
@@ -176,8 +176,8 @@ def gathered_vectors(module: Module, group: Group, true_sizes: Mapping[str, int]
     local = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: getattr(module, name) for name in true_sizes}
-        with _instead(module, {name: gather_from_group(own[name], group)[..., :n] for name, n in true_sizes.items()}):
+        parts = {name: getattr(module, name) for name in true_sizes}
+        with _instead(module, {name: gather_from_group(parts[name], group)[..., :n] for name, n in true_sizes.items()}):
             return local(*args, **kwargs)
 
     return _with_forward(module, forward)
@@ -237,9 +237,9 @@ def _masked_lookup(lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: i
     size = rows * group.size
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
-    own = (ids >= first_row) & (ids < first_row + rows)
-    found = lookup((ids - first_row).where(own, 0))
-    return reduce_from_group(found.masked_fill(~own.unsqueeze(-1), 0), group)
+    is_local = (ids >= first_row) & (ids < first_row + rows)
+    vectors = lookup((ids - first_row).where(is_local, 0))
+    return reduce_from_group(vectors.masked_fill(~is_local.unsqueeze(-1), 0), group)
 
 
 def _shared(x: Any, group: Group) -> Any:
@@ -255,8 +255,8 @@ def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
 @contextmanager
 def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
     """Let the module see other tensors in place of its parameters and buffers, for one forward."""
-    kept: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
-    true = [(tensors, name, tensors[name]) for tensors in kept for name in instead if name in tensors]
+    tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
+    true = [(tensors, name, tensors[name]) for tensors in tables for name in instead if name in tensors]
     try:
         for tensors, name, _ in true:
             tensors[name] = instead[name]

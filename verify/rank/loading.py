@@ -81,25 +81,25 @@ def compute_on(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def load_original(
-    folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, more: Mapping[str, Any]
+    folder: Path, config: Mapping[str, Any], plan: Plan, dtype: torch.dtype, place: Mapping[str, Any]
 ) -> Loaded:
-    """Load a plan's full checkpoint; ``more`` says where to. A quantized one, whose plan is that of plain weights, is
+    """Load a plan's full checkpoint; ``place`` says where to. A quantized one, whose plan is that of plain weights, is
     dequantized.
 
     Raises CheckpointError if it does not fill its model, or if that has no use for what belongs to a quantized weight.
     """
-    loaded = from_pretrained(model_class(config), folder, dtype, {**more, **dequantizing(config)})
+    loaded = from_pretrained(model_class(config), folder, dtype, {**place, **dequantizing(config)})
     scheme = scheme_of(config)
     scales = [name for name in loaded.unused if name not in plan.entries and scheme.companion(name)]
     lost = [name for name in scales if not is_of_activations(name)]
     if lost:
         raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")
-    placed = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
-    return Loaded(loaded.model, {name: p.sources for name, p in placed.items()}, loaded.unused)
+    tensors = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
+    return Loaded(loaded.model, {name: p.sources for name, p in tensors.items()}, loaded.unused)
 
 
-def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[str, Any]) -> Loaded:
-    """Load a folder with transformers; ``more`` are further arguments of its ``from_pretrained``.
+def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Loaded:
+    """Load a folder with transformers; ``options`` are further arguments of its ``from_pretrained``.
 
     Raises UnfitError if the folder does not fill the model, CheckpointError if it cannot be loaded at all.
     """
@@ -113,7 +113,7 @@ def from_pretrained(cls: Any, folder: Path, dtype: torch.dtype, more: Mapping[st
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are listed then, and an error of ours
                 local_files_only=True,
-                **more,
+                **options,
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
             if machine_fault(error):
@@ -152,8 +152,8 @@ def not_loaded(folder: Path, error: Exception) -> CheckpointError:
 
 
 def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
-    for name, found, expected in sorted(info.get("mismatched_keys") or (), key=str):
-        has = f"'{name}' has shape {list(found)}, transformers' model has {list(expected)}"
+    for name, shape, expected in sorted(info.get("mismatched_keys") or (), key=str):
+        has = f"'{name}' has shape {list(shape)}, transformers' model has {list(expected)}"
         raise UnfitError(f"{folder}: {has}", name)
     missing = sorted(info.get("missing_keys") or ())
     if missing:
@@ -167,10 +167,10 @@ def quiet_transformers() -> Iterator[None]:
     level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    before = accelerate.level
+    accelerate_level = accelerate.level
     accelerate.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers.logging.set_verbosity(level)
-        accelerate.setLevel(before)
+        accelerate.setLevel(accelerate_level)

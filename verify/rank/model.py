@@ -55,28 +55,28 @@ def load_rank(
     for what a plan cannot say.
     """
     modules = ModuleTable(rank, groups)
-    cls, more = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
+    cls, options = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     cut: dict[str, None] = {}
     is_cut = modules.is_needed or rank.lacks_experts or pipeline is not None
     if is_cut or not rank.is_built_in or not _says_sizes(cls, folder, rank):
         cls = localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
-        more["config"] = for_input(_config_of(folder, rank), tokens)
-    loaded = from_pretrained(cls, folder, dtype, {**more, **dequantizing(rank.config)})
+        options["config"] = for_input(_config_of(folder, rank), tokens)
+    loaded = from_pretrained(cls, folder, dtype, {**options, **dequantizing(rank.config)})
     if offload:
         compute_on(loaded.model, device)
-    own = modules.split(loaded.model)
+    split_parts = modules.split(loaded.model)
     loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     is_to_fit = not modules.is_needed and not rank.lacks_experts
-    return replace(loaded, parts=(*loaded.parts, *own), cut=tuple(cut) if is_to_fit else ())
+    return replace(loaded, parts=(*loaded.parts, *split_parts), cut=tuple(cut) if is_to_fit else ())
 
 
 def _config_of(folder: Path, rank: Rank) -> Any:
     """What transformers makes of a rank's own config.json, but for the sizes, which are the whole model's."""
     try:
-        own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return transformers.AutoConfig.for_model(**settings_of(with_sizes_of_whole(rank.plan, own)))
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return transformers.AutoConfig.for_model(**settings_of(with_sizes_of_whole(rank.plan, settings)))
     except OSError as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever the type checks of its settings
@@ -105,8 +105,8 @@ def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
         model = concrete_class(cls, config)(transformers.AutoConfig.for_model(**settings_of(config)))
-    known = model.state_dict()
-    return all(tuple(known[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
+    state = model.state_dict()
+    return all(tuple(state[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
 def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:
@@ -119,9 +119,9 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], 
         cls.__init__(self, config, *args, **kwargs)
         if pipeline is not None:
             pipeline.cut(self)
-        placed = placements(self, rank.shapes_with_all_experts)
-        experts = expert_shares(rank, {name: place.sources for name, place in placed.items()})
-        for name, place in placed.items():
+        tensors = placements(self, rank.shapes_with_all_experts)
+        experts = expert_shares(rank, {name: place.sources for name, place in tensors.items()})
+        for name, place in tensors.items():
             path, _, last = name.rpartition(".")
             module = self.get_submodule(path)
             old, shape = getattr(module, last), place.shape
@@ -135,11 +135,11 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], 
                     old.data = new
                 else:
                     own_buffers(module)[last] = new
-        filled = {*placed, *tied_weights(self)}
+        filled = {*tensors, *tied_weights(self)}
         for path, module in self.named_modules():
             _say_size(module)
-            own = {f"{path}.{key}" if path else key for key in own_parameters(module)}
-            if own & filled and not has_buffers_of_its_own(module):
+            names = {f"{path}.{key}" if path else key for key in own_parameters(module)}
+            if names & filled and not has_buffers_of_its_own(module):
                 # It comes from the folder; first values may have the original's sizes. A table of sines may not.
                 has_first_values(module)
         modules.set_attributes(self)

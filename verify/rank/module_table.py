@@ -41,10 +41,10 @@ class ModuleTable:
     def lines(self, model: nn.Module) -> Iterable[tuple[nn.Module, ModuleRule, dict[str, int]]]:
         """Each module that a line speaks of, with the line and the indices in the module's name."""
         for name, module in model.named_modules():
-            found = self._rank.modules.match_module(name)
-            if found is None:
+            match = self._rank.modules.match_module(name)
+            if match is None:
                 continue
-            rules, indices = found
+            rules, indices = match
             for rule in rules:
                 if self._holds(rule, indices):
                     yield module, rule, dict(indices)
@@ -74,28 +74,28 @@ class ModuleTable:
 
         Return the parameters that only this rank has after that, with the mesh dimensions along which they differ.
         """
-        own: list[tuple[torch.Tensor, frozenset[str]]] = []
+        parts: list[tuple[torch.Tensor, frozenset[str]]] = []
         for module, rule, indices in list(self.lines(model)):
             arguments: dict[str, Sequence[Dim]] = {}
             for name, shape in rule.split.items():
-                held = getattr(module, name, None)
+                attribute = getattr(module, name, None)
                 if name == "output":
                     module.register_forward_hook(self._output_hook(shape.dims, indices))
                 elif name == "part":
                     module.register_forward_hook(self._part_hook(shape.dims, indices))
-                elif isinstance(held, nn.ModuleList):
+                elif isinstance(attribute, nn.ModuleList):
                     # Under their old numbers, as on disk.
-                    kept = self._of_ranks(shape.dims[0], len(held), indices)
-                    renumber(held, kept[self._rank.rank])
-                    own += [(tensor, self._rank.plan.mesh.varying(kept)) for tensor in held.parameters()]
-                elif isinstance(held, torch.Tensor):
-                    own_buffers(module)[name] = self._part(held, shape.dims, indices)
+                    numbers = self._of_ranks(shape.dims[0], len(attribute), indices)
+                    renumber(attribute, numbers[self._rank.rank])
+                    parts += [(tensor, self._rank.plan.mesh.varying(numbers)) for tensor in attribute.parameters()]
+                elif isinstance(attribute, torch.Tensor):
+                    own_buffers(module)[name] = self._part(attribute, shape.dims, indices)
                 else:
                     arguments[name] = shape.dims
             if arguments:
                 hook = self._argument_hook(module, arguments, indices)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
-        return own
+        return parts
 
     def alone(self, model: nn.Module) -> set[nn.Module]:
         """The modules that need nothing of other ranks, whatever lies on them."""
@@ -120,11 +120,11 @@ class ModuleTable:
         names = list(inspect.signature(module.forward).parameters)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            values = {**dict(zip(names, args, strict=False)), **kwargs}
             parts = {
-                name: self._part(given[name], dims, indices)
+                name: self._part(values[name], dims, indices)
                 for name, dims in arguments.items()
-                if isinstance(given.get(name), torch.Tensor)
+                if isinstance(values.get(name), torch.Tensor)
             }
             new = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False))
             return new, {name: parts.get(name, value) for name, value in kwargs.items()}
@@ -162,14 +162,14 @@ class ModuleTable:
 
     def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
         """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
-        wanted = {i: self._of_ranks(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
-        along = frozenset[str]().union(*(self._rank.plan.mesh.varying(parts) for parts in wanted.values()))
+        indices_of = {i: self._of_ranks(dim, tensor.shape[i], indices) for i, dim in enumerate(dims) if dim.axes}
+        along = frozenset[str]().union(*(self._rank.plan.mesh.varying(parts) for parts in indices_of.values()))
         if along and tensor.requires_grad:
             tensor = copy_to_group(tensor, self._groups.along(along))
-        for i, parts in wanted.items():
-            own = parts[self._rank.rank]
-            if len(own) < tensor.shape[i]:
-                tensor = tensor.index_select(i, torch.tensor(own, device=tensor.device))
+        for i, parts in indices_of.items():
+            local = parts[self._rank.rank]
+            if len(local) < tensor.shape[i]:
+                tensor = tensor.index_select(i, torch.tensor(local, device=tensor.device))
         return tensor
 
     def _of_ranks(self, dim: Dim, length: int, indices: Mapping[str, int]) -> list[list[int]]:
@@ -181,8 +181,8 @@ class ModuleTable:
         sizes = {**self._sizes.of(indices), **plan.padding}
         unknown = sorted(dim.axes - sizes.keys())
         if unknown:
-            rest = dim.size({**sizes, **dict.fromkeys(unknown, 1)})
-            sizes |= {unknown[0]: length // rest, **dict.fromkeys(unknown[1:], 1)}
+            divisor = dim.size({**sizes, **dict.fromkeys(unknown, 1)})
+            sizes |= {unknown[0]: length // divisor, **dict.fromkeys(unknown[1:], 1)}
         if dim.size(sizes) != length:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"

@@ -63,38 +63,38 @@ def parallelise(
     for; in those of ``sums`` the results of the weight of that name are summed.
     """
     model = loaded.model
-    placed = placements(model, rank.shapes)
-    sources = {name: place.sources for name, place in placed.items()}
+    parameters = placements(model, rank.shapes)
+    sources = {name: place.sources for name, place in parameters.items()}
     by_name = roles(rank.plan, sources)
     shares = expert_shares(rank, sources)
     experts = {
-        name: Part(share.index * placed[name].shape[0], share.parts * placed[name].shape[0])
+        name: Part(share.index * parameters[name].shape[0], share.parts * parameters[name].shape[0])
         for name, share in shares.items()
     }
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
-    for tied, kept in tied_weights(model).items():
+    for tied, original in tied_weights(model).items():
         # One tensor, as a rule, but two where weights are on disk.
-        role = by_name.get(kept) or by_name.get(tied)
+        role = by_name.get(original) or by_name.get(tied)
         if role is not None:
-            by_tensor |= {id(values[tied]): role, id(values[kept]): role}
+            by_tensor |= {id(values[tied]): role, id(values[original]): role}
     held_by_tensor = {id(values[name]): part for name, part in experts.items()}
     parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
     for path, module in [(path, module) for path, module in model.named_modules() if module not in alone]:
         tensors = {**own_parameters(module), **own_buffers(module)}
-        own = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
-        held = {name: held_by_tensor[id(tensors[name])] for name in own if id(tensors[name]) in held_by_tensor}
-        if held:
+        named = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
+        parts_of = {name: held_by_tensor[id(tensors[name])] for name in named if id(tensors[name]) in held_by_tensor}
+        if parts_of:
             # Some are read by the module around them.
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
                 with _beneath_hook(reader):
-                    with_all_experts(reader, module, held)
-        if module in sums and sums[module] in own and own[sums[module]].summed_along:
+                    with_all_experts(reader, module, parts_of)
+        if module in sums and sums[module] in named and named[sums[module]].summed_along:
             with _beneath_hook(module):
-                sum_at_use(module, sums[module], groups.along(own[sums[module]].summed_along))
-        elif own:
+                sum_at_use(module, sums[module], groups.along(named[sums[module]].summed_along))
+        elif named:
             with _beneath_hook(module):
-                parts += _make_parallel(module, own, rank, groups)
+                parts += _make_parallel(module, named, rank, groups)
     by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
     return Loaded(model, sources, loaded.unused, tuple(parts), by_name_on_disk)
 
@@ -112,25 +112,25 @@ def _beneath_hook(module: nn.Module) -> Iterator[None]:
 
 
 def _make_parallel(
-    module: nn.Module, own: Mapping[str, Role], rank: Rank, groups: Groups
+    module: nn.Module, of: Mapping[str, Role], rank: Rank, groups: Groups
 ) -> list[tuple[torch.Tensor, frozenset[str]]]:
     """Make a module parallel; return its parameters that are added within a sum over ranks, and its dimensions."""
-    kinds = {role.kind for role in own.values()}
-    whole = [name for name, role in own.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
-    summed = frozenset[str]().union(*(role.summed_along for role in own.values()))
-    vocabulary = own.get("weight")
+    kinds = {role.kind for role in of.values()}
+    whole = [name for name, role in of.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
+    summed = frozenset[str]().union(*(role.summed_along for role in of.values()))
+    vocabulary = of.get("weight")
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
         first_row = vocabulary.entry.layout.boxes[rank.rank].dims[0][0].offset
         group = groups.along(vocabulary.along)
         padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
-    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in own.values())):
-        elsewhere = [name for name in whole if not groups.is_first(own[name].along)]
+    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in of.values())):
+        elsewhere = [name for name in whole if not groups.is_first(of[name].along)]
         row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
         return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif columns := [role for role in own.values() if role.is_gathered and role.kind is Kind.COLUMN]:
+    elif columns := [role for role in of.values() if role.is_gathered and role.kind is Kind.COLUMN]:
         role = columns[0]
         dim = min(role.entry.layout.parallel_dims)
         if role.is_taken_whole and role.entry.layout.rule.dims[dim].axis is None:
@@ -140,22 +140,22 @@ def _make_parallel(
         order = _order_of_parts(role.entry.layout, dim, rank.plan.mesh.peers(rank.rank, role.along))
         gather_logits(module, groups.along(role.along), role.entry.layout.full[dim], order)
     elif kinds == {Kind.VECTOR} and not list(module.children()):
-        parallel_norm(module, groups.along(next(iter(own.values())).along))
+        parallel_norm(module, groups.along(next(iter(of.values())).along))
     elif kinds == {Kind.VECTOR}:
         in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
         tensors = {**own_parameters(module), **own_buffers(module)}
-        added = {name: role for name, role in own.items() if role.is_gathered and id(tensors[name]) not in in_children}
+        added = {name: role for name, role in of.items() if role.is_gathered and id(tensors[name]) not in in_children}
         if added:
             group = groups.along(next(iter(added.values())).along)
             gathered_vectors(module, group, {name: role.entry.layout.full[-1] for name, role in added.items()})
     elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
-        _strip_padding(module, [*own.items()])
+        _strip_padding(module, [*of.items()])
     return []
 
 
-def _strip_padding(module: nn.Module, own: Sequence[tuple[str, Role]]) -> None:
+def _strip_padding(module: nn.Module, weights: Sequence[tuple[str, Role]]) -> None:
     """Let a module that every rank has whole, of a vocabulary that is padded nevertheless, compute without padding."""
-    padded = [(name, role.entry.layout) for name, role in own if role.entry.layout.padded != role.entry.layout.full]
+    padded = [(name, role.entry.layout) for name, role in weights if role.entry.layout.padded != role.entry.layout.full]
     outputs = [layout.full[layout.rule.output_dim or 0] for _, layout in padded if math.prod(layout.full[:-1]) > 1]
     if outputs:
         without_padding(module, outputs[0])

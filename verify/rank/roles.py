@@ -38,14 +38,14 @@ class Rank:
     @cached_property
     def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor would have here if this rank had all experts."""
-        model, found = self.plan.model, {}
+        model, shapes = self.plan.model, {}
         for name, entry in self.plan.entries.items():
             sizes = entry_sizes(self.plan, entry)
             shares = entry_shares(self.plan, entry, self.rank)
-            own = {axis: share.run(sizes[axis]).length for axis, share in shares.items() if axis in sizes}
-            own = {axis: length for axis, length in own.items() if axis not in model.expert_axes}
-            found[name] = entry.layout.rule.sizes({**sizes, **own})
-        return found
+            lengths = {axis: share.run(sizes[axis]).length for axis, share in shares.items() if axis in sizes}
+            lengths = {axis: length for axis, length in lengths.items() if axis not in model.expert_axes}
+            shapes[name] = entry.layout.rule.sizes({**sizes, **lengths})
+        return shapes
 
     @property
     def lacks_experts(self) -> bool:
@@ -124,25 +124,25 @@ def kind_of(plan: Plan, entry: Entry, dealt: frozenset[str]) -> Kind:
         return Kind.VECTOR
     if rule.input_dims & inner:
         return Kind.ROW
-    others = [dim for i, dim in enumerate(rule.dims) if i >= leading and i not in inner]
-    is_one_row = all(not dim.axes and dim.size({}) == 1 for dim in others)  # "1 -> vocab"
+    outer = [dim for i, dim in enumerate(rule.dims) if i >= leading and i not in inner]
+    is_one_row = all(not dim.axes and dim.size({}) == 1 for dim in outer)  # "1 -> vocab"
     return Kind.VECTOR if is_one_row else Kind.COLUMN
 
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
     """The role of each parameter, from the plan's entries of the tensors that it is made of."""
-    known: dict[tuple[str, int], tuple[Kind, frozenset[str]]] = {}
+    kinds: dict[tuple[str, int], tuple[Kind, frozenset[str]]] = {}
     of_entries: dict[str, tuple[Kind, frozenset[str]]] = {}
     for name, entry in plan.entries.items():
         alike = entry.template, id(entry.layout)
-        if alike not in known:
+        if alike not in kinds:
             dealt = dealt_axes(plan, entry)
-            known[alike] = kind_of(plan, entry, dealt), dealt
-        of_entries[name] = known[alike]
-    consumed = frozenset[str]().union(*(dealt for kind, dealt in known.values() if kind is Kind.ROW))
+            kinds[alike] = kind_of(plan, entry, dealt), dealt
+        of_entries[name] = kinds[alike]
+    consumed = frozenset[str]().union(*(dealt for kind, dealt in kinds.values() if kind is Kind.ROW))
     rules = {entry.layout.rule for entry in plan.entries.values()}
     inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in rules for dim in rule.input_dims))
-    found = {}
+    roles_of = {}
     for parameter, names in sources.items():
         of_sources = {of_entries[name][0] for name in names}
         if len(of_sources) > 1:
@@ -154,8 +154,8 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
         along = plan.mesh.varying([entry.layout.boxes.get(rank) for rank in range(plan.mesh.size)])
         is_taken = bool(dealt & inputs)
-        found[parameter] = Role(kind, entry, along, along_experts, is_gathered, is_gathered and is_taken)
-    return found
+        roles_of[parameter] = Role(kind, entry, along, along_experts, is_gathered, is_gathered and is_taken)
+    return roles_of
 
 
 def experts_along(mesh: Mesh) -> frozenset[str]:
@@ -165,9 +165,9 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
     """What a rank has of the experts in each parameter of which it has not all."""
-    plan, found = rank.plan, dict[str, Share]()
+    plan, shares_of_rank = rank.plan, dict[str, Share]()
     for parameter, names in sources.items() if plan.model.expert_axes else ():
         entry = plan.entries[names[0]]
         for axis in dealt_axes(plan, entry) & plan.model.expert_axes:
-            found[parameter] = entry_shares(plan, entry, rank.rank)[axis]
-    return found
+            shares_of_rank[parameter] = entry_shares(plan, entry, rank.rank)[axis]
+    return shares_of_rank

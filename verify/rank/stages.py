@@ -57,21 +57,21 @@ class Message:
     dimensions ranks have parts of each tensor of real numbers, where gradients are wanted.
     """
 
-    before: dict[str, list[Any]] = field(default_factory=dict)
+    leading: dict[str, list[Any]] = field(default_factory=dict)
     output: Any = None
-    left: dict[str, Any] = field(default_factory=dict)
+    lists: dict[str, Any] = field(default_factory=dict)
     choices: int = 0
     parted: list[frozenset[str]] = field(default_factory=list)
 
     def map(self, function: Callable[[Any], Any]) -> Message:
         """The same with each tensor (or other leaf) changed."""
-        before, output, left = (tree_map(function, part) for part in (self.before, self.output, self.left))
-        return Message(before, output, left, self.choices, self.parted)
+        leading, output, lists = (tree_map(function, part) for part in (self.leading, self.output, self.lists))
+        return Message(leading, output, lists, self.choices, self.parted)
 
     @property
     def reals(self) -> list[Tensor]:
         """The tensors of real numbers, in one order."""
-        leaves, _ = tree_flatten((self.before, self.output, self.left))
+        leaves, _ = tree_flatten((self.leading, self.output, self.lists))
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -88,7 +88,7 @@ class Pipeline:
         step = plan.mesh.size // plan.mesh.pp
         self._before_rank, self._after_rank = rank - step, rank + step
         self._blocks: dict[str, int] = {}
-        self._before: tuple[str, ...] = ()
+        self._leading: tuple[str, ...] = ()
         self._absent: list[str] = []
         self._depth = 0
         self._has_entered = False
@@ -114,8 +114,8 @@ class Pipeline:
     def cut(self, model: Any) -> None:
         """Take the weights of other stages out of a model that is not loaded yet. Raises ReshardError."""
         kinds = {tensor.name: tensor.kind for tensor in self._plan.model.tensors}
-        placed = placements(model, {name: entry.layout.full for name, entry in self._plan.entries.items()})
-        kind_of = {name: kinds[place.sources[0]] for name, place in placed.items()}
+        parameters = placements(model, {name: entry.layout.full for name, entry in self._plan.entries.items()})
+        kind_of = {name: kinds[place.sources[0]] for name, place in parameters.items()}
         stages = {name: kind.stages or frozenset() for name, kind in kind_of.items()}
         layered = {name for name, kind in kind_of.items() if is_layered(self._plan.model, kind)}
         self._blocks = {
@@ -132,17 +132,17 @@ class Pipeline:
             stages |= {target: both, source: both}
         absent = {name for name, of_name in stages.items() if self._stage not in of_name}
         first = {name for name, of_name in stages.items() if 0 in of_name and name not in layered}
-        self._before = tuple(_outermost(first, [*self._blocks, *(stages.keys() - first)]))
-        inside = tuple(f"{path}." for path in (*self._before, *self._blocks))
+        self._leading = tuple(_outermost(first, [*self._blocks, *(stages.keys() - first)]))
+        inside = tuple(f"{path}." for path in (*self._leading, *self._blocks))
         for name in absent:
             path, _, last = name.rpartition(".")
             module = model.get_submodule(path)
-            known: dict[str, Any] = own_parameters(module) if last in own_parameters(module) else own_buffers(module)
+            table: dict[str, Any] = own_parameters(module) if last in own_parameters(module) else own_buffers(module)
             runs_everywhere = name in first and not name.startswith(inside)  # to no effect before the layers
-            shape = placed[name].shape if runs_everywhere else (0,)
-            instead = torch.zeros(shape, dtype=known[last].dtype, device=self._device)
+            shape = parameters[name].shape if runs_everywhere else (0,)
+            instead = torch.zeros(shape, dtype=table[last].dtype, device=self._device)
             has_first_values(instead)
-            del known[last]
+            del table[last]
             setattr(module, last, instead)  # no parameter: nothing is to be loaded
         if tied:
             model.all_tied_weights_keys = {
@@ -167,11 +167,11 @@ class Pipeline:
             value = getattr(module, last).to(model.dtype)
             delattr(module, last)
             own_parameters(module)[last] = nn.Parameter(value, requires_grad=False)
-        for path in self._before if self.is_first else ():
+        for path in self._leading if self.is_first else ():
             for name, module in model.get_submodule(path).named_modules(prefix=path):
                 module.register_forward_pre_hook(self._begin)
                 module.register_forward_hook(self._keep(name))
-        for path, outputs in self._received.before.items():
+        for path, outputs in self._received.leading.items():
             model.get_submodule(path).forward = _returning(outputs)
         for path, stage in self._blocks.items():
             block = model.get_submodule(path)
@@ -202,7 +202,7 @@ class Pipeline:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             self._depth -= 1
             if not self._depth:  # else a part of another one's results
-                self._received.before.setdefault(path, []).append(output)
+                self._received.leading.setdefault(path, []).append(output)
 
         return hook
 
@@ -212,18 +212,18 @@ class Pipeline:
                 return
             self._has_entered = True
             trace.chosen[:] = chosen[: self._received.choices]
-            for name, left in self._received.left.items():
-                given = kwargs[name]
-                given.clear()
-                (given.update if isinstance(given, MutableMapping) else given.extend)(tree_map(_copied, left))
+            for name, values in self._received.lists.items():
+                target = kwargs[name]
+                target.clear()
+                (target.update if isinstance(target, MutableMapping) else target.extend)(tree_map(_copied, values))
 
         return hook
 
     def _note(self, trace: Trace) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-            left: dict[str, Any] = {name: [*value] for name, value in kwargs.items() if isinstance(value, list)}
-            left |= {name: {**value} for name, value in kwargs.items() if isinstance(value, MutableMapping)}
-            self._sent = Message(self._received.before, output, left, len(trace.chosen))
+            lists: dict[str, Any] = {name: [*value] for name, value in kwargs.items() if isinstance(value, list)}
+            lists |= {name: {**value} for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+            self._sent = Message(self._received.leading, output, lists, len(trace.chosen))
 
         return hook
 
@@ -248,8 +248,8 @@ class Pipeline:
             roots, grads = [loss], [torch.ones_like(loss)]
         else:
             pairs = zip(self._sent.reals, self._ranks.receive(self._after_rank), strict=True)
-            known = [(x, grad.to(x)) for x, grad in pairs if grad is not None and x.requires_grad]
-            roots, grads = [x for x, _ in known], [grad for _, grad in known]
+            received = [(x, grad.to(x)) for x, grad in pairs if grad is not None and x.requires_grad]
+            roots, grads = [x for x, _ in received], [grad for _, grad in received]
         sum_where_ranks_part(roots, self.parts, self._groups)
         torch.autograd.backward(roots, grads)
         if not self.is_first:
@@ -259,19 +259,19 @@ class Pipeline:
 
 def _returning(outputs: Iterable[Any]) -> Callable[..., Any]:
     """A forward that returns copies of these, one after the other: a model may change in place what it gets."""
-    left = iter(outputs)
+    remaining = iter(outputs)
 
     def forward(*_: Any, **__: Any) -> Any:
-        return tree_map(_copied, next(left))
+        return tree_map(_copied, next(remaining))
 
     return forward
 
 
-def _outermost(names: Iterable[str], others: Iterable[str]) -> Iterable[str]:
+def _outermost(names: Iterable[str], excluded: Iterable[str]) -> Iterable[str]:
     """The outermost modules that hold parameters of these names and nothing of the others."""
-    taken = {path for other in others for path in _around(other)}
-    found = (next((path for path in _around(name) if path not in taken), None) for name in sorted(names))
-    return dict.fromkeys(path for path in found if path is not None)
+    occupied = {path for other in excluded for path in _around(other)}
+    paths = (next((path for path in _around(name) if path not in occupied), None) for name in sorted(names))
+    return dict.fromkeys(path for path in paths if path is not None)
 
 
 def _around(name: str) -> list[str]:

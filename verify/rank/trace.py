@@ -62,15 +62,15 @@ class Places:
 
 def blocks_of(model: Any, parameters: Iterable[str]) -> dict[str, nn.Module]:
     """The blocks by name: the members of the outermost lists of modules that these parameters run through."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name in parameters:
         segments = name.split(".")
         for i, segment in enumerate(segments):
             path = ".".join(segments[:i])
             if segment.isdigit() and isinstance(model.get_submodule(path), nn.ModuleList):
-                found[f"{path}.{segment}"] = model.get_submodule(f"{path}.{segment}")
+                blocks[f"{path}.{segment}"] = model.get_submodule(f"{path}.{segment}")
                 break
-    return dict(sorted(found.items(), key=lambda item: [int(s) if s.isdigit() else 0 for s in item[0].split(".")]))
+    return dict(sorted(blocks.items(), key=lambda item: [int(s) if s.isdigit() else 0 for s in item[0].split(".")]))
 
 
 def run(
@@ -120,10 +120,10 @@ def run(
         stack.enter_context(_default_dtype(model.dtype))
         if model.dtype == torch.float64:
             stack.enter_context(NoLessThanFloat64())
-        given = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        arguments = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         output: Any = {}
         with suppress(StageEnd):
-            output = running(model)(**given, use_cache=False)
+            output = running(model)(**arguments, use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
@@ -146,12 +146,12 @@ def _first_blocks(blocks: Mapping[str, nn.Module], continued: str | None) -> dic
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Let what a float64 model makes by itself be float64 too: some put its smallest number into a mask."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else before)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else previous)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def _push(path: list[str], name: str) -> Callable[..., None]:
@@ -169,11 +169,11 @@ def _keep_input(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> C
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in trace.states:
             return None  # a block that runs more than once: what it takes then are results of blocks
-        found = args[0] if args else kwargs["hidden_states"]
-        trace.states[name] = _kept(found)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        trace.states[name] = _kept(hidden)
         if feed is None:
             return None
-        instead = feed[name].to(found)
+        instead = feed[name].to(hidden)
         return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
 
     return hook
@@ -185,25 +185,25 @@ def _keep_output(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal calls
         calls += 1
-        first, *others = output if isinstance(output, (tuple, list)) else (output,)
+        first, *further = output if isinstance(output, (tuple, list)) else (output,)
         called = f"{name} call {calls}" if calls > 1 else name
         trace.states[called] = _kept(first)
         if feed is None:
             return None
         first = feed[called].to(first)
-        return type(output)((first, *others)) if isinstance(output, (tuple, list)) else first
+        return type(output)((first, *further)) if isinstance(output, (tuple, list)) else first
 
     return hook
 
 
 def _round_again(generator: torch.Generator) -> Callable[..., Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        first, *others = output if isinstance(output, tuple) else (output,)
+        first, *further = output if isinstance(output, tuple) else (output,)
         if not (isinstance(first, Tensor) and first.is_floating_point()):
             return output
         by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
         moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
-        return (moved, *others) if isinstance(output, tuple) else moved
+        return (moved, *further) if isinstance(output, tuple) else moved
 
     return hook
 
@@ -243,7 +243,7 @@ class _Choices(TorchFunctionMode):
 
     def __init__(self, trace: Trace, path: Sequence[str], chosen: Sequence[Tensor] | None) -> None:
         super().__init__()
-        self._trace, self._path, self._given = trace, path, chosen
+        self._trace, self._path, self._imposed = trace, path, chosen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -269,27 +269,27 @@ class _Choices(TorchFunctionMode):
 
     def _settle(self, mask: Tensor) -> Tensor:
         """Take the other run's answer to which scores of a token lie above a threshold."""
-        if self._given is not None:
-            given = self._next(mask)
-            self._trace.overruled += int((given != mask).any(-1).sum())
-            mask = given
+        if self._imposed is not None:
+            chosen = self._next(mask)
+            self._trace.overruled += int((chosen != mask).any(-1).sum())
+            mask = chosen
         self._trace.choices += len(mask)
         self._trace.chosen.append(mask.to("cpu", copy=True))
         return mask
 
     def _next(self, like: Tensor) -> Tensor:
         at = len(self._trace.chosen)
-        if self._given is None or at >= len(self._given) or self._given[at].shape != like.shape:
+        if self._imposed is None or at >= len(self._imposed) or self._imposed[at].shape != like.shape:
             raise ValueError(f"{self._path[-1]} chooses other than in the original model")
-        return self._given[at].to(like.device)
+        return self._imposed[at].to(like.device)
 
     def _choose(self, scores: Tensor, dim: int, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         trace, at = self._trace, len(self._trace.chosen)
-        if self._given is not None:
+        if self._imposed is not None:
             indices = self._next(indices)
-            taken = scores.gather(dim, indices)
-            trace.overruled += int((taken.sort(dim).values != values.sort(dim).values).any(dim).sum())
-            values = taken
+            taken_scores = scores.gather(dim, indices)
+            trace.overruled += int((taken_scores.sort(dim).values != values.sort(dim).values).any(dim).sum())
+            values = taken_scores
         trace.choices += indices.numel() // max(indices.shape[dim], 1)
         trace.chosen.append(indices.detach().to("cpu", copy=True))
         trace.states[f"{self._path[-1]} choice {at}"] = _kept(scores)
@@ -312,8 +312,8 @@ def random_ids(model: Any, batch: int, seq: int, seed: int, avoided: int | None 
     ``avoided`` is a token that is not among them.
     """
     rows = model.get_input_embeddings().weight.shape[0]
-    known = (getattr(model.config, key, None) for key in ("max_position_embeddings", "max_target_positions"))
-    limit = next((value for value in known if value), seq)
+    limits = (getattr(model.config, key, None) for key in ("max_position_embeddings", "max_target_positions"))
+    limit = next((value for value in limits if value), seq)
     longest = min(seq, limit) if limit > 0 else seq  # -1: there is no limit
     ids = torch.randint(rows, (batch, longest), generator=torch.Generator().manual_seed(seed))
     return _without(ids, avoided, rows)
@@ -326,20 +326,20 @@ def inputs_of(model: Any, ids: Tensor, dtype: torch.dtype, avoided: int | None =
     numbers that ``dtype`` can hold, sound as long as the model's encoder takes it.
     """
     model = running(model)
-    taken = inspect.signature(model.forward).parameters
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    parameters = inspect.signature(model.forward).parameters
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if _asks_for(model) == "input_features":
-        found = {"input_features": _random((len(ids), *_sound(model)), dtype)}
-    if "decoder_input_ids" in taken:
+        inputs = {"input_features": _random((len(ids), *_sound(model)), dtype)}
+    if "decoder_input_ids" in parameters:
         rows = _decoder_rows(model)
-        found["decoder_input_ids"] = _without(ids % rows, avoided, rows) if rows else ids
-        return found
+        inputs["decoder_input_ids"] = _without(ids % rows, avoided, rows) if rows else ids
+        return inputs
     # A type whose config does not say whether it attends to an encoder always does.
-    for states in {"encoder_hidden_states", "encoder_outputs"} & taken.keys():
+    for states in {"encoder_hidden_states", "encoder_outputs"} & parameters.keys():
         if getattr(model.config, "add_cross_attention", True):
             width = getattr(model.config, "cross_attention_hidden_size", None) or model.config.hidden_size
-            found[states] = _random((*ids.shape, width), dtype)
-    return found
+            inputs[states] = _random((*ids.shape, width), dtype)
+    return inputs
 
 
 def _asks_for(model: Any) -> str:

@@ -91,14 +91,14 @@ def power_in_words(forward: Any) -> str:
 def _difference_in_words(exact: Any) -> str:
     if exact.first is not None:
         first, places = exact.first, len(exact.damages)
-        more = "" if places == 1 else f"; {places} parts of tensors differ"
+        further = "" if places == 1 else f"; {places} parts of tensors differ"
         place = f"at {list(first.index)} on rank {first.rank}{_stored(first)}"
-        return f"Bytes differ, first in tensor '{first.tensor}' {place}{more}."
+        return f"Bytes differ, first in tensor '{first.tensor}' {place}{further}."
     kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
-    for word, found in kinds:
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return f"The shards are not the original's: {word}: {found[0]}{more}."
+    for word, items in kinds:
+        if items:
+            further = f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+            return f"The shards are not the original's: {word}: {items[0]}{further}."
     return f"A config is not as it should be: {exact.configs[0]}."
 
 
@@ -137,13 +137,13 @@ def exact_summary(report: Any) -> str:
 
 def not_compared(names: Sequence[str]) -> str:
     """That there is no manifest by which these files could be compared."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{more}"
+    further = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{further}"
 
 
-def _stored(found: Any) -> str:
+def _stored(difference: Any) -> str:
     """The name of another program's tensor that has a part of the original's."""
-    return f", in '{found.stored}'" if found.stored else ""
+    return f", in '{difference.stored}'" if difference.stored else ""
 
 
 def forward_summary(report: Any) -> str:
@@ -158,9 +158,9 @@ def forward_summary(report: Any) -> str:
         lines.append(f"The original's own run, done again, differs by {report.repeated:.2g} times the noise.")
     lines += _places("layer", report.layers)
     if report.cut:
-        more = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
+        further = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
         lines.append(
-            f"A rank's config.json gives '{report.cut[0]}'{more} another shape: other programs may not load it."
+            f"A rank's config.json gives '{report.cut[0]}'{further} another shape: other programs may not load it."
         )
     if report.gradients:
         worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
@@ -183,14 +183,14 @@ def _places(what: str, rows: Sequence[Any]) -> list[str]:
 
 def _logits(logits: Any) -> list[str]:
     cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
-    for name, own in (("shards", ""), ("original's own", "own_")):
-        found = [getattr(logits, f"{own}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
-        cells.append((name, *(number(x) for x in found[:3]), number(found[3], ".2%")))
+    for name, prefix in (("shards", ""), ("original's own", "own_")):
+        values = [getattr(logits, f"{prefix}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
+        cells.append((name, *(number(x) for x in values[:3]), number(values[3], ".2%")))
     lines = align(cells, right=(1, 2, 3, 4), width=None)
     for m in logits.mismatches[:SHOWN]:
         lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
-    more = len(logits.mismatches) - SHOWN
-    return [*lines, *([f"  and {more} more positions"] if more > 0 else [])]
+    remaining = len(logits.mismatches) - SHOWN
+    return [*lines, *([f"  and {remaining} more positions"] if remaining > 0 else [])]
 
 
 def _some(title: str, items: Sequence[Any]) -> list[str]:

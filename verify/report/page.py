@@ -80,8 +80,8 @@ def _axis(values: Iterable[float], start: float, end: float) -> _Axis:
 def place_plot(rows: Sequence[Mapping[str, Any]], factor: float, what: str) -> Html:
     """Error and noise of each place, and below them their ratio with the line of the factor; both on log axes."""
     size = math.ceil(len(rows) / COLUMNS) or 1
-    shown = [max(rows[i : i + size], key=_badness) for i in range(0, len(rows), size)]
-    return both_widths(lambda name, width: _place_plot(name, width, shown, factor, what))
+    worst = [max(rows[i : i + size], key=_badness) for i in range(0, len(rows), size)]
+    return both_widths(lambda name, width: _place_plot(name, width, worst, factor, what))
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
@@ -123,10 +123,10 @@ def _place_plot(name: str, width: int, rows: Sequence[Mapping[str, Any]], factor
 def _grid(axis: _Axis, frame: Frame, title: str, values: Iterable[float]) -> Html:
     short = {0: "1", 1: "10", 2: "100", -1: "0.1", -2: "0.01"}
     lines = [(axis.at(10.0**power), short.get(power, f"1e{power}")) for power in axis.decades(6)]
-    known = list(values)
-    if any(v <= 0 for v in known):
+    numbers = list(values)
+    if any(v <= 0 for v in numbers):
         lines.append((axis.at(0.0), "0"))
-    if any(not math.isfinite(v) for v in known):
+    if any(not math.isfinite(v) for v in numbers):
         lines.append((axis.at(math.inf), "∞"))
     title_above = text(_LEFT - 46, axis.end - _BEYOND - 10, title, "label")
     return joined(title_above, *(frame.grid_line(y, label) for y, label in lines))
@@ -144,8 +144,8 @@ def _below(rows: Sequence[Mapping[str, Any]], xs: Sequence[float], bottom: float
 
 def _short(name: str) -> str:
     """The number of the layer; for a name without one, the end of the name."""
-    found = re.search(r"\.(\d+)(?:\.|$)", name)
-    return found[1] if found else name.removesuffix(".weight").rpartition(".")[2][:12]
+    match = re.search(r"\.(\d+)(?:\.|$)", name)
+    return match[1] if match else name.removesuffix(".weight").rpartition(".")[2][:12]
 
 
 def _hit(x: float, step: float, bottom: float) -> Html:
@@ -170,8 +170,8 @@ def _mark(x: float, y: float, is_same: bool, radius: float) -> Html:
 
 def histogram_plot(bins: Sequence[Sequence[Any]]) -> Html:
     """How many logits differ by how much from the exact run: the shards', and the original's in its own dtype."""
-    known = [(to_number(b[0]), int(b[1]), int(b[2])) for b in bins]
-    return both_widths(lambda name, width: _histogram(name, width, known))
+    counts = [(to_number(b[0]), int(b[1]), int(b[2])) for b in bins]
+    return both_widths(lambda name, width: _histogram(name, width, counts))
 
 
 def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) -> Html:
@@ -182,12 +182,12 @@ def _histogram(name: str, width: int, bins: Sequence[tuple[float, int, int]]) ->
     step = frame.inner / max(len(bins), 1)
     parts = [_grid(axis, frame, "logits", (0.0,))]
     outline, total = [], [0, 0]
-    for i, (centre, found, own) in enumerate(bins):
-        x, total = _LEFT + step * i, [total[0] + found, total[1] + own]
-        y = axis.at(own)
+    for i, (centre, sharded, plain) in enumerate(bins):
+        x, total = _LEFT + step * i, [total[0] + sharded, total[1] + plain]
+        y = axis.at(plain)
         bar = rectangle("noise-area", x, y, step, bottom - y)
-        outline += [(x, axis.at(found)), (x + step, axis.at(found))]
-        numbers = f"shards: {found:,} logits, original's own: {own:,}"
+        outline += [(x, axis.at(sharded)), (x + step, axis.at(sharded))]
+        numbers = f"shards: {sharded:,} logits, original's own: {plain:,}"
         hit = _hit(x + step / 2, step, bottom)
         parts.append(frame.hot(hit, bar, f"difference {number(centre)}", numbers))
     parts.append(_line([x for x, _ in outline], [y for _, y in outline], "error"))
@@ -391,10 +391,10 @@ def _places(rows: Sequence[Document], factor: float, what: str, caption: str) ->
         element("span", "✗", class_="bad"), " more than the noise allows",
     )  # fmt: skip
     order = sorted(range(len(rows)), key=lambda i: bool(rows[i].get("is_same")))[:ROWS]
-    shown = [rows[i] for i in sorted(order)]
+    drawn = [rows[i] for i in sorted(order)]
     first = next((row for row in rows if not row.get("is_same")), None)
     cells, marks = [], []
-    for row in shown:
+    for row in drawn:
         note = "" if row.get("is_same") else " ✗ the first that differs" if row is first else " ✗ differs"
         numbers = [number(row.get("error")), number(row.get("noise")), ratio(row.get("ratio"))]
         name = joined(_code(row.get("name")), element("span", note, class_="bad") if note else None)
@@ -403,7 +403,7 @@ def _places(rows: Sequence[Document], factor: float, what: str, caption: str) ->
         cells.append([name, *numbers, worst, row.get("rank")])
         marks.append(not row.get("is_same"))
     columns = [what, "error", "noise", "ratio", "largest in", "rank"]
-    table = _table(caption, columns, cells, wide=1, marks=marks, left_out=len(rows) - len(shown))
+    table = _table(caption, columns, cells, wide=1, marks=marks, left_out=len(rows) - len(drawn))
     return joined(element("figure", legend, place_plot(rows, factor, what)), table)
 
 
@@ -419,8 +419,8 @@ def _logits(logits: Document | None, report: Document) -> Html | None:
     rows: list[list[object]]
     rows = [[_words(name), text(logits.get(key)), text(logits.get(f"own_{key}"))] for name, key, text in pairs]
     if report.get("choices"):
-        own, found, all_ = (f"{report.get(key) or 0:,}" for key in ("own_overruled", "overruled", "choices"))
-        rows.append([_words(f"experts chosen otherwise, of {all_} choices"), found, own])
+        overruled_own, shards, all_ = (f"{report.get(key) or 0:,}" for key in ("own_overruled", "overruled", "choices"))
+        rows.append([_words(f"experts chosen otherwise, of {all_} choices"), shards, overruled_own])
     caption = f"At {logits.get('positions'):,} positions, against the original in {report.get('exact_dtype')}"
     legend = element(
         "figcaption",
@@ -484,8 +484,8 @@ def _words(text: str) -> Html:
 def _list(title: str, items: Sequence[object]) -> Html | None:
     if not items:
         return None
-    more = element("li", f"and {len(items) - ROWS:,} more") if len(items) > ROWS else None
-    return joined(element("h3", title), element("ul", *(element("li", _code(item)) for item in items[:ROWS]), more))
+    tail = element("li", f"and {len(items) - ROWS:,} more") if len(items) > ROWS else None
+    return joined(element("h3", title), element("ul", *(element("li", _code(item)) for item in items[:ROWS]), tail))
 
 
 def _table(
@@ -501,15 +501,15 @@ def _table(
     left_out += max(0, len(rows) - ROWS)
     lines = []
     for i, row in enumerate(rows[:ROWS]):
-        first, *others = (cell if isinstance(cell, Html) or j >= wide else _code(cell) for j, cell in enumerate(row))
-        cells = (element("td", cell, class_="number" if j >= wide else None) for j, cell in enumerate(others, 1))
+        first, *further = (cell if isinstance(cell, Html) or j >= wide else _code(cell) for j, cell in enumerate(row))
+        cells = (element("td", cell, class_="number" if j >= wide else None) for j, cell in enumerate(further, 1))
         kind = "different" if marks and marks[i] else None
         lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
     heads = (element("th", name, scope="col", class_="number" if j >= wide else None) for j, name in enumerate(columns))
-    more = f"; {left_out:,} more lines are in --json" if left_out > 0 else ""
+    note = f"; {left_out:,} more lines are in --json" if left_out > 0 else ""
     table = element(
         "table",
-        element("caption", caption, more, "."),
+        element("caption", caption, note, "."),
         element("thead", element("tr", *heads)),
         element("tbody", *lines),
     )

@@ -54,6 +54,9 @@ KILLS = ("tests/reshard/test_output.py",)
 PARTS = ("tests/reshard/test_parts.py",)
 BUCKETS = ("tests/reshard/test_ranges.py",)
 LAUNCHES = ("tests/verify/test_launch.py",)
+RESUMING = ("tests/reshard/test_resuming.py",)
+TIED = ("tests/reshard/test_tied_twice.py",)
+CASTS = ("tests/reshard/test_cast.py",)
 GRADIENTS = ("tests/verify/test_forward.py::test_gradients_are_those_of_the_original",)
 UNEVEN = ("tests/reshard/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
@@ -185,7 +188,12 @@ MUTATIONS = (
     Mutation("formats", "when=read_expression(condition + suffix)", "when=rule.when or read_expression(condition)",
              ("tests/formats/test_format_file.py",)),
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
-    Mutation("reshard/store", 'return {**self.__dict__, "_opened": {}}', "return {**self.__dict__}", BUCKETS),
+    # resuming, tied tables, casts
+    Mutation("reshard/move", "any(expected.get(number) != of.digest() for number, of in sums.items())", "False",
+             RESUMING),
+    Mutation("reshard/model", "for last in lasts if (last.dtype, last.shape, last.local) ==",
+             "for last in lasts if last and", TIED),
+    Mutation("verify/bytes", "steps = np.rint(np.ldexp(", "steps = np.floor(np.ldexp(", CASTS),
     # ranks as threads
     Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),
     Mutation("verify/rank", "for rank in range(1, self.size):", "for rank in range(1, 2):", COLLECTIVES),

@@ -256,7 +256,9 @@ def test_reordering_parallel_axes_changes_nothing(name: str, tmp_path: Path):
     axes = [axis for axis in families if axis in used and axis not in POSITIONAL.get(name, {})]
 
     def changed(axes: list[str]) -> bool:
-        save_file(_reordered(model, tensors, axes), changed_folder / "model.safetensors", metadata={"format": "pt"})
+        reordered = _reordered(model, tensors, axes)
+        reordered |= {second: reordered[first].clone() for second, first in store.source(name).aliases.items()}
+        save_file(reordered, changed_folder / "model.safetensors", metadata={"format": "pt"})
         places = {key: _new_places(size, axis in axes) for key, (axis, size) in vocabularies.items()}
         found = _forward(cls.from_pretrained(changed_folder, dtype=dtype).eval(), tokens, dtype, places)
         outputs = places["decoder_input_ids"]

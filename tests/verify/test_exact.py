@@ -468,7 +468,7 @@ class _Tensors:
     ranks: tuple[Any, ...]
     model: Any
     files: ClassVar[dict[Path, Any]] = {}
-    kept: ClassVar[dict[str, Any]] = {}
+    intact: ClassVar[dict[str, Any]] = {}
     twice: ClassVar[dict[str, str]] = {}
     chunks: ClassVar[None] = None
     format: ClassVar[None] = None

@@ -47,6 +47,10 @@ class Entry:
     notes: str = ""
     # tensors that published checkpoints hold beside what the class saves: masks, frequencies, layers it ignores
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # tied tensors that they hold once more, each with the one that it equals
+    copies: Mapping[str, str] = field(default_factory=dict)
+    # what their config.json says, where the class says something else
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 ZOO: dict[str, Entry] = {}
@@ -74,11 +78,17 @@ def save(
         model = entry.build(experts, settings or {}, kv)
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if entry.config:
+        document = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**document, **entry.config}, indent=2) + "\n")
     if entry.extra:
         generator = torch.Generator().manual_seed(seed + 1)
         _add_tensors(
             folder, {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in entry.extra.items()}
         )
+    if entry.copies:
+        tensors = load_file(folder / "model.safetensors")
+        _add_tensors(folder, {second: tensors[first].clone() for second, first in entry.copies.items()})
     return folder
 
 
@@ -178,7 +188,8 @@ def _entry(name: str, table: Mapping[str, Any], settings: Settings) -> Entry:
     extra = {each: tuple(shape) for key, shape in table.get("extra", {}).items() for each in numbered(key)}
     build = partial(_build, kind, cls, settings)
     degrees = tuple(table.get("degrees", (2, 4, 8)))
-    return Entry(name, build, kind, degrees, table.get("loads_alone", True), table.get("notes", ""), extra)
+    more = {key: table.get(key, {}) for key in ("copies", "config")}
+    return Entry(name, build, kind, degrees, table.get("loads_alone", True), table.get("notes", ""), extra, **more)
 
 
 def _build(

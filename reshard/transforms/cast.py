@@ -9,7 +9,7 @@ from typing import Any
 from formats.documents import json_bytes
 from formats.errors import listed, refused
 from formats.files.checkpoint import CONFIG, open_checkpoint
-from formats.files.safetensors import CASTS, DTYPE_NAMES
+from formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from formats.files.sharded import SourceRecord
 from formats.hints import synonym
 from formats.notation.adapters import SETTINGS
@@ -43,9 +43,8 @@ def cast(source: Source, name: str) -> Source:
                 stay[kind.template] = stay.get(kind.template, 0) + kind.count
             else:
                 new[kind] = replace(kind, dtype=dtype)
-    notes = [
-        f"weights were cast to {word}, rounded to nearest even" if new else f"no weight is in another dtype than {word}"
-    ]
+    how = ", rounded to nearest even" if any(DTYPE_BITS[old.dtype] >= DTYPE_BITS[dtype] for old in new) else ""
+    notes = [f"weights were cast to {word}{how}" if new else f"no weight is in another dtype than {word}"]
     if stay:
         shown = listed([f"{template} ({plural(count, 'tensor')})" for template, count in stay.items()], 5)
         notes.append(f"the model keeps these in float32, and they stay: {shown}")

@@ -317,3 +317,9 @@ def test_no_other_class_keeps_any(name: str) -> None:
     model = zoo.ZOO[name].build(None, {}, None)
     params = [n for n, _ in model.named_parameters()]
     assert not [n for n in params for dtype in (torch.float16, torch.bfloat16) if kept_in_float32(model, n, dtype)]
+
+
+@pytest.mark.parametrize(("name", "is_rounded"), [("fp32", False), ("fp16", True)])
+def test_a_wider_dtype_is_not_called_rounded(name: str, is_rounded: bool) -> None:
+    note = open_any(store.checkpoint("llama", "bfloat16"), Access(dtype=name)).note
+    assert note == f"weights were cast to {name}" + ", rounded to nearest even" * is_rounded

@@ -4,8 +4,9 @@
     print(reshard.verify("model", "out"))
 
 Each command is a function; its arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
-``split``, ``merge`` and ``patch`` write, ``load`` returns one rank's tensors, ``tensors`` all, ``verify`` and
-``profile`` run the model. ``str`` of a result is what the command prints. Every error is a ``ReshardError``.
+``split``, ``merge`` and ``patch`` write, ``load`` returns one rank's tensors and ``rank_config`` its config,
+``tensors`` all tensors; ``verify`` and ``profile`` run the model. ``str`` of a result is what the command prints. Every
+error is a ``ReshardError``.
 ``reshard.live`` pushes weights between running processes.
 """
 
@@ -20,12 +21,14 @@ from reshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from formats.errors import ReshardError, SettingError
-    from reshard.api import diff, inspect, load, merge, patch, plan, split, tensors
+    from reshard.api import diff, inspect, load, merge, patch, plan, rank_config, split, tensors
     from reshard.live.meshes import Target
     from verify.api import profile, verify
 
 _PLACES = {
-    **dict.fromkeys(("diff", "inspect", "load", "merge", "patch", "plan", "split", "tensors"), "reshard.api"),
+    **dict.fromkeys(
+        ("diff", "inspect", "load", "merge", "patch", "plan", "rank_config", "split", "tensors"), "reshard.api"
+    ),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
     "SettingError": "formats.errors",
     "ReshardError": "formats.errors",
@@ -43,6 +46,7 @@ __all__ = [
     "patch",
     "plan",
     "profile",
+    "rank_config",
     "split",
     "tensors",
     "verify",

@@ -6,8 +6,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from formats.errors import CheckpointError, MismatchError, refused
-from reshard.delta.differences import Diff, Progress, differences, no_progress
+from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
+from reshard.move.jobs import Progress, no_progress
 from reshard.source.access import Access, find
 from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source

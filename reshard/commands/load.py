@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, refused
 from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Degrees, make_plan
-from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
-from reshard.move.mover import allocate, fill
+from reshard.mesh.plan import rank_config as config_of
+from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
+from reshard.move.mover import Steps, allocate, fill, requested
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
-from reshard.move.slabs import Region
+from reshard.move.slabs import Region, Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access
 from reshard.source.source import UNSPLIT, Source
+from reshard.store.threads import Shared, work_together
 from reshard.transforms.opening import open_any
 
 if TYPE_CHECKING:
     import torch
 
 
-def load_rank(source: Source, target: Arrangement, rank: int) -> dict[str, torch.Tensor]:
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The dtypes and shapes of tensors, by name."""
+
+
+def load_rank(
+    source: Source,
+    target: Arrangement,
+    rank: int,
+    device: str = "cpu",
+    progress: Progress = no_progress,
+) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
-    tensors = _held(target, rank)
-    rooms = {name: allocate(tensor_bytes(name, dtype, shape)) for name, (dtype, shape) in tensors.items()}
-    memory = {TargetFile(Path(name), b"", data.size): data for name, data in rooms.items()}
-    places = {rank: {file.path.as_posix(): TargetPlace(file, 0) for file in memory}}
-    reader = Reader()
-    try:
-        for job in jobs_of(source, target, places, compare=False):
-            place = job.target(rank)
-            _load(source, job, reader, memory[place.file][place.offset :])
-    finally:
-        reader.close()
-    return {name: _tensor(rooms[name], dtype, shape) for name, (dtype, shape) in tensors.items()}
+    loaded: dict[str, torch.Tensor] = {}
+    kinds = _tensors_of(target, rank)
+    sizes = {name: tensor_bytes(name, dtype, shape) for name, (dtype, shape) in kinds.items()}
+    total, nbytes = sum(sizes.values()), 0
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        nonlocal nbytes
+        loaded[name] = tensor.to(device)
+        nbytes += sizes[name]
+        progress(nbytes, total)
+
+    _load(source, jobs_of(source, target, _places(kinds, rank), compare=False), kinds, take)
+    return {name: loaded[name] for name in kinds}
 
 
-def _held(target: Arrangement, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _tensors_of(target: Arrangement, rank: int) -> Tensors:
     """The dtypes and shapes of a rank's tensors, by name. Raises CheckpointError for a dtype that torch lacks."""
     from formats.torch_internals import TORCH_DTYPES
 
@@ -51,6 +64,11 @@ def _held(target: Arrangement, rank: int) -> dict[str, tuple[str, tuple[int, ...
         if dtype not in TORCH_DTYPES:
             raise CheckpointError(f"tensor '{name}' is {dtype}, which torch does not have")
     return tensors
+
+
+def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
+    """Each tensor as if it were a file of its own."""
+    return {rank: {name: TargetPlace(TargetFile(Path(name), b"", 0), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -63,47 +81,99 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
 
 
-def _load(source: Source, job: Job, reader: Reader, data: Bytes) -> None:
-    """Read what a job brings into a tensor."""
-    for slab in job.transfer.slabs(Options().sizes.step):
-        if source.is_remote:
-            reader.request((job.source(region.rank), region) for region in slab.reads)
-        blocks = [_memory(data, region) for region in slab.writes]
-        fill(job, slab, reader, blocks)
-        for region, block in zip(slab.writes, blocks, strict=True):
-            for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
-                data[offset : offset + length] = block.reshape(-1)[at : at + length]
-        if source.is_remote:
-            reader.ahead.end_step()
+def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[str, torch.Tensor], None]) -> None:
+    """Load tensors, in a few threads; ``take`` is called with each when it is complete."""
+    jobs, options = tuple(jobs), Options()
+    memory = {name: allocate(tensor_bytes(name, *kind)) for name, kind in kinds.items()}
+    missing = {name: data.size for name, data in memory.items()}
+    steps = Steps(jobs, options.sizes)
+    drawn = Shared(group for group in steps.left(range(len(jobs)), ()))
+
+    def carry_out(_: int, report: Callable[[Iterable[tuple[str, int]]], None]) -> None:
+        reader = Reader()
+        try:
+            for group in requested(drawn, reader) if source.is_remote else drawn:
+                report([part for job, slab, _ in group for part in _fill(job, slab, reader, memory)])
+        finally:
+            reader.close()
+
+    def add(parts: Iterable[tuple[str, int]]) -> None:
+        for name, nbytes in parts:
+            missing[name] -= nbytes
+            if not missing[name]:
+                take(name, _tensor(memory.pop(name), *kinds[name]))
+
+    add([(name, 0) for name, size in missing.items() if size == 0])
+    work_together(max(1, min(options.threads, sum(missing.values()) // options.sizes.step)), carry_out, add)
 
 
-def _memory(data: Bytes, region: Region) -> Bytes:
-    """The memory of a region: of the tensor ``data``, if it lies there in one piece."""
+def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
+    """Fill what a slab writes of tensors; their names, and the bytes."""
+    places = [job.target(region.rank) for region in slab.writes]
+    data = [memory[place.file.path.as_posix()][place.offset :] for place in places]
+    blocks = [_block(tensor, region) for tensor, region in zip(data, slab.writes, strict=True)]
+    fill(job, slab, reader, blocks)
+    for place, tensor, region, block in zip(places, data, slab.writes, blocks, strict=True):
+        for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
+            tensor[offset : offset + length] = block.reshape(-1)[at : at + length]
+        yield place.file.path.as_posix(), region.nbytes
+
+
+def _block(tensor: Bytes, region: Region) -> Bytes:
+    """The memory of a region: of the tensor, if it lies there in one piece."""
     if region.rows.outer:
         return allocate(region.nbytes).reshape(region.shape)
     begin = region.rows.offset + region.offset
-    return data[begin : begin + region.nbytes].reshape(region.shape)
+    return tensor[begin : begin + region.nbytes].reshape(region.shape)
+
+
+def _device(name: str) -> str:
+    """The name of a device that torch has. Raises SettingError."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise refused("device", name, str(error).splitlines()[0]) from None
+    return name
 
 
 @dataclass(frozen=True)
 class LoadRequest(Access, Degrees):
-    """What ``load`` takes: a full checkpoint or one that is split to any degree, and the number of a rank."""
+    """What ``load`` takes: a full checkpoint or one that is split to any degree, and the number of a rank.
+
+    ``device`` is torch's name of where the tensors go. ``progress`` is called with the loaded bytes so far, and the
+    total.
+    """
 
     source: str | Path = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
+    device: str = "cpu"
+    progress: Progress = no_progress
 
 
 def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     """The tensors of one rank of a checkpoint. Reads only the bytes that it owns.
 
-    Returns CPU tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
+    Returns tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
     request.mesh.check_ranks([request.rank])
+    device = _device(request.device)
     opened = open_any(request.source, request)
-    tensors = load_rank(opened, arrangement_of(plan_for(opened.model, OWN, request), OWN), request.rank)
+    target = arrangement_of(plan_for(opened.model, OWN, request), OWN)
+    tensors = load_rank(opened, target, request.rank, device, request.progress)
     opened.check_unchanged()
     return tensors
+
+
+def rank_config(request: LoadRequest) -> dict[str, Any]:
+    """The ``config.json`` of one rank: that of the checkpoint, with the sizes of the tensors that ``load`` returns.
+
+    Reads no weights. Raises ReshardError.
+    """
+    request.mesh.check_ranks([request.rank])
+    return config_of(plan_for(open_any(request.source, request).model, OWN, request), request.rank)
 
 
 @dataclass(frozen=True)
@@ -126,21 +196,15 @@ def tensors(request: TensorsRequest) -> Iterator[tuple[str, torch.Tensor]]:
         raise refused("format", request.format, why, advice=advice)
     opened = open_any(request.source, request)
     target = arrangement_of(make_plan(opened.model, UNSPLIT), HUGGING_FACE)
-    kinds, nowhere = _held(target, 0), TargetPlace(TargetFile(Path(), b"", 0), 0)
-    jobs = dict[str, list[Job]]()
-    for job in jobs_of(opened, target, {0: dict.fromkeys(kinds, nowhere)}):
+    kinds, jobs = _tensors_of(target, 0), dict[str, list[Job]]()
+    for job in jobs_of(opened, target, _places(kinds, 0)):
         jobs.setdefault(job.name, []).append(job)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        reader = Reader()
-        try:
-            for name, parts in jobs.items():
-                data = allocate(tensor_bytes(name, *kinds[name]))
-                for job in parts:
-                    _load(opened, job, reader, data[job.target(0).offset :])
-                yield name, _tensor(data, *kinds[name])
-        finally:
-            reader.close()
+        loaded: list[tuple[str, torch.Tensor]] = []
+        for name, parts in jobs.items():
+            _load(opened, parts, {name: kinds[name]}, lambda *tensor: loaded.append(tensor))
+            yield loaded.pop()
         opened.check_unchanged()
 
     return stream()

@@ -23,6 +23,7 @@ from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from formats.quantization.dequantizing import e4m3_values
 from reshard.model.model import BoundTensor
+from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
@@ -204,14 +205,6 @@ class Keeper(Protocol):
 
     def compared(self, name: str, pair: Pair, *, same: bool) -> None:
         """Take in bytes of a tensor on both sides."""
-
-
-Progress = Callable[[int, int], None]
-"""Called with the compared bytes so far, and the total."""
-
-
-def no_progress(compared: int, total: int) -> None:
-    """Show no progress."""
 
 
 def differences(

@@ -41,15 +41,14 @@ from reshard.delta.differences import (
     PIECE,
     Diff,
     Pair,
-    Progress,
     TensorDiff,
     codes_of,
     differences,
-    no_progress,
     pairs,
 )
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.mesh.plan import make_plan
+from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source

@@ -22,6 +22,14 @@ from formats.files.checksum import PIECE, Crc, PartialSum
 from reshard.move.slabs import Route
 from reshard.source.source import Places, SourcePlace
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were moved or compared so far, and the total."""
+
+
+def no_progress(moved: int, total: int) -> None:
+    """Show no progress."""
+
+
 SMALLEST = 1 << 14
 """Bytes of a piece that is worth a CRC-32 of its own. What is written in smaller pieces is read once more instead."""
 

@@ -143,6 +143,27 @@ class Account:
     """CRC-32s of bytes written, by the target's number, as far as they are needed."""
 
 
+def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Sequence[Step]]:
+    """The drawn steps, each when what it and the next ones read of remote files was requested."""
+    waiting = deque[Sequence[Step]]()
+    for steps in drawn:
+        reader.request(_reads_of(steps))
+        waiting.append(steps)
+        while reader.ahead.nbytes > AHEAD:
+            yield waiting.popleft()
+            reader.ahead.end_step()
+    for steps in waiting:
+        yield steps
+        reader.ahead.end_step()
+
+
+def _reads_of(steps: Sequence[Step]) -> Iterator[tuple[SourcePlace, Region]]:
+    """What some steps read for targets that are not complete."""
+    for job, slab, _ in steps:
+        if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
+            yield from ((job.source(region.rank), region) for region in slab.reads)
+
+
 class Mover:
     """What a thread does: carries out the steps that it draws from ``stretches``, from the first one first.
 
@@ -169,9 +190,10 @@ class Mover:
 
     def carry_out(self, stretches: Sequence[Iterator[Sequence[Step]]]) -> None:
         """Carry out the steps that this thread draws."""
+        is_remote = any(file.remote for file in self._sources)
         try:
             for stretch in stretches:
-                for steps in self._requested(stretch):
+                for steps in requested(stretch, self._reader) if is_remote else stretch:
                     if len(steps) != 1 or steps[0].job.is_small(self._sizes.small):
                         self._carry_out_together(steps)
                     else:
@@ -182,29 +204,6 @@ class Mover:
             self.report()
         finally:
             self._reader.close()
-
-    def _requested(self, drawn: Iterable[Sequence[Step]]) -> Iterator[Sequence[Step]]:
-        """The drawn steps, each when what it and the next ones read of remote files was requested."""
-        if not any(file.remote for file in self._sources):
-            yield from drawn
-            return
-        ahead, waiting = self._reader.ahead, deque[Sequence[Step]]()
-        for steps in drawn:
-            self._reader.request(self._reads_of(steps))
-            waiting.append(steps)
-            while ahead.nbytes > AHEAD:
-                yield waiting.popleft()
-                ahead.end_step()
-        for steps in waiting:
-            yield steps
-            ahead.end_step()
-
-    @staticmethod
-    def _reads_of(steps: Sequence[Step]) -> Iterator[tuple[SourcePlace, Region]]:
-        """What some steps read for targets that are not complete."""
-        for job, slab, _ in steps:
-            if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
-                yield from ((job.source(region.rank), region) for region in slab.reads)
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._reported >= SECONDS

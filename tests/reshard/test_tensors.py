@@ -1,7 +1,8 @@
-"""``reshard.tensors``: the full checkpoint of any source, tensor by tensor."""
+"""``reshard.tensors``: the full checkpoint of any source, tensor by tensor. ``reshard.load``: a rank's, at once."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 import reshard
 from formats.errors import MismatchError, ReshardError
-from reshard.api import split, tensors
+from reshard.api import load, rank_config, split, tensors
+from reshard.move import jobs
 from tests import store, zoo
 from tests.programs.test_trainers import config_of, fixtures, weights
 from tests.programs.test_trainers import given as run
@@ -65,3 +67,32 @@ def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
 def test_other_names_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="the tensors are those of the full checkpoint"):
         tensors(tmp_path, format="vllm")
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank
+
+
+def test_a_rank_in_many_steps_and_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are larger than steps, which several threads share."""
+    monkeypatch.setattr(jobs, "DEFAULT", jobs.Sizes(step=1 << 8, small=1 << 4, together=1 << 6))
+    model = store.checkpoint("phi3")
+    split(model, tmp_path / "out", tp=2)
+    calls = []
+    for rank in range(2):
+        folder = tmp_path / f"out/rank-0{rank}-of-02"
+        loaded = load(model, tp=2, rank=rank, progress=lambda *call: calls.append(call))
+        expected = load_file(folder / "model.safetensors")
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+        total = sum(tensor.nbytes for tensor in expected.values())
+        assert calls[-1] == (total, total) and len(calls) == len(expected) and calls == sorted(calls)
+        assert rank_config(model, tp=2, rank=rank) == json.loads((folder / "config.json").read_text())
+        calls.clear()
+
+
+def test_a_device(tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    assert {tensor.device.type for tensor in load(model, tp=2, device="meta").values()} == {"meta"}
+    for device in ("cuda", "gpu"):
+        with pytest.raises(reshard.SettingError, match=f"device={device} is not possible"):
+            load(tmp_path / "none", device=device)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from formats.errors import ReshardError, SettingError
     from reshard.api import diff, inspect, load, merge, patch, plan, rank_config, split, tensors
     from reshard.live.meshes import Target
+    from reshard.live.state_dict import state_dict
     from verify.api import profile, verify
 
 _PLACES = {
@@ -30,6 +31,7 @@ _PLACES = {
         ("diff", "inspect", "load", "merge", "patch", "plan", "rank_config", "split", "tensors"), "reshard.api"
     ),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
+    "state_dict": "reshard.live.state_dict",
     "SettingError": "formats.errors",
     "ReshardError": "formats.errors",
     "Target": "reshard.live.meshes",
@@ -48,6 +50,7 @@ __all__ = [
     "profile",
     "rank_config",
     "split",
+    "state_dict",
     "tensors",
     "verify",
 ]

@@ -9,7 +9,7 @@ from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.move.jobs import Progress, no_progress
-from reshard.source.access import Access, find
+from reshard.source.access import Access, Place, find
 from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
@@ -23,8 +23,8 @@ class DiffRequest(Access):
     is smaller with ``compress``.
     """
 
-    a: str | Path = field(repr=False)  # a URL may have a password
-    b: str | Path = field(repr=False)
+    a: Place = field(repr=False)  # a URL may have a password
+    b: Place = field(repr=False)
     _: KW_ONLY
     out: str | Path | None = field(default=None, repr=False)
     compress: bool = False
@@ -49,7 +49,7 @@ def diff(request: DiffRequest) -> Diff:
         raise CheckpointError(error.message, error.hint) from error
 
 
-def open_both(a: str | Path, b: str | Path, access: Access) -> tuple[Source, Source]:
+def open_both(a: Place, b: Place, access: Access) -> tuple[Source, Source]:
     """Open two checkpoints of one model: files of a program that does not say which are read as the other's model.
 
     Raises ReshardError.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from formats.store import StoredPath
 from reshard.source import inspect as source
-from reshard.source.access import HubAccess, find
+from reshard.source.access import HubAccess, Place, find
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 
@@ -15,7 +16,7 @@ from reshard.store.staging_names import staging_of
 class InspectRequest(HubAccess):
     """What ``inspect`` takes: a folder, a file, a Hub id or a URL."""
 
-    source: str | Path = field(repr=False)  # a URL may have a password
+    source: Place = field(repr=False)  # a URL may have a password
 
 
 def inspect(request: InspectRequest) -> source.Report:
@@ -23,6 +24,8 @@ def inspect(request: InspectRequest) -> source.Report:
 
     Raises ReshardError if it is not a checkpoint at all.
     """
+    if isinstance(request.source, StoredPath):
+        return source.inspect(request.source)
     place = Path(request.source).expanduser()
     is_here = request.revision is None and (place.exists() or staging_of(place).exists())
     return source.inspect(place if is_here else find(request.source, request, Weights.HEADERS))

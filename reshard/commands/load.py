@@ -19,7 +19,7 @@ from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region, Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
-from reshard.source.access import Access
+from reshard.source.access import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.threads import Shared, work_together
 from reshard.transforms.opening import open_any
@@ -146,7 +146,7 @@ class LoadRequest(Access, Degrees):
     total.
     """
 
-    source: str | Path = field(repr=False)  # a URL may have a password
+    source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
     device: str = "cpu"
@@ -180,7 +180,7 @@ def rank_config(request: LoadRequest) -> dict[str, Any]:
 class TensorsRequest(Access):
     """What ``tensors`` takes: a checkpoint in any form. ``format`` is that of the names and shapes."""
 
-    source: str | Path = field(repr=False)  # a URL may have a password
+    source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     format: str = HUGGING_FACE.name
 

@@ -15,7 +15,7 @@ from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.access import Access
+from reshard.source.access import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import Weights
 from reshard.system import Share
@@ -29,7 +29,7 @@ from reshard.writing.summary import Summary
 class PlanRequest(Access, Degrees):
     """What ``plan`` takes. ``format`` is the name of another program's format to plan for."""
 
-    source: str | Path = field(repr=False)  # a URL may have a password
+    source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     format: str | None = None
 

@@ -13,13 +13,13 @@ from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import BUCKET, Routes, plan_push
 from reshard.live.sides import Side
 from reshard.model.model import Model
-from reshard.source.access import Access
+from reshard.source.access import Access, Place
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 
 
 def routes(
-    checkpoint: str | Path, *, source: Target | str, target: Target | str, bucket: int = BUCKET, **access: Any
+    checkpoint: Place, *, source: Target | str, target: Target | str, bucket: int = BUCKET, **access: Any
 ) -> Routes:
     """The plan of a push of a checkpoint's model between ranks that need not run, such as ``fsdp2:8`` and ``vllm:tp4``.
 

@@ -40,10 +40,11 @@ def unwrapped(model: Any) -> Any:
 
 
 @torch.no_grad()
-def slices_of(model: nn.Module | Named) -> list[tuple[Slice, torch.Tensor]]:
+def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple[Slice, torch.Tensor]]:
     """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
 
-    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once.
+    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once,
+    or under each name.
     A dictionary has parameters alone: what ``state_dict()`` gives may be a copy.
     A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
     resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
@@ -55,7 +56,7 @@ def slices_of(model: nn.Module | Named) -> list[tuple[Slice, torch.Tensor]]:
             if isinstance(module, FSDPModule):
                 module.reshard()
     parts = []
-    for name, tensor in _named(model):
+    for name, tensor in _named(model, tied_once):
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
         if not _is_elsewhere(tensor):
@@ -73,7 +74,7 @@ def check_unchanged(planned: Sequence[Slice], now: Sequence[Slice]) -> None:
             )
 
 
-def _named(model: nn.Module | Named) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and the persistent buffers. Not by ``state_dict()``, which gathers in some models' hooks."""
     if isinstance(model, nn.Module):
         passing = {
@@ -81,7 +82,7 @@ def _named(model: nn.Module | Named) -> Iterator[tuple[str, torch.Tensor]]:
             for prefix, module in model.named_modules(remove_duplicate=False)
             for name in unsaved_buffers(module)
         }
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in [*model.named_parameters(remove_duplicate=tied_once), *model.named_buffers()]:
             if name not in passing:
                 for wrapper in _WRAPPERS:
                     name = name.replace(wrapper, "")

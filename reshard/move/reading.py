@@ -28,6 +28,11 @@ Room = Callable[[int], Bytes]
 _AT_ONCE = 64 << 20
 """Bytes of a remote file that are requested together for its checksum."""
 
+_ROW = 1 << 18
+"""Bytes of a row of a local file that is read whole, even if a part is needed: a system call for each part costs more,
+and the kernel reads ahead.
+"""
+
 TargetSet = frozenset[int]
 """The numbers of the target files for which bytes of a source are read."""
 
@@ -69,8 +74,7 @@ class Sums:
 class Reader:
     """Reads regions of source files, each file opened once. What was requested of a remote file comes from ``ahead``.
 
-    ``summed`` is called with file, offset, length and sum of what is read; parts of rows (``Region.wanted``) are not
-    summed.
+    ``summed`` is called with file, offset, length and sum of what is read, but for rows of which a part is needed.
     """
 
     def __init__(
@@ -96,17 +100,15 @@ class Reader:
 
         Raises CheckpointError if the file cannot be read or is too short.
         """
-        data = room(region.nbytes)
-        if region.needed is None:
-            for begin, piece in pieces(data, self._piece):
-                for offset, at, length in region.ranges(begin, piece.size):
-                    self.fill(piece[at : at + length], place.file, place.offset + offset)
-        else:
-            for row in range(0, data.size, region.shape[-1]):
-                for run in region.needed:
-                    first = row + run.offset
-                    for offset, at, length in region.ranges(first, run.length):
-                        self._fill(place.file, place.offset + offset, data.data[first + at : first + at + length])
+        data, file = room(region.nbytes), place.file
+        is_whole = region.needed is None or (file.remote is None and region.shape[-1] <= _ROW)
+        for first, size in ((0, data.size),) if is_whole else _needed(region):
+            for begin, piece in pieces(data[first : first + size], self._piece):
+                for offset, at, length in region.ranges(first + begin, piece.size):
+                    if region.needed is None:
+                        self.fill(piece[at : at + length], file, place.offset + offset)
+                    else:
+                        self._fill(file, place.offset + offset, piece.data[at : at + length])
         return data.reshape(region.shape)
 
     def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
@@ -177,14 +179,22 @@ def checksum_of(file: SourceFile) -> str:
 
 
 def needed(place: SourcePlace, region: Region) -> list[tuple[int, int]]:
-    """The ranges of a file (the first byte, and the one behind the last) that ``Reader.read`` of a region reads."""
-    if region.needed is None:
-        parts: Iterable[tuple[int, int]] = ((0, region.nbytes),)
-    else:
-        rows = range(0, region.nbytes, region.shape[-1])
-        parts = ((row + run.offset, run.length) for row in rows for run in region.needed)
-    begins = ((place.offset + o, length) for begin, size in parts for o, _, length in region.ranges(begin, size))
+    """The ranges of a remote file (the first byte, and the one behind the last) that ``Reader.read`` of a region
+    reads.
+    """
+    begins = (
+        (place.offset + o, length) for begin, size in _needed(region) for o, _, length in region.ranges(begin, size)
+    )
     return [(begin, begin + length) for begin, length in begins]
+
+
+def _needed(region: Region) -> Iterator[tuple[int, int]]:
+    """The first byte, and the number, of what is needed of a region."""
+    if region.needed is None:
+        yield 0, region.nbytes
+        return
+    for row in range(0, region.nbytes, region.shape[-1]):
+        yield from ((row + run.offset, run.length) for run in region.needed)
 
 
 def pieces(data: Bytes, size: int) -> Iterator[tuple[int, Bytes]]:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats.notation.architecture import Architecture
-from formats.store import FilePath
+from formats.store import FilePath, StoredPath
 from reshard.source.opening import lines_of
 from reshard.store.selection import Weights
+
+Place = str | Path | StoredPath
+"""How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +54,12 @@ class Access(HubAccess):
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
 
 
-def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
-    """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. Raises
-    ReshardError.
+def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
+    """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. What is a
+    store already is taken as it is. Raises ReshardError.
     """
+    if isinstance(source, StoredPath):
+        return source
     path = Path(source).expanduser()
     if str(source) and access.revision is None and path.exists():
         return path
@@ -66,6 +71,6 @@ def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
     )  # fmt: skip
 
 
-def lines_of_any(source: str | Path, access: Access) -> Architecture:
+def lines_of_any(source: Place, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
     return lines_of(find(source, access, Weights.HEADERS), access.plan_file, access.config)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.notation.adapters import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
-from reshard.source.access import Access, HubAccess, find
+from reshard.source.access import Access, HubAccess, Place, find
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.selection import Weights
 
 
-def open_any(source: str | Path, access: Access, weights: Weights = Weights.RANGES) -> Source:
+def open_any(source: Place, access: Access, weights: Weights = Weights.RANGES) -> Source:
     """Open a folder, a Hub id or a URL; ``weights`` says how much of the weights is needed. Raises ReshardError."""
     path = find(source, access, Weights.FILES if access.download and weights is Weights.RANGES else weights)
     return open_found(path, access, weights)
 
 
-def open_converted(source: str | Path, access: Access, name: str) -> Source:
+def open_converted(source: Place, access: Access, name: str) -> Source:
     """Open an adapter as if it were in the format of this name. Raises ReshardError."""
     from reshard.transforms.convert import convert  # numpy
 

@@ -27,7 +27,7 @@ from reshard.placement.stored import Location, Stored
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
-from reshard.source.access import Access
+from reshard.source.access import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
@@ -53,7 +53,7 @@ class WriteRequest(Access, Options):
     bytes read and written so far.
     """
 
-    source: str | Path = field(repr=False)  # a URL may have a password
+    source: Place = field(repr=False)  # a URL may have a password
     out: str | Path = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     max_shard_size: int | None = None

@@ -22,7 +22,7 @@ SAFE = 2.0
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("more", [{}, {"backward": True, "dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"backward": True, "compute_dtype": "float32"}], ids=str)
 def test_correct_shards(model: str, more: dict[str, Any]) -> None:
     report = run_forward(*store.pair(model, "bfloat16", tp=2), ForwardOptions(**more))
     assert report.is_same and report.device != "cpu"

@@ -1,0 +1,106 @@
+"""Live modules as a source: a checkpoint that is on no disk, read from the memory of its tensors."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import nn
+
+from formats.documents import json_bytes
+from formats.errors import MismatchError, PlanError
+from formats.files.checkpoint import CONFIG
+from formats.files.chunks import chunks_metadata
+from formats.files.safetensors import build_header
+from formats.store import StoredPath
+from reshard.live.parameters import slices_of, unwrapped
+from reshard.store.range_store import Content, RangeStore
+from reshard.store.remote import Read, Remote
+
+FILE = "shard-00001-model-00001-of-00001.safetensors"
+"""Transformers' distributed checkpoints have the names of live modules, and such files."""
+
+
+def state_dict(model: nn.Module | Mapping[str, torch.Tensor]) -> StoredPath:
+    """The tensors of a module, or those that its ``state_dict()`` gave, as a source for ``reshard.split`` and others.
+
+    Nothing is copied: what reads it reads the tensors, on whatever device they are. They must not change meanwhile, and
+    be whole: of a model that is sharded over ranks, give one rank what torch's ``get_model_state_dict`` gathers. The
+    config.json is that of the module; without one, name it by ``config``. Raises PlanError.
+    """
+    module = unwrapped(model)
+    if not isinstance(module, nn.Module | Mapping):
+        raise PlanError(f"{type(model).__name__} is neither a module nor tensors by name")
+    parts = slices_of(module if isinstance(module, nn.Module) else module.items(), tied_once=False)
+    for part, tensor in parts:
+        if tuple(tensor.shape) != part.shape:
+            raise PlanError(
+                f"this rank has {list(tensor.shape)} of '{part.name}', which is {list(part.shape)}",
+                "gather it first, with get_model_state_dict(..., StateDictOptions(full_state_dict=True))",
+            )
+    header = build_header(
+        [(part.name, part.dtype, part.shape) for part, _ in parts],
+        chunks_metadata({part.name: (0,) * len(part.shape) for part, _ in parts}),
+    )
+    files: dict[str, Content] = {FILE: _Tensors(header, [tensor for _, tensor in parts])}
+    config: Any = getattr(module, "config", None)
+    if config is not None:
+        document: dict[str, Any] = json.loads(config.to_json_string())
+        document["architectures"] = document.get("architectures") or [type(module).__name__]
+        files[CONFIG] = json_bytes(document) + b"\n"
+    generation: Any = getattr(module, "generation_config", None)
+    if generation is not None:
+        files["generation_config.json"] = generation.to_json_string().encode()
+    store = RangeStore(f"{type(module).__name__} in memory", files)
+    store.keep({FILE: {0: header}})
+    return StoredPath(store)
+
+
+class _Tensors(Remote):
+    """Tensors as a safetensors file."""
+
+    def __init__(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        self._header, self._tensors, self._name = header, tensors, f"memory:{uuid4().hex}"
+        self._ends = [*accumulate((tensor.nbytes for tensor in tensors), initial=len(header))]
+        self._versions = [_version(tensor) for tensor in tensors]
+        self.size = self._ends[-1]
+
+    @property
+    def identity(self) -> str:
+        return self._name
+
+    @property
+    def address(self) -> str:
+        return "memory"
+
+    def over_network(self, nbytes: int) -> int:
+        return 0
+
+    def check_unchanged(self) -> None:
+        if self._versions != [_version(tensor) for tensor in self._tensors]:
+            raise MismatchError("the tensors were changed while they were read", "write between two steps")
+
+    def open(self) -> Read:
+        return self._read
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        content = bytearray(stop - start)
+        content[: max(len(self._header) - start, 0)] = self._header[start:stop]
+        for number in range(max(bisect_right(self._ends, start) - 1, 0), len(self._tensors)):
+            first = self._ends[number]
+            if first >= stop:
+                break
+            begin, end = max(start - first, 0), min(stop, self._ends[number + 1]) - first
+            data = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)[begin:end]
+            content[first + begin - start : first + end - start] = data.cpu().numpy().data
+        return memoryview(content)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """A number that grows with each change in place, as far as torch counts them."""
+    return None if tensor.is_inference() else tensor._version

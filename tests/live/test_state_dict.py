@@ -1,0 +1,85 @@
+"""Live modules as a source: what is written of them is what is written of the checkpoint that they were loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import reshard
+from formats.errors import MismatchError, PlanError, ReshardError
+from tests import store
+
+MODELS = ("llama", "mixtral", "gpt2", "gpt_oss", "mamba2")
+
+
+def module(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(store.checkpoint(name), dtype="auto")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in sorted(folder.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("form", [{"tp": 2}, {"format": "dcp"}], ids=str)
+def test_of_a_module_the_same_is_written_as_of_its_checkpoint(name: str, form: dict[str, Any], tmp_path: Path) -> None:
+    """Tied weights and experts too. Headers name the source, so tensors are compared where there is one."""
+    reshard.split(reshard.state_dict(module(name)), tmp_path / "live", **form)
+    reshard.split(store.checkpoint(name), tmp_path / "stored", **form)
+    for folder in ("live", "stored"):
+        reshard.merge(tmp_path / folder, tmp_path / f"{folder}-merged", max_shard_size=1 << 40)
+    live, stored = (load_file(tmp_path / f"{folder}-merged/model.safetensors") for folder in ("live", "stored"))
+    assert live.keys() == stored.keys() and all(torch.equal(live[name], stored[name]) for name in stored)
+
+
+def test_what_reads_a_source_reads_it() -> None:
+    source, model = reshard.state_dict(module("mixtral")), store.checkpoint("mixtral")
+    assert reshard.inspect(source).complete
+    assert reshard.diff(source, model).same
+    loaded, expected = reshard.load(source, tp=2, rank=1), reshard.load(model, tp=2, rank=1)
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert dict(reshard.tensors(source)).keys() == dict(reshard.tensors(model)).keys()
+    answer = reshard.verify(source, model, exact_only=True)
+    assert answer.error is not None and "cannot be the original" in answer.error.message
+
+
+def test_tensors_by_name_need_a_config(tmp_path: Path) -> None:
+    tensors = module("llama").state_dict()
+    transposed = {name: tensor.T.contiguous().T if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    source = reshard.state_dict(transposed)
+    with pytest.raises(ReshardError, match="config"):
+        reshard.split(source, tmp_path / "out", tp=2)
+    reshard.split(source, tmp_path / "out", tp=2, config=store.checkpoint("llama"))
+    assert reshard.verify(store.checkpoint("llama"), tmp_path / "out", exact_only=True).verdict == "same"
+
+
+def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    with pytest.raises(PlanError, match="int is neither a module nor tensors by name"):
+        reshard.state_dict(5)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="meta device"):
+        reshard.state_dict(module("llama").to("meta"))
+    tensors = module("llama").state_dict()
+    left = tensors.popitem()[0]
+    with pytest.raises(ReshardError, match=left):
+        reshard.split(reshard.state_dict(tensors), tmp_path / "out", tp=2, config=model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_while_it_is_written_is_noticed(tmp_path: Path) -> None:
+    live = module("llama")
+    source = reshard.state_dict(live)
+    stream = reshard.tensors(source)
+    next(stream)
+    with torch.no_grad():
+        live.model.norm.weight += 1
+    with pytest.raises(MismatchError, match="changed while they were read"):
+        list(stream)
+    with pytest.raises(MismatchError, match="changed while they were read"):
+        reshard.split(source, tmp_path / "out", tp=2)
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 import reshard
 from formats.errors import MismatchError, PlanError, ReshardError
 from tests import store
+from tests.live.processes import run
+from tests.marks import of_ranks
 
 MODELS = ("llama", "mixtral", "gpt2", "gpt_oss", "mamba2")
 
@@ -83,3 +85,26 @@ def test_a_step_while_it_is_written_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="changed while they were read"):
         reshard.split(source, tmp_path / "out", tp=2)
     assert not list(tmp_path.iterdir())
+
+
+def sharded(rank: int, world: int, out: Path) -> str | None:
+    """A trainer of FSDP2, as docs/how-to/embed.md has it: a rank's part is refused, what is gathered is not."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = module("mixtral")
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(PlanError, match="this rank has") as error:
+        reshard.state_dict(model)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        reshard.merge(reshard.state_dict(whole), out, config=store.checkpoint("mixtral"))
+    return error.value.hint
+
+
+@of_ranks
+def test_of_a_sharded_module_what_is_gathered(tmp_path: Path) -> None:
+    hints = run(sharded, 2, tmp_path / "out")
+    assert all(hint is not None and "full_state_dict=True" in hint for hint in hints)
+    assert reshard.diff(tmp_path / "out", store.checkpoint("mixtral")).same

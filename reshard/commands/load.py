@@ -7,9 +7,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from formats.errors import CheckpointError, refused
 from formats.files.safetensors import tensor_bytes
-from formats.notation.format_file import HUGGING_FACE, OWN
+from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
@@ -51,7 +53,11 @@ def load_rank(
         nbytes += sizes[name]
         progress(nbytes, total)
 
-    _load(source, jobs_of(source, target, _places(kinds, rank), compare=False), kinds, take)
+    fixed = target.fixed_of(rank, source.constants if source.format.name == target.format.name else {})
+    for name, content in fixed.items():
+        take(name, _tensor(np.frombuffer(bytearray(content), np.uint8), *kinds[name]))
+    others = {name: kind for name, kind in kinds.items() if name not in fixed}
+    _load(source, jobs_of(source, target, _places(kinds, rank), compare=False), others, take)
     return {name: loaded[name] for name in kinds}
 
 
@@ -142,13 +148,14 @@ def _device(name: str) -> str:
 class LoadRequest(Access, Degrees):
     """What ``load`` takes: a full checkpoint or one that is split to any degree, and the number of a rank.
 
-    ``device`` is torch's name of where the tensors go. ``progress`` is called with the loaded bytes so far, and the
-    total.
+    ``format`` is that of the rank's names and shapes, as in ``split``. ``device`` is torch's name of where the tensors
+    go. ``progress`` is called with the loaded bytes so far, and the total.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
+    format: str | None = None
     device: str = "cpu"
     progress: Progress = no_progress
 
@@ -159,9 +166,11 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     Returns tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
     request.mesh.check_ranks([request.rank])
-    device = _device(request.device)
+    device, format = _device(request.device), format_to_write(request.format)
+    if format.files.is_distributed:
+        raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
     opened = open_any(request.source, request)
-    target = arrangement_of(plan_for(opened.model, OWN, request), OWN)
+    target = arrangement_of(plan_for(opened.model, format, request), format)
     tensors = load_rank(opened, target, request.rank, device, request.progress)
     opened.check_unchanged()
     return tensors

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
-from formats.files.safetensors import DTYPE_BITS, stated_dtype
+from formats.files.safetensors import DTYPE_BITS, stated_dtype, tensor_bytes
 from formats.mesh import Mesh
 from formats.notation.architecture import is_index
 from formats.notation.axes import Dim, Run, Shape, Summand
@@ -88,6 +88,20 @@ class Arrangement:
             shape = stored.geometry.shape(rank)
             if shape is not None:
                 yield stored, stored.constant.shape if stored.constant else shape
+
+    def fixed_of(self, rank: int, stated: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The content of those of a rank's tensors that have no element of the model: constants, and padding alone.
+
+        What is ``stated`` of a constant counts.
+        """
+        found = dict[str, bytes]()
+        for stored, shape in self.tensors_of(rank):
+            name = stored.name_on(rank)
+            if stored.constant:
+                found[name] = stated.get(stored.name) or stored.constant_bytes(shape)
+            elif not self.format.plain and stored.atoms and Location(stored, 0).is_zero(rank):
+                found[name] = bytes(tensor_bytes(name, stored.dtype, shape))
+        return found
 
     def _stated(self, kind: Kind) -> Stated | None:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""

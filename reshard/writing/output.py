@@ -42,7 +42,7 @@ from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
-from reshard.placement.stored import Location, stacked
+from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished
 from reshard.source.source import Source
@@ -210,14 +210,7 @@ class Output:
         stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
                    for stored, shape in stored_shapes]  # fmt: skip
-        constants = {
-            stored.name_on(rank): self._constants.get(stored.name) or stored.constant_bytes(shape)
-            for stored, shape in stored_shapes
-            if stored.constant
-        }
-        computed = () if self.format.plain else stored_shapes
-        zeros = {stored.name for stored, _ in computed if stored.atoms and Location(stored, 0).is_zero(rank)}
-        constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
+        constants = self.arrangement.fixed_of(rank, self._constants)
         files = self.format.files
         parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
         for number, part in enumerate(parts):

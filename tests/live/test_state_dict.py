@@ -20,7 +20,11 @@ MODELS = ("llama", "mixtral", "gpt2", "gpt_oss", "mamba2")
 
 
 def module(name: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(store.checkpoint(name), dtype="auto")
+    return loaded(store.checkpoint(name))
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -43,8 +47,8 @@ def test_what_reads_a_source_reads_it() -> None:
     source, model = reshard.state_dict(module("mixtral")), store.checkpoint("mixtral")
     assert reshard.inspect(source).complete
     assert reshard.diff(source, model).same
-    loaded, expected = reshard.load(source, tp=2, rank=1), reshard.load(model, tp=2, rank=1)
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    part, expected = reshard.load(source, tp=2, rank=1), reshard.load(model, tp=2, rank=1)
+    assert part.keys() == expected.keys() and all(torch.equal(part[name], expected[name]) for name in expected)
     assert dict(reshard.tensors(source)).keys() == dict(reshard.tensors(model)).keys()
     answer = reshard.verify(source, model, exact_only=True)
     assert answer.error is not None and "cannot be the original" in answer.error.message
@@ -87,24 +91,24 @@ def test_a_step_while_it_is_written_is_noticed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def sharded(rank: int, world: int, out: Path) -> str | None:
+def sharded(rank: int, world: int, folder: Path, out: Path) -> str | None:
     """A trainer of FSDP2, as docs/how-to/embed.md has it: a rank's part is refused, what is gathered is not."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = module("mixtral")
+    model = loaded(folder)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     with pytest.raises(PlanError, match="this rank has") as error:
         reshard.state_dict(model)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
-        reshard.merge(reshard.state_dict(whole), out, config=store.checkpoint("mixtral"))
+        reshard.merge(reshard.state_dict(whole), out, config=folder)
     return error.value.hint
 
 
 @of_ranks
 def test_of_a_sharded_module_what_is_gathered(tmp_path: Path) -> None:
-    hints = run(sharded, 2, tmp_path / "out")
+    hints = run(sharded, 2, store.checkpoint("mixtral"), tmp_path / "out")
     assert all(hint is not None and "full_state_dict=True" in hint for hint in hints)
     assert reshard.diff(tmp_path / "out", store.checkpoint("mixtral")).same

@@ -328,6 +328,7 @@ def test_one_pass(tmp_path, monkeypatch, steps):
     check(tmp_path / "four", tmp_path / "eight")
     merge(tmp_path / "eight", tmp_path / "merged", **options)
     check(tmp_path / "eight", tmp_path / "merged")
+    monkeypatch.setattr("reshard.move.reading._ROW", 0)  # short rows are read whole
     load(source, tp=4, rank=1)
     owned = sum(i.nbytes for i in read_header(tmp_path / "four/rank-01-of-04/model.safetensors").tensors.values())
     lines = [line.split() for line in log.read_text().splitlines()]

@@ -90,6 +90,20 @@ def test_a_rank_in_many_steps_and_its_config(tmp_path: Path, monkeypatch: pytest
         calls.clear()
 
 
+@pytest.mark.parametrize(("model", "form"), [("llama", "vllm"), ("mixtral", "sglang")])
+def test_a_rank_in_another_format(model: str, form: str, tmp_path: Path) -> None:
+    """Constants too."""
+    split(store.checkpoint(model), tmp_path / "out", tp=2, format=form)
+    for rank in range(2):
+        loaded = load(store.checkpoint(model), tp=2, rank=rank, format=form)
+        files = sorted((tmp_path / "out").glob(f"model-rank-{rank}-*"))
+        expected = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(reshard.SettingError, match="its files are of no rank"):
+        load(store.checkpoint(model), tp=2, format="dcp")
+
+
 def test_a_device(tmp_path: Path) -> None:
     model = store.checkpoint("llama")
     assert {tensor.device.type for tensor in load(model, tp=2, device="meta").values()} == {"meta"}

@@ -49,9 +49,9 @@ def live_text() -> str:
 
 
 def _request(call: Callable[..., Any]) -> type:
-    """The class of a function's request, whose fields are the function's arguments."""
-    command = call.__wrapped__  # type: ignore[attr-defined]
-    request = getattr(sys.modules[command.__module__], command.__annotations__["request"])
+    """The class of a function's request, whose fields are the function's arguments; ``object`` if it has none."""
+    command = getattr(call, "__wrapped__", None)
+    request = getattr(sys.modules[command.__module__], command.__annotations__["request"]) if command else object
     assert isinstance(request, type)
     return request
 
@@ -80,8 +80,8 @@ def _function(call: Callable[..., Any]) -> str:
     )
     taken = ", ".join(f"[{kind.__name__}](#{kind.__name__.lower()})" for kind in _kinds(_request(call)))
     returned = f" Returns [{result.__name__}](#{result.__name__.lower()})." if result else ""
-    said = _text(call.__wrapped__)  # type: ignore[attr-defined]
-    return f"### reshard.{name}\n\n```\n{shape}\n```\n\n{said}\n\nFields: {taken}.{returned}\n"
+    fields = f"\n\nFields: {taken}.{returned}" if taken else ""
+    return f"### reshard.{name}\n\n```\n{shape}\n```\n\n{_text(getattr(call, '__wrapped__', call))}{fields}\n"
 
 
 def _argument(parameter: Parameter) -> str:

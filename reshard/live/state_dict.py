@@ -89,16 +89,15 @@ class _Tensors(Remote):
         return self._read
 
     def _read(self, start: int, stop: int) -> memoryview:
-        content = bytearray(stop - start)
-        content[: max(len(self._header) - start, 0)] = self._header[start:stop]
+        parts = [memoryview(self._header)[start:stop]] if start < len(self._header) else []
         for number in range(max(bisect_right(self._ends, start) - 1, 0), len(self._tensors)):
             first = self._ends[number]
             if first >= stop:
                 break
             begin, end = max(start - first, 0), min(stop, self._ends[number + 1]) - first
             data = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)[begin:end]
-            content[first + begin - start : first + end - start] = data.cpu().numpy().data
-        return memoryview(content)
+            parts.append(data.cpu().numpy().data)
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from formats.documents import Reader, Unfit, items, json_object, mapping, number, optional, size, text, truth, whole
 from formats.errors import PlanError, brief
-from formats.notation.architecture import Architecture, architecture_from_document, to_document
+from formats.notation.architecture import Architecture, architecture_from_document, to_document, with_first_indices
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.format_file import (
     AdapterFormat,
@@ -33,7 +33,6 @@ from formats.notation.module_names import (
     in_halves,
     module_tensors,
     of_experts,
-    with_first_indices,
 )
 
 PREFIX = "base_model.model."

@@ -7,13 +7,12 @@ tensor is made of stands in ``formats/programs/transformers.json``.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats.notation.architecture import Architecture, Rule
+from formats.notation.architecture import Architecture, Rule, with_first_indices
 from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
@@ -166,8 +165,3 @@ def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Exp
             arrow = None if shape_of.arrow is None else shape_of.arrow + 1
             shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
         yield shape_of, alternatives[0][1]
-
-
-def with_first_indices(name: str) -> str:
-    """The first of the names that a line covers."""
-    return re.sub(r"\{\w+\}", "0", name)

@@ -213,6 +213,8 @@ def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
         name=tensor.name,
         dtype=tensor.dtype,
         template=match.template,
+        pattern=groups.architecture.pattern_of(tensor.name, match.template),
+        index_axes=group.axes,
         rule=rule,
         indices=group.indices,
         places=tuple((axis, index) for axis, index in match.indices.items() if axis in groups.dealt),

@@ -41,12 +41,15 @@ class Kind:
 
     ``name`` is the name of the first tensor, ``count`` their number, ``shape`` the full shape. ``indices`` are the
     indices in the name on which sizes depend, ``places`` the indices along axes that may be split over ranks (experts).
-    ``layers`` has the tensors' indices along the outermost axis of the name that is not split.
+    ``layers`` has the tensors' indices along the outermost axis of the name that is not split. ``pattern`` is a name
+    with all indices as ``{layer}``, in the architecture's own spelling, and ``index_axes`` are their axes.
     """
 
     name: str
     dtype: str
     template: str
+    pattern: str
+    index_axes: tuple[str, ...]
     rule: Shape
     indices: tuple[tuple[str, int], ...]
     places: tuple[tuple[str, int], ...]
@@ -81,6 +84,11 @@ class BoundTensor(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The full shape, as it is stored."""
         return self.kind.shape
+
+    @property
+    def indices(self) -> dict[str, int]:
+        """All indices in its name, by their axes."""
+        return dict(zip(self.kind.index_axes, self.at, strict=True))
 
     @property
     def template(self) -> str:

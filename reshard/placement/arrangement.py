@@ -17,7 +17,7 @@ from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
 from formats.files.safetensors import DTYPE_BITS, stated_dtype
 from formats.mesh import Mesh
-from formats.notation.architecture import is_index
+from formats.notation.architecture import filled, numbers_in
 from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.format import Constant, Format, LaterLayers
 from reshard.mesh.plan import Box, Layout, Plan, layout_of, owners_of
@@ -28,10 +28,8 @@ from reshard.placement.portions import (
     Parts,
     Portion,
     dropped_of,
-    filled,
     kept_whole,
     refine,
-    template_of,
     uses_of,
 )
 from reshard.placement.stored import Atom, Chunks, Location, Naming, Stated, Stored
@@ -66,7 +64,6 @@ class Arrangement:
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
-        self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
         self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
@@ -121,17 +118,14 @@ class Arrangement:
     def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
         """The name of the stored tensor that an atom is a part of, its place in the stack, and the part."""
         kind = tensor.kind
-        if kind not in self._index_axes:
-            self._index_axes[kind] = tuple(self.plan.model.architecture.index_places(kind.name))
-        at: Mapping[str, int] = dict(zip(self._index_axes[kind], tensor.at, strict=True))
+        at: Mapping[str, int] = tensor.indices
         if portion.component.index and index is not None:
             at = {**at, portion.component.index: index}
         place = at[portion.stacked] if portion.stacked is not None else 0
         name = tensor.name
         if portion.target is not None:
             if "{number" in portion.target:
-                numbers = (segment for segment in name.split(".") if is_index(segment))
-                at = {**at, **{f"number{i}": int(number) for i, number in enumerate(numbers)}}
+                at = {**at, **{f"number{i}": number for i, number in enumerate(numbers_in(name))}}
             target, at = self._placed_further(name, portion.target, at)
             name = filled(target, at)
         return name, place, _Part(Atom(tensor.name, portion.component.label, index), kind, portion, at)
@@ -204,10 +198,7 @@ class Arrangement:
         if not again and not any(line.also for line in rules.lines):
             return
         names = {stored.name for stored in self.stored}
-        targets = {
-            kind: [use.target for use in rules.uses(template_of(model.architecture, kind)) if use.line.also]
-            for kind in model.kinds
-        }
+        targets = {kind: [use.target for use in rules.uses(kind.pattern) if use.line.also] for kind in model.kinds}
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(model, tensor.kind, target), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import tensor_bytes
+from formats.notation.architecture import without_numbers
 from formats.notation.format import Cut, Pattern
 from reshard.placement.arrangement import Arrangement
-from reshard.placement.portions import Portion, template_of
+from reshard.placement.portions import Portion
 from reshard.placement.stored import Stored
 
 
@@ -32,12 +32,11 @@ class StoredRow:
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     """The rows of what a program stores, in its order."""
-    architecture, names = arrangement.plan.model.architecture, dict[Portion, str]()
+    names = dict[Portion, str]()
     for kind, portions in arrangement.parts.items():
-        template = template_of(architecture, kind)
         for portion in portions:
             label = portion.component.label
-            names[portion] = f"{template} ({label})" if label else template
+            names[portion] = f"{kind.pattern} ({label})" if label else kind.pattern
     groups: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)
@@ -59,7 +58,7 @@ def _general(stored: Stored) -> str:
         return stored.naming.targets[0]
     if target is not None and Pattern(target).match(stored.name) is not None:
         return target
-    return re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", stored.name)
+    return without_numbers(stored.name)
 
 
 def _how(stored: Stored, portions: Sequence[Portion]) -> str:

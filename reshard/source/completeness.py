@@ -33,7 +33,7 @@ from typing import Any
 from formats.errors import CheckpointError, MismatchError, NotationError
 from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
-from formats.notation.architecture import Match
+from formats.notation.architecture import Match, filled
 from formats.notation.architecture_files import built_in_file, language_model
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
@@ -389,8 +389,7 @@ class Present:
 
     def spelled(self, template: str, at: At = ()) -> str:
         """The name of a tensor as this checkpoint would spell it."""
-        for axis, index in zip(_axes(_stack(template)), at, strict=True):
-            template = template.replace(f"{{{axis}}}", str(index), 1)
+        template = filled(template, dict(zip(_axes(_stack(template)), at, strict=True)))
         first = next(iter(self.architecture.prefixes), "")
         return self._start + template[len(first) :] if template.startswith(first) else template
 

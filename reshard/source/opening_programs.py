@@ -27,7 +27,7 @@ from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import Architecture, without_numbers
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
 from formats.store import FilePath, name_in, open_file, read_file, read_ranges
@@ -519,13 +519,8 @@ def with_unlike_constants(source: Source) -> Source:
             unlike.setdefault(name, set()).add(content)
     one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
     whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
-    names = dict.fromkeys(map(in_general, unlike))
+    names = dict.fromkeys(map(without_numbers, unlike))
     return dataclasses.replace(source, left_behind=(*source.left_behind, *names), constants=whole)
-
-
-def in_general(name: str) -> str:
-    """A name with a star for each number."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:

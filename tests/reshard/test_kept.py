@@ -1,4 +1,4 @@
-"""What a plan and an architecture keep of what they were asked is of this plan and this architecture alone."""
+"""What a plan keeps of what it was asked is of this plan alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.format_file import format_of
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.portions import template_of
 from tests import store
 
 
@@ -22,9 +21,3 @@ def test_a_plan_with_other_padding_computes_its_own_layouts() -> None:
     assert [each.geometry.shape(1) for each in first.stored] == [each.geometry.shape(1) for each in second.stored]
     assert not replace(plan, padding={}).layouts and not replace(plan, padding={}).owners
     assert plan.unsplit.mesh == Mesh() and plan.unsplit.padding == plan.padding
-
-
-def test_another_architecture_has_its_own_templates() -> None:
-    model = store.source("llama").model
-    assert {template_of(model.architecture, kind) for kind in model.kinds} <= {*model.architecture.templates.values()}
-    assert not replace(model.architecture, prefixes=()).templates

@@ -23,6 +23,8 @@ from formats.notation.expressions import Expression, read_expression
 
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""
+SETTINGS = "peft_config"
+"""The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from formats.errors import PlanError
 from formats.quantization.companions import OF_ATTENTION, is_of_activations
-from formats.quantization.methods import scheme_of
-from formats.quantization.settings import method_of, quantization_settings
+from formats.quantization.methods import method_of, quantization_settings, scheme_of
 
 PACKED = "F8_E4M3"
 DTYPE = "BF16"

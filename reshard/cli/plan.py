@@ -96,7 +96,7 @@ def plan_command(
     """
     from reshard.commands.split import PlanRequest, planned_format
     from reshard.placement.program_plan import plan_for
-    from reshard.source.access import lines_of_any
+    from reshard.source.opening import lines_of_any
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
@@ -182,7 +182,7 @@ def _plan_push(
     """Plan a push. Raises UsageError, ReshardError."""
     from reshard.live.exports import routes
     from reshard.live.routing import LINK
-    from reshard.source.access import Access
+    from reshard.source.opening import Access
 
     if trainer is None or receiver is None:
         raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
@@ -243,7 +243,7 @@ def _write_new(file: Path, text: str, option: str) -> None:
 def _write_draft(request: PlanRequest, file: Path) -> None:
     from reshard.mesh.degrees import valid_degrees
     from reshard.model.draft import draft_of
-    from reshard.source.access import find
+    from reshard.source.opening import find
     from reshard.store.selection import Weights
 
     draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))
@@ -262,7 +262,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     from formats.notation.format_file import OWN
     from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
-    from reshard.move.downloads import download_of
+    from reshard.move.ahead import download_of
     from reshard.placement.arrangement import arrangement_of
 
     rows = rows_of(plan)
@@ -308,8 +308,7 @@ def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
-    from reshard.placement.arrangement import arrangement_of
-    from reshard.placement.stored_rows import sources_text, stored_rows
+    from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     if as_json:

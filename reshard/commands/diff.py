@@ -8,8 +8,7 @@ from pathlib import Path
 from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, Progress, differences, no_progress
 from reshard.delta.storing import write_delta
-from reshard.source.access import Access, find
-from reshard.source.opening import open_source, recognise
+from reshard.source.opening import Access, find, open_source, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_found

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.source import inspect as source
-from reshard.source.access import HubAccess, find
+from reshard.source.opening import HubAccess, find
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 

@@ -18,7 +18,7 @@ from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.source.source import UNSPLIT, Source
 from reshard.transforms.opening import open_any
 

@@ -15,7 +15,7 @@ from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import Weights
 from reshard.system import Share

@@ -30,7 +30,7 @@ from reshard.live.sides import LiveState, Slice, bound, from_document, to_docume
 from reshard.live.views import Blocks, Tensors
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.source.access import HubAccess, find
+from reshard.source.opening import HubAccess, find
 from reshard.store.selection import Weights
 
 Parts = Sequence[tuple[Slice, torch.Tensor]]

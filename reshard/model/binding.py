@@ -14,13 +14,11 @@ from typing import Any
 
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
-from formats.notation.adapters import SETTINGS
-from formats.notation.architecture import Architecture, Match, Rule, config_defaults
+from formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
 from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from formats.quantization.methods import unknown_method
-from reshard.model.model import BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
 
 
 def bind(

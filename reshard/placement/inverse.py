@@ -14,7 +14,7 @@ from formats.notation.architecture import Architecture, filled
 from formats.notation.components import component_names
 from formats.notation.expressions import Expression
 from formats.notation.format import Format, Line, Renaming
-from reshard.model.sizes import AxisSizes, check_members
+from reshard.model.model import AxisSizes, check_members
 
 
 class NameInverse:

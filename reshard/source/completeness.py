@@ -39,8 +39,7 @@ from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from formats.store import FilePath
 from reshard.mesh.stages import HEADED, predicts_further
-from reshard.model.model import BoundTensor, Kind, Model
-from reshard.model.sizes import check_members
+from reshard.model.model import BoundTensor, Kind, Model, check_members
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Chunks
 

@@ -16,9 +16,10 @@ from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapters import (
-    SETTINGS,
     Adapted,
     FactorLayout,
+    ModuleTensor,
+    Part,
     Settings,
     adapter_architecture,
     belongings,
@@ -27,13 +28,12 @@ from formats.notation.adapters import (
     of_pattern,
     settings_of,
 )
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.axes import Shape
 from formats.notation.components import indices_of
 from formats.notation.expressions import Expression
 from formats.notation.format import Pattern
 from formats.notation.format_file import Factor
-from formats.notation.module_names import ModuleTensor, Part
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model
 

@@ -30,11 +30,10 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, without_numbers
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
-from formats.store import FilePath, name_in, open_file, read_file, read_ranges
+from formats.store import NEAR, FilePath, Range, joined, name_in, open_file, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
-from reshard.model.model import FullTensor, Model
-from reshard.model.sizes import FEW, AxisSizes
+from reshard.model.model import FEW, AxisSizes, FullTensor, Model
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -56,7 +55,6 @@ from reshard.source.program_files import (
     without_files,
 )
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
-from reshard.store.remote import NEAR, Range, joined
 
 
 class _MisfitError(Exception):

@@ -30,22 +30,23 @@ from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.adapters import (
     PREFIX,
-    SETTINGS,
     Adapted,
     FactorLayout,
+    ModuleTensor,
+    Part,
     Settings,
     belongings,
     expert_axes,
+    module_tensors,
     other_stacks,
     parameters,
     settings_of,
     wrapped,
 )
-from formats.notation.architecture import Architecture, filled
+from formats.notation.architecture import SETTINGS, Architecture, filled
 from formats.notation.architecture_files import find_architecture
 from formats.notation.format import Pattern
 from formats.notation.format_file import AdapterFormat
-from formats.notation.module_names import ModuleTensor, Part, module_tensors
 from reshard.model.model import BoundTensor, Model
 from reshard.source.low_rank import (
     A_ENDS,

@@ -19,6 +19,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import Part, PartialSum
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.hints import meaning, with_hint
+from reshard import __version__
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import INTACT_RANK, jobs_of
@@ -27,14 +28,13 @@ from reshard.placement.stored import Location, Stored
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.source.source import Source, SourceFile
 from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import clear_leftovers
 from reshard.system import Share
 from reshard.text import human_bytes
-from reshard.version import __version__
 from reshard.writing.output import NewFile, Output
 from reshard.writing.summary import Progress, Spent, State, Summary, no_progress
 

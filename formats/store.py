@@ -276,6 +276,19 @@ def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
         yield last
 
 
+def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None:
+    """Fill a buffer with the bytes of an opened file from ``begin`` on. Raises CheckpointError, also at its end."""
+    position = 0
+    while position < len(view):
+        try:
+            count = os.preadv(descriptor, [view[position:]], begin + position)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not count:
+            raise CheckpointError(f"{path} ended at byte {begin + position} while it was read")
+        position += count
+
+
 def _pread(path: FilePath, file: BinaryIO, begin: int, end: int) -> bytes:
     try:
         content = os.pread(file.fileno(), end - begin, begin)

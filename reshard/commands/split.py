@@ -21,8 +21,7 @@ from reshard.store.selection import Weights
 from reshard.system import Share
 from reshard.transforms.opening import open_any, open_converted
 from reshard.writing.output import Output
-from reshard.writing.rewrite import WriteRequest, rewrite, start
-from reshard.writing.summary import Summary
+from reshard.writing.rewrite import Summary, WriteRequest, rewrite, start
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
-from reshard.live.changes import Changes, Memory, word_size
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, plan_push
 from reshard.live.sides import LiveState, Slice, bound, from_document, to_document
-from reshard.live.views import Blocks, Tensors
+from reshard.live.views import Blocks, Changes, Memory, Tensors, word_size
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import HubAccess, find

@@ -46,16 +46,12 @@ def check_members(axis: str, count: int | None, tensors: int) -> None:
         )
 
 
-class _UnknownError(Exception):
-    """An index was asked for that is not known."""
-
-
 class _Unknown(dict[str, int]):
     """Indices that nobody knows."""
 
     def get(self, *_: object) -> NoReturn:
         """Raise an error."""
-        raise _UnknownError
+        raise NotationError("an index is not known")
 
 
 class AxisSizes:
@@ -105,7 +101,7 @@ class AxisSizes:
         """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
         try:
             self.evaluate(condition, _Unknown())
-        except (_UnknownError, NotationError):
+        except NotationError:
             return True
         return False
 

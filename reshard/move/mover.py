@@ -374,7 +374,7 @@ class Mover:
                 end = position + most - (offset + position) % most
                 position += os.pwrite(opened.fileno(), view[position:end], offset + position)
         except OSError as error:
-            raise disk_error("write", target.path, error) from error
+            raise disk_error(target.path, error) from error
         self._add_written(target, offset, data, part)
         return part
 

@@ -165,7 +165,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     if method not in _METHODS:
         return Scheme({})
     check_settings(settings, method)
-    return _METHODS[method](settings)
+    known = _METHODS[method]
+    table = known(settings) if callable(known) else known
+    return table if isinstance(table, Scheme) else Scheme(table)
 
 
 def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
@@ -251,9 +253,8 @@ def _int8_blocks(settings: Mapping[str, Any]) -> Table:
     return {**_SCALES_OF_ACTIVATIONS, ".weight_scale_inv": inverse}
 
 
-def _rows8(settings: Mapping[str, Any]) -> Table:
-    """SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
-    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+_ROWS8: Table = {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+"""SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
 
 
 def _w4afp8(settings: Mapping[str, Any]) -> Table:
@@ -275,9 +276,8 @@ def _blocks(block: Any) -> str:
     return f"stored lead out/{rows} in/{columns}"
 
 
-def _fbgemm(settings: Mapping[str, Any]) -> Table:
-    """A scale for each output, of Llama 4's fused experts too: transformers, integrations/fbgemm_fp8.py."""
-    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
+_FBGEMM: Table = {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
+"""A scale for each output, of Llama 4's fused experts too: transformers, integrations/fbgemm_fp8.py."""
 
 
 def _gptq(settings: Mapping[str, Any]) -> Table:
@@ -466,37 +466,32 @@ def _quark(settings: Mapping[str, Any]) -> Table:
     }
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> Table:
-    """MXFP4 of gpt-oss, output before input: 32 values along the input in 16 bytes, and a scale for them.
+_MXFP4: Table = {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
+"""MXFP4 of gpt-oss, output before input: 32 values along the input in 16 bytes, and a scale for them.
 
-    Source: transformers, integrations/mxfp4.py.
-    """
-    return {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
+Source: transformers, integrations/mxfp4.py.
+"""
 
+_BITSANDBYTES: Table = {
+    ".SCB": ("out",),
+    ".weight_format": _SCALAR,
+    " U8": ("(out in)/2 1",),
+    ".weight.absmax": ("(out in)/64",),
+    ".weight.nested_absmax": ("(out in)/16384",),
+    ".weight.quant_map": ("16",),
+    ".weight.nested_quant_map": ("256",),
+    **dict.fromkeys(BITSANDBYTES_STATES, ("...",)),
+}
+"""bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits lie in one row, in blocks of 64.
 
-def _bitsandbytes(settings: Mapping[str, Any]) -> Table:
-    """bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits lie in one row, in blocks of 64.
+``absmax`` has a scale for each block, ``nested_absmax`` (double quantization) one for 256 of these, and
+``quant_state`` states the weight's shape. A weight is stored output before input. Sources: bitsandbytes,
+nn/modules.py and functional.py (``quantize_4bit``, ``QuantState``).
+"""
 
-    ``absmax`` has a scale for each block, ``nested_absmax`` (double quantization) one for 256 of these, and
-    ``quant_state`` states the weight's shape. A weight is stored output before input. Sources: bitsandbytes,
-    nn/modules.py and functional.py (``quantize_4bit``, ``QuantState``).
-    """
-    return {
-        ".SCB": ("out",),
-        ".weight_format": _SCALAR,
-        " U8": ("(out in)/2 1",),
-        ".weight.absmax": ("(out in)/64",),
-        ".weight.nested_absmax": ("(out in)/16384",),
-        ".weight.quant_map": ("16",),
-        ".weight.nested_quant_map": ("256",),
-        **dict.fromkeys(BITSANDBYTES_STATES, ("...",)),
-    }
-
-
-def _bitnet(settings: Mapping[str, Any]) -> Table:
-    """BitNet: four outputs to a byte, a quarter of the rows apart. transformers, integrations/bitnet.py."""
-    reason = "BitNet packs into one byte four rows that lie a quarter of the matrix apart"
-    return {" U8": Refused(reason, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
+_QUARTERS = "BitNet packs into one byte four rows that lie a quarter of the matrix apart"
+_BITNET: Table = {" U8": Refused(_QUARTERS, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
+"""BitNet: four outputs to a byte, a quarter of the rows apart. transformers, integrations/bitnet.py."""
 
 
 def _bits(settings: Mapping[str, Any]) -> int:
@@ -521,28 +516,24 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
     return 128 if size is None else int(size) if int(size) > 0 else None
 
 
-def _plain(method: Callable[[Mapping[str, Any]], Table]) -> Callable[[Mapping[str, Any]], Scheme]:
-    return lambda settings: Scheme(method(settings))
-
-
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+_METHODS: Mapping[str, Table | Callable[[Mapping[str, Any]], Table | Scheme]] = {
     "fp8": _fp8_scheme,
     "mxfp8": _fp8_scheme,
-    "w4afp8": _plain(_w4afp8),
-    "blockwise_int8": _plain(_int8_blocks),
-    "w8a8_int8": _plain(_rows8),
-    "w8a8_fp8": _plain(_rows8),
-    "fbgemm_fp8": _plain(_fbgemm),
+    "w4afp8": _w4afp8,
+    "blockwise_int8": _int8_blocks,
+    "w8a8_int8": _ROWS8,
+    "w8a8_fp8": _ROWS8,
+    "fbgemm_fp8": _FBGEMM,
     "gptq": _gptq_scheme,
-    "awq": _plain(_awq),
+    "awq": _awq,
     "auto-round": _auto_round,
     "compressed-tensors": _compressed_scheme,
     "sparseml": _compressed_scheme,
     "modelopt": _modelopt_scheme,
     "modelopt_fp4": _modelopt_scheme,
     "modelopt_fp8": _modelopt_scheme,
-    "quark": _plain(_quark),
-    "mxfp4": _plain(_mxfp4),
-    "bitsandbytes": _plain(_bitsandbytes),
-    "bitnet": _plain(_bitnet),
+    "quark": _quark,
+    "mxfp4": _MXFP4,
+    "bitsandbytes": _BITSANDBYTES,
+    "bitnet": _BITNET,
 }

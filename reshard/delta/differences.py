@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from formats.notation.architecture import numbers_in, without_numbers
-from formats.quantization.dequantizing import e4m3_values
+from formats.quantization.dequantizing import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
@@ -45,7 +45,7 @@ _VALUES: Mapping[str, Callable[[Codes], NDArray[Any]]] = {
     "F16": lambda codes: codes.view("<f2"),
     "BF16": lambda codes: (codes.astype("<u4") << np.uint32(16)).view("<f4"),
     "F8_E5M2": lambda codes: (codes.astype("<u2") << np.uint16(8)).view("<f2"),
-    "F8_E4M3": lambda codes: e4m3_values()[codes],
+    "F8_E4M3": lambda codes: E4M3_VALUES[codes],
 }
 """The dtypes of sign and magnitude: what their bits mean. Others (packed integers, scales) have no difference here."""
 

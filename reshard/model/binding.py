@@ -151,8 +151,8 @@ class _Groups:
             match = self.architecture.match(belonging.weight if belonging else name)
             # a tensor without a match may follow any line of its attention, and each line has its own condition
             apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
-            separating = {axis: place for axis, place in places.items() if axis in apart | self.dealt}
-            self._places[spelled] = places, separating
+            apart |= self.dealt
+            self._places[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
         places, separating = self._places[spelled]
         numbers = [*map(int, texts)]
         at = tuple([numbers[place] for place in places.values()])

@@ -185,8 +185,8 @@ class Wire:
             with self._waiting(min(missing), "shares no memory"):
                 connection, _ = listener.accept()
                 connection.settimeout(self._fence.timeout)
-                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                if int.from_bytes(peer[4:8], sys.byteorder) != os.getuid():  # of another user
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():  # of another user
                     connection.close()
                     continue
                 word, files, _, _ = socket.recv_fds(connection, 4096, 1)

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from formats.notation.architecture import Architecture
     from formats.notation.format import Format
     from reshard.commands.split import PlanRequest
-    from reshard.mesh.degrees import Attempt, Sweep
+    from reshard.mesh.degrees import Attempt
     from reshard.mesh.plan import Plan
-    from reshard.mesh.totals import Row
     from reshard.model.model import Model
     from reshard.source.source import Source
 
@@ -282,7 +281,23 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
             "mesh": plan.mesh.to_document(),
             "sizes": plan.model.sizes.of({}),
             "padding": dict(plan.padding),
-            "rows": [_row_document(row) for row in rows],
+            "rows": [
+                {
+                    "tensor": row.name,
+                    "rule": row.rule,
+                    "kind": row.kind,
+                    "dtype": row.dtype,
+                    "full_shape": list(row.full),
+                    "rank_shape": list(row.local),
+                    "tensors": row.tensors,
+                    "copies": max(row.copies, default=1),
+                    "bytes_full": row.bytes_full,
+                    "bytes_per_rank": row.bytes_per_rank,
+                    "uneven": row.is_uneven,
+                    "bytes_replicated": row.replicated,
+                }
+                for row in rows
+            ],
             "tensors": totals.tensors,
             "parameters": totals.parameters,
             "bytes_full": totals.bytes_full,
@@ -334,23 +349,6 @@ def _title(model: Model, source: str) -> str:
     return f"{source}: {title(model)}"
 
 
-def _row_document(row: Row) -> dict[str, Any]:
-    return {
-        "tensor": row.name,
-        "rule": row.rule,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "full_shape": list(row.full),
-        "rank_shape": list(row.local),
-        "tensors": row.tensors,
-        "copies": max(row.copies, default=1),
-        "bytes_full": row.bytes_full,
-        "bytes_per_rank": row.bytes_per_rank,
-        "uneven": row.is_uneven,
-        "bytes_replicated": row.replicated,
-    }
-
-
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
     from formats.mesh import Mesh
@@ -382,7 +380,25 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
 
     source, swept = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
     if as_json:
-        print_json(_degrees_document(model, source, swept))
+        print_json(
+            {
+                "command": "plan",
+                "source": source,
+                "architecture": model.architecture.name,
+                "sizes": model.sizes.of({}),
+                "valid_degrees": list(swept.valid),
+                "valid_ep_degrees": list(swept.valid_ep),
+                "degrees": [
+                    {
+                        "tp": attempt.degree,
+                        "valid": attempt.refusal is None,
+                        "reason": attempt.refusal and attempt.refusal.why,
+                        "possible_with": _other_ways(attempt),
+                    }
+                    for attempt in swept.attempts
+                ],
+            }
+        )
         return
     cells = [("--tp", "possible", "")]
     for attempt in swept.attempts:
@@ -392,26 +408,6 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
         print_lines(f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}.")
     valid = ", ".join(map(str, swept.valid))
     print_lines(f"Valid degrees: {valid}. 'reshard plan {source} --tp N' shows one in detail.")
-
-
-def _degrees_document(model: Model, source: str, swept: Sweep) -> dict[str, Any]:
-    return {
-        "command": "plan",
-        "source": source,
-        "architecture": model.architecture.name,
-        "sizes": model.sizes.of({}),
-        "valid_degrees": list(swept.valid),
-        "valid_ep_degrees": list(swept.valid_ep),
-        "degrees": [
-            {
-                "tp": attempt.degree,
-                "valid": attempt.refusal is None,
-                "reason": attempt.refusal and attempt.refusal.why,
-                "possible_with": _other_ways(attempt),
-            }
-            for attempt in swept.attempts
-        ],
-    }
 
 
 def _other_ways(attempt: Attempt) -> list[str]:

@@ -22,6 +22,12 @@ from typing import BinaryIO, NamedTuple, cast
 
 from formats.errors import CheckpointError
 
+NEAR = 1 << 14
+"""Up to so many bytes between two ranges are read with them, because one more request would cost more."""
+
+Range = tuple[int, int]
+"""The first byte of a range, and the one behind its last."""
+
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFDIR: "a folder",
@@ -254,6 +260,33 @@ def read_ranges(ranges: Sequence[tuple[FilePath, int, int]]) -> list[bytes]:
         contents = zip(inner_ranges, store.read(inner_ranges), strict=True)
         bytes_of |= {(StoredPath(store, inner), begin, end): content for (inner, begin, end), content in contents}
     return [bytes_of[key] for key in ranges]
+
+
+def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
+    """Ranges in order; neighbours with at most ``gap`` bytes between them are joined."""
+    last: Range | None = None
+    for begin, end in sorted(ranges):
+        if last is not None and begin <= last[1] + gap:
+            last = last[0], max(last[1], end)
+            continue
+        if last is not None:
+            yield last
+        last = begin, end
+    if last is not None:
+        yield last
+
+
+def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None:
+    """Fill a buffer with the bytes of an opened file from ``begin`` on. Raises CheckpointError, also at its end."""
+    position = 0
+    while position < len(view):
+        try:
+            count = os.preadv(descriptor, [view[position:]], begin + position)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not count:
+            raise CheckpointError(f"{path} ended at byte {begin + position} while it was read")
+        position += count
 
 
 def _pread(path: FilePath, file: BinaryIO, begin: int, end: int) -> bytes:

@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.version import __version__ as __version__
+__version__ = "0.1.0"
+"""In manifests, and in what ``--version`` prints."""
+
 
 if TYPE_CHECKING:
     from formats.errors import ReshardError, SettingError

@@ -127,11 +127,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise disk_error("write", path, error) from error
+        raise disk_error(path, error) from error
 
 
-def disk_error(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """The CheckpointError for an OSError, with a hint if the disk is full; ``verb`` is ``read`` or ``write``."""
+def disk_error(path: Path, error: OSError) -> CheckpointError:
+    """The CheckpointError for an OSError while a file is written, with a hint if the disk is full."""
     full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     hint = "free some space and run the same command again" if full else None
-    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}", hint)
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}", hint)

@@ -31,8 +31,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_bin import read_bin
-from formats.files.zips import Entry, read_directory
+from formats.files.torch_bin import Entry, read_bin, read_directory
 from reshard.source.program_files import tensors_in
 
 SECONDS = 5.0

@@ -8,7 +8,7 @@ import pytest
 
 from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import find_architecture
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes
 from tools.config_defaults import table
 
 

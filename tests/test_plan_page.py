@@ -13,7 +13,7 @@ from formats.notation.format_file import OWN
 from reshard.mesh.plan import Degrees, Plan
 from reshard.pages.plan_page import Degree, plan_page
 from reshard.placement.program_plan import plan_for
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.transforms.opening import open_any
 from tests import store
 from tests.marks import thorough

@@ -16,7 +16,7 @@ from reshard.commands.inspect import InspectRequest
 from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest
 from reshard.live.process import Meeting
 from reshard.publishing.upload import Bucket
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.store.hub import _Request
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status, upload

@@ -16,7 +16,7 @@ import reshard.live
 from reshard.delta.differences import Diff
 from reshard.mesh.plan import Plan
 from reshard.source.inspect import Report
-from reshard.writing.summary import Summary
+from reshard.writing.rewrite import Summary
 from verify.profile.words import Profile
 from verify.report.answer import Answer
 

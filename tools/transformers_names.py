@@ -29,7 +29,6 @@ from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Kind, Model
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.portions import template_of
 from tools.tables import by_reason, text_of
 
 OUTPUT = PROGRAMS / "transformers.json"
@@ -113,7 +112,7 @@ def _public(line: Line) -> Line:
 def _templates(model: Model) -> Iterator[tuple[str, tuple[str, Kind]]]:
     """For each tensor, its name as rules see it, with indices as ``{layer}``, and its kind."""
     for tensor in model.tensors:
-        yield tensor.name, (template_of(model.architecture, tensor.kind), tensor.kind)
+        yield tensor.name, (tensor.kind.pattern, tensor.kind)
 
 
 class _Conversions:

@@ -48,7 +48,6 @@ from reshard.api import split
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.portions import template_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
 from tools.tables import by_reason, text_of
@@ -312,7 +311,7 @@ class Reading:
 
     def __init__(self, case: Case, splits: Mapping[str, Line] | None = None) -> None:
         self._case, self._splits = case, splits or {}
-        self._own = {t.name: (template_of(case.model.architecture, t.kind), t.kind) for t in case.model.tensors}
+        self._own = {t.name: (t.kind.pattern, t.kind) for t in case.model.tensors}
         self._sources = {name: np.frombuffer(data, "<u4").reshape(shape)
                          for (_, name), (dtype, shape, data) in _stored(case.checkpoint) if dtype == "F32"}  # fmt: skip
         self._integers = {name: (shape, data) for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
@@ -667,7 +666,7 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
     for case in cases:
         for tensor in case.model.tensors:
             if tensor.name == source:
-                return template_of(case.model.architecture, tensor.kind)
+                return tensor.kind.pattern
     raise KeyError(source)
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
 from formats.files.safetensors import CASTS
-from formats.notation.adapters import SETTINGS
-from formats.quantization.settings import quantization_settings
+from formats.notation.architecture import SETTINGS
+from formats.quantization.methods import quantization_settings
 from formats.store import FilePath, local_folder
-from reshard.source.access import Access, find
+from reshard.source.opening import Access, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any

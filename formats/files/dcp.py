@@ -226,7 +226,11 @@ class _Metadata:
             is_empty = 0 in shape
             yield (
                 name,
-                (self._dtype(name, properties), shape, boxes[:1] if is_empty else [*filter(_has_elements, boxes)]),
+                (
+                    self._dtype(name, properties),
+                    shape,
+                    boxes[:1] if is_empty else [at for at in boxes if 0 not in at.shape],
+                ),
             )
 
     def _dtype(self, name: str, properties: object) -> str:
@@ -274,10 +278,6 @@ class _Metadata:
             for name, keys in entries
             if isinstance(name, str) and isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
         }
-
-
-def _has_elements(at: Chunk) -> bool:
-    return 0 not in at.shape
 
 
 # -------------------------------------------------------------------------------------------------------- the files

@@ -448,15 +448,11 @@ def read_shard(metadata: Mapping[str, str], file: FilePath) -> Shard:
     if METADATA_KEY not in metadata:
         raise CheckpointError(f"{file}: {what}", hint)
     try:
-        return _shard(sound(strict_json(metadata[METADATA_KEY])), "")
+        top = Record(sound(strict_json(metadata[METADATA_KEY])), "")
+        identity = _identity_of(top, top.get("source", text), top.get("plan", text))
+        return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.find("places", _places, ()))
     except ValueError as error:
         raise CheckpointError(f"{file}: {what}: {error}", hint) from None
-
-
-def _shard(value: object, where: str) -> Shard:
-    top = Record(value, where)
-    identity = _identity_of(top, top.get("source", text), top.get("plan", text))
-    return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.find("places", _places, ()))
 
 
 def _places(value: object, where: str) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from formats.notation.expressions import Expression, read_expression
 
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""
+SETTINGS = "peft_config"
+"""The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,6 @@ class Architecture:
     _root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _stage_root: _Node = field(repr=False, compare=False, default_factory=_Node)
     _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
-    templates: dict[tuple[str, str], str] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What ``reshard.placement.portions.template_of`` has found: it is asked for the same names again and again."""
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
@@ -148,6 +148,37 @@ class Architecture:
         """
         *_, (_, places) = _walk(self._root, name)
         return places
+
+    def indices_in(self, name: str) -> dict[str, int]:
+        """The indices in a name, as far as a line knows it, outermost first."""
+        return _indices(name, self.index_places(name))
+
+    def in_general(self, name: str, other: Callable[[int, str], str | None] = lambda number, before: None) -> str:
+        """A name with its indices as ``{layer}``, as far as a line knows it. ``other`` gives the name of a further
+        number by its position among all numbers and the word before it; None: it stays a number.
+        """
+        axes = {place: axis for axis, place in self.index_places(name).items()}
+        words, number = name.split("."), 0
+        for i, word in enumerate(words):
+            if is_index(word):
+                axis = axes.get(number) or other(number, words[i - 1] if i else "")
+                words[i] = f"{{{axis}}}" if axis else word
+                number += 1
+        return ".".join(words)
+
+    def pattern_of(self, name: str, template: str) -> str:
+        """A name with its indices as ``{layer}``, in the architecture's own spelling. ``template`` is the line that
+        covers it or, of a scale, its weight.
+        """
+        is_open = template.endswith("*")
+        general = self.in_general(name, (lambda number, before: f"number{number}") if is_open else lambda *_: None)
+        match = self.match(name)
+        if general == template or (match is not None and match.template == template and not is_open):
+            return template
+        module, prefix = template.rpartition(".")[0], self.prefixes[0] if self.prefixes else ""
+        inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
+        at = general.find(f"{inner}.")
+        return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
 
     @cached_property
     def _literal_numbers(self) -> frozenset[str]:
@@ -201,6 +232,29 @@ _NUMBERS = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
 """The same, within a name."""
 
 
+def without_numbers(name: str, mark: str = "*") -> str:
+    """A name with a mark in place of each number."""
+    return _NUMBERS.sub(mark, name)
+
+
+def numbers_in(name: str) -> list[int]:
+    """The numbers in a name."""
+    return [*map(int, _NUMBERS.findall(name))]
+
+
+def filled(name: str, indices: Mapping[str, int]) -> str:
+    """A name with numbers in place of ``{layer}`` and its like, as far as they are given."""
+    return _INDEX.sub(lambda index: str(indices.get(index[1], index[0])), name) if "{" in name else name
+
+
+def with_first_indices(name: str) -> str:
+    """The first of the names that a line covers."""
+    return _INDEX.sub("0", name)
+
+
+_INDEX = re.compile(r"\{(\w+)\}")
+
+
 def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
     """The nodes on the way of a name, as far as there is one, with the indices found so far: the places of their axes
     among the name's numbers.
@@ -222,8 +276,8 @@ def _walk(node: _Node, name: str) -> Iterator[tuple[_Node, dict[str, int]]]:
 
 
 def _indices(name: str, places: Mapping[str, int]) -> dict[str, int]:
-    numbers = _NUMBERS.findall(name)
-    return {axis: int(numbers[place]) for axis, place in places.items()}
+    numbers = numbers_in(name)
+    return {axis: numbers[place] for axis, place in places.items()}
 
 
 def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, PlanError, brief
-from formats.notation.adapters import SETTINGS, adapter_architecture
-from formats.notation.architecture import Architecture, architecture_from_document, module_document, to_document
+from formats.notation.architecture import (
+    SETTINGS,
+    Architecture,
+    architecture_from_document,
+    module_document,
+    to_document,
+)
 from formats.store import FilePath, read_file
 
 MAX_PLAN = 16 << 20
@@ -239,7 +244,11 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
         raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
     inside = language_model(config)
     architecture = _built_in(path, inside.file.stem if inside else None)
-    return adapter_architecture(architecture, config, where) if SETTINGS in config else architecture
+    if SETTINGS not in config:
+        return architecture
+    from formats.notation.adapters import adapter_architecture  # rarely needed
+
+    return adapter_architecture(architecture, config, where)
 
 
 @cache  # there are more of them than a cache keeps by default

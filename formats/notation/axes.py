@@ -422,16 +422,10 @@ def _in_steps(dim: Dim, sizes: Mapping[str, int], runs: Iterable[Run]) -> Iterat
 def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:
     start = 0
     for summand in dim.summands:
-        runs, size = _summand_runs(summand, sizes, shares)
-        for run in runs:
+        factors = [(_factor_runs(factor, sizes, shares), _factor_size(factor, sizes)) for factor in summand.factors]
+        for run in product_runs(factors, summand):
             yield Run(start + run.offset, run.length)
-        start += size
-
-
-def _summand_runs(summand: Summand, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tuple[list[Run], int]:
-    """The owned runs of a product, and its full size."""
-    factors = [(_factor_runs(factor, sizes, shares), _factor_size(factor, sizes)) for factor in summand.factors]
-    return product_runs(factors, summand), math.prod(size for _, size in factors)
+        start += math.prod(size for _, size in factors)
 
 
 def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a stored dimension") -> list[Run]:

@@ -130,8 +130,11 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
             return _evaluate(node.body if _evaluate(node.test, lookup) else node.orelse, lookup)
         case ast.BoolOp():
             return _bool(node, lookup)
-        case ast.UnaryOp():
-            return _unary(node, _evaluate(node.operand, lookup))
+        case ast.UnaryOp(op=ast.Not()):
+            return not _evaluate(node.operand, lookup)
+        case ast.UnaryOp(op=ast.USub()):
+            value = _evaluate(node.operand, lookup)
+            return None if value is None else -_number(value)
         case ast.BinOp():
             return _binary(node.op, _evaluate(node.left, lookup), _evaluate(node.right, lookup))
         case ast.Compare():
@@ -157,14 +160,6 @@ def _bool(node: ast.BoolOp, lookup: Lookup) -> Any:
         if bool(value) is isinstance(node.op, ast.Or):
             return value
     return value
-
-
-def _unary(node: ast.UnaryOp, value: Any) -> Any:
-    if isinstance(node.op, ast.Not):
-        return not value
-    if isinstance(node.op, ast.USub):
-        return None if value is None else -_number(value)
-    raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
 
 
 def _binary(op: ast.operator, a: Any, b: Any) -> Any:

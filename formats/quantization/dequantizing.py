@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from formats.errors import PlanError
 from formats.quantization.companions import OF_ATTENTION, is_of_activations
-from formats.quantization.methods import scheme_of
-from formats.quantization.settings import method_of, quantization_settings
+from formats.quantization.methods import method_of, quantization_settings, scheme_of
 
 PACKED = "F8_E4M3"
 DTYPE = "BF16"
@@ -153,12 +152,8 @@ def _table() -> NDArray[np.float32]:
     return values
 
 
-_VALUES = _table()
-
-
-def e4m3_values() -> NDArray[np.float32]:
-    """The values of E4M3, by their bits."""
-    return _VALUES
+E4M3_VALUES = _table()
+"""By their bits."""
 
 
 def scales_from(content: memoryview, dtype: str, grid: Grid) -> NDArray[np.float32]:
@@ -190,7 +185,7 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
         for band, start, column, count, width in _bands(begin, begin + codes.size, grid):
             across = np.repeat(scales[band], grid.block_columns)[column : column + width]
             at = slice(start - begin, start - begin + count * width)
-            numbers = _VALUES[codes[at].reshape(count, width)]
+            numbers = E4M3_VALUES[codes[at].reshape(count, width)]
             numbers *= across
             if not is_finite:
                 numbers[np.isnan(numbers)] = np.nan  # one NaN, which rounding leaves a NaN

@@ -1,4 +1,4 @@
-"""The patterns of each quantization method, with the sources that they are taken from.
+"""The settings of quantization in ``config.json``, and the patterns of each method, with their sources.
 
 A method is a function from its settings in ``config.json`` to a table of patterns (see ``companions``) or, where
 modules have settings of their own, to a scheme.
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from formats.documents import Reader, Unfit, anything, items, json_object, mapping, optional, text, unfit, whole
+from formats.errors import PlanError
 from formats.quantization.companions import (
     BITSANDBYTES_STATES,
     OF_ACTIVATIONS,
@@ -21,7 +23,132 @@ from formats.quantization.companions import (
     Scheme,
     Table,
 )
-from formats.quantization.settings import check_settings, method_of, quantization_settings
+
+_KEYS = ("quantization_config", "compression_config")
+"""Today's name and an older one."""
+_INNER = ("quantization_config", "quantization")
+"""What settings may hold once more: compressed-tensors' in a config of its own, ModelOpt's beside its producer."""
+_DEEPEST = 3
+"""Sections within sections that are searched."""
+
+
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a checkpoint's quantization, from the first place in ``config.json`` that has any: its top, then
+    its sections as they stand (``text_config``). Empty if there are none.
+    """
+    place = _place(config, _DEEPEST)
+    section = config
+    for key in place or ():
+        section = section[key]
+    if not place:
+        return {}
+    inner: Mapping[str, Any] = next((section[key] for key in _INNER if isinstance(section.get(key), dict)), {})
+    return {**section, **inner}
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config without the settings of quantization, at its top and in its sections."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _KEYS
+    }
+
+
+def with_setting(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The same config with another value of a setting, in the place where ``quantization_settings`` found it."""
+    place = _place(config, _DEEPEST) or ()
+    return _replaced(config, place, key, value)
+
+
+def _replaced(at: Mapping[str, Any], place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    if place:
+        return {**at, place[0]: _replaced(at[place[0]], place[1:], key, value)}
+    inner = next((name for name in _INNER if isinstance(at.get(name), dict) and key in at[name]), None)
+    return {**at, inner: {**at[inner], key: value}} if inner else {**at, key: value}
+
+
+def _place(config: Mapping[str, Any], depth: int) -> tuple[str, ...] | None:
+    """The keys that lead to the settings."""
+    for key in _KEYS:
+        if isinstance(config.get(key), dict) and config[key]:
+            return (key,)
+    sections = ((key, value) for key, value in config.items() if isinstance(value, dict) and depth)
+    inner = ((key, _place(section, depth - 1)) for key, section in sections)
+    return next(((key, *place) for key, place in inner if place), None)
+
+
+_COUNT = optional(whole(-1, 1 << 30))
+_BLOCK = optional(items(whole(1, 1 << 30), 2))
+
+
+def _expressions(value: object, where: str) -> None:
+    """An object by regular expressions."""
+    for name in json_object(value, where):
+        _expression(name.removeprefix("-:").removeprefix("+:"), where)
+
+
+def _expression(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        raise unfit(where, "a regular expression", pattern) from None
+
+
+def _target(value: object, where: str) -> None:
+    name = text(value, where)
+    if name.startswith("re:"):
+        _expression(name[3:], where)
+
+
+_KINDS: Mapping[str, Reader[Any]] = {
+    **dict.fromkeys(("bits", "w_bit", "num_bits"), optional(whole(0, 1024))),
+    **dict.fromkeys(("group_size", "q_group_size"), _COUNT),
+    **dict.fromkeys(("weight_block_size", "block_structure"), _BLOCK),
+    **dict.fromkeys(("extra_config", "quantized_layers", "config_groups"), optional(mapping(anything))),
+    **dict.fromkeys(("weights", "global_quant_config"), optional(json_object)),
+    "targets": optional(items(_target)),
+}
+_OUTERMOST: Mapping[str, Reader[Any]] = {"dynamic": optional(_expressions)}
+"""What some word means at the top alone: compressed-tensors says of weights whether they are ``dynamic``."""
+
+
+def check_settings(settings: Mapping[str, Any], method: str) -> None:
+    """Raise PlanError, which names the setting, for settings of a known method that are not of their kind."""
+    todo = [(settings, "quantization_config")]
+    try:
+        while todo:
+            section, where = todo.pop()
+            for key, value in section.items():
+                kind = _OUTERMOST.get(key) if section is settings else None
+                (kind or _KINDS.get(key, anything))(value, f"{where}.{key}")
+                if isinstance(value, dict):
+                    todo.append((value, f"{where}.{key}"))
+    except Unfit as error:
+        raise PlanError(f"config.json, quantized by '{method}': {error}") from None
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """The name of the quantization method, in small letters; empty where the settings name none."""
+    producer = settings.get("producer")
+    named = producer.get("name") if isinstance(producer, dict) else None
+    return str(settings.get("quant_method") or settings.get("quant_library") or named or "").lower()
+
+
+_KEY = "weight_block_size"
+
+
+def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None where the settings name no block size."""
+    block = quantization_settings(config).get(_KEY)
+    if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    return None
+
+
+def with_block_size(config: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]:
+    """The same config with another block size."""
+    return with_setting(config, _KEY, list(block))
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
@@ -38,7 +165,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     if method not in _METHODS:
         return Scheme({})
     check_settings(settings, method)
-    return _METHODS[method](settings)
+    known = _METHODS[method]
+    table = known(settings) if callable(known) else known
+    return table if isinstance(table, Scheme) else Scheme(table)
 
 
 def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
@@ -124,9 +253,8 @@ def _int8_blocks(settings: Mapping[str, Any]) -> Table:
     return {**_SCALES_OF_ACTIVATIONS, ".weight_scale_inv": inverse}
 
 
-def _rows8(settings: Mapping[str, Any]) -> Table:
-    """SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
-    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+_ROWS8: Table = {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW}
+"""SGLang's w8a8_int8 and w8a8_fp8 (DeepSeek-R1-Channel-INT8): a scale for each output."""
 
 
 def _w4afp8(settings: Mapping[str, Any]) -> Table:
@@ -148,9 +276,8 @@ def _blocks(block: Any) -> str:
     return f"stored lead out/{rows} in/{columns}"
 
 
-def _fbgemm(settings: Mapping[str, Any]) -> Table:
-    """A scale for each output, of Llama 4's fused experts too: transformers, integrations/fbgemm_fp8.py."""
-    return {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
+_FBGEMM: Table = {**_SCALES_OF_ACTIVATIONS, ".weight_scale": _BY_ROW, "_scale": ("lead 1 out", "lead out 1")}
+"""A scale for each output, of Llama 4's fused experts too: transformers, integrations/fbgemm_fp8.py."""
 
 
 def _gptq(settings: Mapping[str, Any]) -> Table:
@@ -339,37 +466,32 @@ def _quark(settings: Mapping[str, Any]) -> Table:
     }
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> Table:
-    """MXFP4 of gpt-oss, output before input: 32 values along the input in 16 bytes, and a scale for them.
+_MXFP4: Table = {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
+"""MXFP4 of gpt-oss, output before input: 32 values along the input in 16 bytes, and a scale for them.
 
-    Source: transformers, integrations/mxfp4.py.
-    """
-    return {"_blocks": ("lead out in/32 16",), "_scales": ("lead out in/32",)}
+Source: transformers, integrations/mxfp4.py.
+"""
 
+_BITSANDBYTES: Table = {
+    ".SCB": ("out",),
+    ".weight_format": _SCALAR,
+    " U8": ("(out in)/2 1",),
+    ".weight.absmax": ("(out in)/64",),
+    ".weight.nested_absmax": ("(out in)/16384",),
+    ".weight.quant_map": ("16",),
+    ".weight.nested_quant_map": ("256",),
+    **dict.fromkeys(BITSANDBYTES_STATES, ("...",)),
+}
+"""bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits lie in one row, in blocks of 64.
 
-def _bitsandbytes(settings: Mapping[str, Any]) -> Table:
-    """bitsandbytes: int8 has a scale for each output (``SCB``); 4 bits lie in one row, in blocks of 64.
+``absmax`` has a scale for each block, ``nested_absmax`` (double quantization) one for 256 of these, and
+``quant_state`` states the weight's shape. A weight is stored output before input. Sources: bitsandbytes,
+nn/modules.py and functional.py (``quantize_4bit``, ``QuantState``).
+"""
 
-    ``absmax`` has a scale for each block, ``nested_absmax`` (double quantization) one for 256 of these, and
-    ``quant_state`` states the weight's shape. A weight is stored output before input. Sources: bitsandbytes,
-    nn/modules.py and functional.py (``quantize_4bit``, ``QuantState``).
-    """
-    return {
-        ".SCB": ("out",),
-        ".weight_format": _SCALAR,
-        " U8": ("(out in)/2 1",),
-        ".weight.absmax": ("(out in)/64",),
-        ".weight.nested_absmax": ("(out in)/16384",),
-        ".weight.quant_map": ("16",),
-        ".weight.nested_quant_map": ("256",),
-        **dict.fromkeys(BITSANDBYTES_STATES, ("...",)),
-    }
-
-
-def _bitnet(settings: Mapping[str, Any]) -> Table:
-    """BitNet: four outputs to a byte, a quarter of the rows apart. transformers, integrations/bitnet.py."""
-    reason = "BitNet packs into one byte four rows that lie a quarter of the matrix apart"
-    return {" U8": Refused(reason, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
+_QUARTERS = "BitNet packs into one byte four rows that lie a quarter of the matrix apart"
+_BITNET: Table = {" U8": Refused(_QUARTERS, "split the bf16 checkpoint"), ".weight_scale": _SCALAR}
+"""BitNet: four outputs to a byte, a quarter of the rows apart. transformers, integrations/bitnet.py."""
 
 
 def _bits(settings: Mapping[str, Any]) -> int:
@@ -394,28 +516,24 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
     return 128 if size is None else int(size) if int(size) > 0 else None
 
 
-def _plain(method: Callable[[Mapping[str, Any]], Table]) -> Callable[[Mapping[str, Any]], Scheme]:
-    return lambda settings: Scheme(method(settings))
-
-
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+_METHODS: Mapping[str, Table | Callable[[Mapping[str, Any]], Table | Scheme]] = {
     "fp8": _fp8_scheme,
     "mxfp8": _fp8_scheme,
-    "w4afp8": _plain(_w4afp8),
-    "blockwise_int8": _plain(_int8_blocks),
-    "w8a8_int8": _plain(_rows8),
-    "w8a8_fp8": _plain(_rows8),
-    "fbgemm_fp8": _plain(_fbgemm),
+    "w4afp8": _w4afp8,
+    "blockwise_int8": _int8_blocks,
+    "w8a8_int8": _ROWS8,
+    "w8a8_fp8": _ROWS8,
+    "fbgemm_fp8": _FBGEMM,
     "gptq": _gptq_scheme,
-    "awq": _plain(_awq),
+    "awq": _awq,
     "auto-round": _auto_round,
     "compressed-tensors": _compressed_scheme,
     "sparseml": _compressed_scheme,
     "modelopt": _modelopt_scheme,
     "modelopt_fp4": _modelopt_scheme,
     "modelopt_fp8": _modelopt_scheme,
-    "quark": _plain(_quark),
-    "mxfp4": _plain(_mxfp4),
-    "bitsandbytes": _plain(_bitsandbytes),
-    "bitnet": _plain(_bitnet),
+    "quark": _quark,
+    "mxfp4": _MXFP4,
+    "bitsandbytes": _BITSANDBYTES,
+    "bitnet": _BITNET,
 }

@@ -15,10 +15,9 @@ import click
 
 from formats.errors import ReshardError, SettingError
 from formats.hints import nearest, with_hint
-from reshard import check_not_hidden
+from reshard import __version__, check_not_hidden
 from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option, with_option_names
-from reshard.version import __version__
 
 COMMANDS = {
     "demo": ("reshard.cli.demo:demo_command", "Split, re-split and merge a tiny model, and compare."),

@@ -62,7 +62,7 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
             raise click.UsageError(f"{min(further)} goes with a SOURCE")
         _print_formats(chosen, as_json)
         return
-    from reshard.source.access import Access
+    from reshard.source.opening import Access
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
@@ -88,7 +88,7 @@ def _of_adapters() -> Iterator[Format]:
 
 def _obstacle_of_adapter(source: Source, name: str) -> ReshardError | None:
     """Why a source cannot be written in a format of adapters; None if it can."""
-    from formats.notation.adapters import SETTINGS
+    from formats.notation.architecture import SETTINGS
     from formats.notation.format_file import adapter_format
     from reshard.transforms.convert import convert
 

@@ -211,9 +211,6 @@ def model_types() -> Iterable[str]:
 class LocalPath(click.Path):
     """A place on this machine: no URL, of which a folder with the URL's password in its name would be made."""
 
-    def __init__(self, *, dir_okay: bool = True) -> None:
-        super().__init__(dir_okay=dir_okay, path_type=Path)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path. Raises click.BadParameter for a URL."""
         if "://" in str(value):
@@ -256,8 +253,8 @@ def negated(_: click.Context, __: click.Parameter, is_given: bool) -> bool:
 
 
 FORMAT, SIZE = Value("format", known=format_names), Value("size", size)
-PATH = LocalPath()
-FILE = LocalPath(dir_okay=False)
+PATH = LocalPath(path_type=Path)
+FILE = LocalPath(dir_okay=False, path_type=Path)
 
 hub_options = together(
     option("--revision", group=Group.WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),

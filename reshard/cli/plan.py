@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from formats.notation.architecture import Architecture
     from formats.notation.format import Format
     from reshard.commands.split import PlanRequest
-    from reshard.mesh.degrees import Attempt, Sweep
+    from reshard.mesh.degrees import Attempt
     from reshard.mesh.plan import Plan
-    from reshard.mesh.totals import Row
     from reshard.model.model import Model
     from reshard.source.source import Source
 
@@ -96,7 +95,7 @@ def plan_command(
     """
     from reshard.commands.split import PlanRequest, planned_format
     from reshard.placement.program_plan import plan_for
-    from reshard.source.access import lines_of_any
+    from reshard.source.opening import lines_of_any
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
@@ -182,7 +181,7 @@ def _plan_push(
     """Plan a push. Raises UsageError, ReshardError."""
     from reshard.live.exports import routes
     from reshard.live.routing import LINK
-    from reshard.source.access import Access
+    from reshard.source.opening import Access
 
     if trainer is None or receiver is None:
         raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
@@ -243,7 +242,7 @@ def _write_new(file: Path, text: str, option: str) -> None:
 def _write_draft(request: PlanRequest, file: Path) -> None:
     from reshard.mesh.degrees import valid_degrees
     from reshard.model.draft import draft_of
-    from reshard.source.access import find
+    from reshard.source.opening import find
     from reshard.store.selection import Weights
 
     draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))
@@ -262,7 +261,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     from formats.notation.format_file import OWN
     from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
-    from reshard.move.downloads import download_of
+    from reshard.move.ahead import download_of
     from reshard.placement.arrangement import arrangement_of
 
     rows = rows_of(plan)
@@ -282,7 +281,23 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
             "mesh": plan.mesh.to_document(),
             "sizes": plan.model.sizes.of({}),
             "padding": dict(plan.padding),
-            "rows": [_row_document(row) for row in rows],
+            "rows": [
+                {
+                    "tensor": row.name,
+                    "rule": row.rule,
+                    "kind": row.kind,
+                    "dtype": row.dtype,
+                    "full_shape": list(row.full),
+                    "rank_shape": list(row.local),
+                    "tensors": row.tensors,
+                    "copies": max(row.copies, default=1),
+                    "bytes_full": row.bytes_full,
+                    "bytes_per_rank": row.bytes_per_rank,
+                    "uneven": row.is_uneven,
+                    "bytes_replicated": row.replicated,
+                }
+                for row in rows
+            ],
             "tensors": totals.tensors,
             "parameters": totals.parameters,
             "bytes_full": totals.bytes_full,
@@ -308,8 +323,7 @@ def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
-    from reshard.placement.arrangement import arrangement_of
-    from reshard.placement.stored_rows import sources_text, stored_rows
+    from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     if as_json:
@@ -333,23 +347,6 @@ def _title(model: Model, source: str) -> str:
     from reshard.mesh.totals import title
 
     return f"{source}: {title(model)}"
-
-
-def _row_document(row: Row) -> dict[str, Any]:
-    return {
-        "tensor": row.name,
-        "rule": row.rule,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "full_shape": list(row.full),
-        "rank_shape": list(row.local),
-        "tensors": row.tensors,
-        "copies": max(row.copies, default=1),
-        "bytes_full": row.bytes_full,
-        "bytes_per_rank": row.bytes_per_rank,
-        "uneven": row.is_uneven,
-        "bytes_replicated": row.replicated,
-    }
 
 
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
@@ -383,7 +380,25 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
 
     source, swept = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
     if as_json:
-        print_json(_degrees_document(model, source, swept))
+        print_json(
+            {
+                "command": "plan",
+                "source": source,
+                "architecture": model.architecture.name,
+                "sizes": model.sizes.of({}),
+                "valid_degrees": list(swept.valid),
+                "valid_ep_degrees": list(swept.valid_ep),
+                "degrees": [
+                    {
+                        "tp": attempt.degree,
+                        "valid": attempt.refusal is None,
+                        "reason": attempt.refusal and attempt.refusal.why,
+                        "possible_with": _other_ways(attempt),
+                    }
+                    for attempt in swept.attempts
+                ],
+            }
+        )
         return
     cells = [("--tp", "possible", "")]
     for attempt in swept.attempts:
@@ -393,26 +408,6 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
         print_lines(f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}.")
     valid = ", ".join(map(str, swept.valid))
     print_lines(f"Valid degrees: {valid}. 'reshard plan {source} --tp N' shows one in detail.")
-
-
-def _degrees_document(model: Model, source: str, swept: Sweep) -> dict[str, Any]:
-    return {
-        "command": "plan",
-        "source": source,
-        "architecture": model.architecture.name,
-        "sizes": model.sizes.of({}),
-        "valid_degrees": list(swept.valid),
-        "valid_ep_degrees": list(swept.valid_ep),
-        "degrees": [
-            {
-                "tp": attempt.degree,
-                "valid": attempt.refusal is None,
-                "reason": attempt.refusal and attempt.refusal.why,
-                "possible_with": _other_ways(attempt),
-            }
-            for attempt in swept.attempts
-        ],
-    }
 
 
 def _other_ways(attempt: Attempt) -> list[str]:

@@ -34,8 +34,7 @@ from reshard.cli.options import (
 from reshard.cli.printing import Progress, print_json, print_lines, print_path
 
 if TYPE_CHECKING:
-    from reshard.writing.rewrite import WriteRequest
-    from reshard.writing.summary import Summary
+    from reshard.writing.rewrite import Summary, WriteRequest
 
 
 _Request = TypeVar("_Request", bound="WriteRequest")

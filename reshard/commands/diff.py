@@ -9,8 +9,7 @@ from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.move.jobs import Progress, no_progress
-from reshard.source.access import Access, Place, find
-from reshard.source.opening import open_source, recognise
+from reshard.source.opening import Access, Place, find, open_source, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_found

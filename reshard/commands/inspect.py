@@ -7,7 +7,7 @@ from pathlib import Path
 
 from formats.store import StoredPath
 from reshard.source import inspect as source
-from reshard.source.access import HubAccess, Place, find
+from reshard.source.opening import HubAccess, Place, find
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 

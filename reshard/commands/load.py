@@ -21,7 +21,7 @@ from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region, Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
-from reshard.source.access import Access, Place
+from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.threads import Shared, work_together
 from reshard.transforms.opening import open_any

@@ -15,14 +15,13 @@ from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.access import Access, Place
+from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import Weights
 from reshard.system import Share
 from reshard.transforms.opening import open_any, open_converted
 from reshard.writing.output import Output
-from reshard.writing.rewrite import WriteRequest, rewrite, start
-from reshard.writing.summary import Summary
+from reshard.writing.rewrite import Summary, WriteRequest, rewrite, start
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
-from formats.quantization.dequantizing import e4m3_values
+from formats.notation.architecture import numbers_in, without_numbers
+from formats.quantization.dequantizing import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes
@@ -46,7 +46,7 @@ _VALUES: Mapping[str, Callable[[Codes], NDArray[Any]]] = {
     "F16": lambda codes: codes.view("<f2"),
     "BF16": lambda codes: (codes.astype("<u4") << np.uint32(16)).view("<f4"),
     "F8_E5M2": lambda codes: (codes.astype("<u2") << np.uint16(8)).view("<f2"),
-    "F8_E4M3": lambda codes: e4m3_values()[codes],
+    "F8_E4M3": lambda codes: E4M3_VALUES[codes],
 }
 """The dtypes of sign and magnitude: what their bits mean. Others (packed integers, scales) have no difference here."""
 
@@ -281,8 +281,6 @@ def _equal(a: Bytes, b: Bytes) -> bool:
 
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
 """What the cells of a row are."""
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$")
-"""The number of a layer or an expert in a name."""
 
 
 @dataclass(frozen=True)
@@ -298,13 +296,13 @@ def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
     groups: dict[tuple[object, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         ranks = tuple(shape and len(shape) for shape in tensor.shapes)
-        groups.setdefault((NUMBER.sub("{}", tensor.name), tensor.kind, tensor.dtypes, ranks), []).append(tensor)
+        groups.setdefault((without_numbers(tensor.name, "{}"), tensor.kind, tensor.dtypes, ranks), []).append(tensor)
     return [Row(_joint(str(key[0]), group), tuple(group)) for key, group in groups.items()]
 
 
 def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
     """A name with the numbers of all in place of each of its own."""
-    numbers = zip(*(map(int, NUMBER.findall(tensor.name)) for tensor in tensors), strict=True)
+    numbers = zip(*(numbers_in(tensor.name) for tensor in tensors), strict=True)
     parts = template.split("{}")
     texts = ["", *map(_ranges, numbers)]
     return "".join(text + part for text, part in zip(texts, parts, strict=True))

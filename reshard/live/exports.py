@@ -13,7 +13,7 @@ from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import BUCKET, Routes, plan_push
 from reshard.live.sides import Side
 from reshard.model.model import Model
-from reshard.source.access import Access, Place
+from reshard.source.opening import Access, Place
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 
@@ -23,7 +23,7 @@ def routes(
 ) -> Routes:
     """The plan of a push of a checkpoint's model between ranks that need not run, such as ``fsdp2:8`` and ``vllm:tp4``.
 
-    ``access`` are the fields of ``reshard.source.access.Access``. Reads headers only. Raises ReshardError.
+    ``access`` are the fields of ``reshard.source.opening.Access``. Reads headers only. Raises ReshardError.
     """
     opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
     trainer, other = (target_of(end) if isinstance(end, str) else end for end in (source, target))

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from formats.documents import json_bytes
 from formats.errors import LiveError, listed
-from reshard.version import __version__
+from reshard import __version__
 
 HINT = "make the connection anew on all processes, then push again"
 GRACE = 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +22,14 @@ from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
-from reshard.live.changes import Changes, Memory, word_size
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, plan_push
 from reshard.live.sides import LiveState, Slice, bound, from_document, to_document
-from reshard.live.views import Blocks, Tensors
+from reshard.live.views import Blocks, Changes, Memory, Tensors, word_size
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.source.access import HubAccess, find
+from reshard.source.opening import HubAccess, find
 from reshard.store.selection import Weights
 
 Parts = Sequence[tuple[Slice, torch.Tensor]]
@@ -227,18 +226,19 @@ class _Process:
         """For each bucket, the messages of this rank."""
         source, target, first = routes.source, routes.target, routes.source.ranks
         is_sender = self.rank < first
+        own = source if is_sender else target
         for parts in routes.parts(self.rank):
             peers: dict[int, list[Part]] = {}
             for part in parts:
                 peer = first + part.target // target.width if is_sender else part.source // source.width
                 peers.setdefault(peer, []).append(part)
-            yield [self._peer(rank, of, routes) for rank, of in peers.items()]
-
-    def _peer(self, rank: int, parts: Sequence[Part], routes: Routes) -> _Peer:
-        is_sender = self.rank < self.meeting.trainers
-        blocks = Blocks(parts, routes.source if is_sender else routes.target, sends=is_sender)
-        nbytes, word = sum(part.nbytes for part in parts), word_size(parts, routes.target)
-        return _Peer(rank, nbytes, blocks, Changes(blocks, nbytes, word, self._memory) if word else None)
+            messages = []
+            for rank, of in peers.items():
+                blocks, word = Blocks(of, own, sends=is_sender), word_size(of, target)
+                nbytes = sum(part.nbytes for part in of)
+                changes = Changes(blocks, nbytes, word, self._memory) if word else None
+                messages.append(_Peer(rank, nbytes, blocks, changes))
+            yield messages
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
@@ -277,11 +277,7 @@ class Push(_Process):
     @property
     def ticket(self) -> dict[str, Any]:
         """What an engine's ranks must know to meet this trainer."""
-        meeting = self.meeting
-        return {
-            "store": meeting.store, "trainers": meeting.trainers, "timeout": meeting.timeout, "join": meeting.join,
-            "patience": meeting.patience, "bucket": meeting.bucket, "shared": meeting.shared,
-        }  # fmt: skip
+        return {name: value for name, value in asdict(self.meeting).items() if name != "receivers"}
 
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.axes import Run
+from reshard import __version__
 from reshard.live.meshes import TRAINERS, Target, arranged, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
@@ -27,7 +28,6 @@ from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Piece, Runs, Spread
 from reshard.placement.stored import Atom, Location, blocks_of
 from reshard.text import Result, align, human_bytes, human_time, plural
-from reshard.version import __version__
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""

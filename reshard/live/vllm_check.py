@@ -21,7 +21,7 @@ from formats.documents import json_bytes
 from formats.errors import LiveError
 from formats.files.checkpoint import CONFIG
 from reshard.live.meshes import Target, arranged
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 

@@ -185,7 +185,8 @@ class Wire:
             with self._waiting(min(missing), "shares no memory"):
                 connection, _ = listener.accept()
                 connection.settimeout(self._fence.timeout)
-                if _user(connection) != os.getuid():
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():  # of another user
                     connection.close()
                     continue
                 word, files, _, _ = socket.recv_fds(connection, 4096, 1)
@@ -375,11 +376,6 @@ def _padded(nbytes: int) -> int:
 
 def _mapped(file: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-
-
-def _user(connection: socket.socket) -> int:
-    """Who has the other end of a Unix socket."""
-    return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], sys.byteorder)
 
 
 def _machine(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from formats.errors import NotationError, PlanError, Refusal, SettingError, refu
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh
 from formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
-from formats.quantization.settings import block_size, with_block_size
+from formats.quantization.methods import block_size, with_block_size
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model, padded_sizes, padding_for, shares_of
 

@@ -20,7 +20,7 @@ from formats.errors import NotationError, PlanError, refused
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, is_index
-from formats.notation.axes import Dim, Factor, Run, Shape, owned
+from formats.notation.axes import Dim, Run, Shape, owned
 from reshard.mesh.degrees import check_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
@@ -279,11 +279,10 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, deal
 
 def _times(dims: Sequence[Dim], axis: str) -> int:
     """How often an axis occurs in a product: over dimensions and factors, but not over the summands of a sum."""
-    return sum(max(sum(_factor_times(f, axis) for f in summand.factors) for summand in dim.summands) for dim in dims)
-
-
-def _factor_times(factor: Factor, axis: str) -> int:
-    return _times([factor], axis) if isinstance(factor, Dim) else int(factor == axis)
+    return sum(
+        max(sum(_times([f], axis) if isinstance(f, Dim) else f == axis for f in of.factors) for of in dim.summands)
+        for dim in dims
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +328,11 @@ def rank_config(plan: Plan, rank: int) -> dict[str, Any]:
         target = target[key]
     for key, expression in architecture.config.items():
         for inner, last, indices in _settings_at(target, key.split("."), {}):
-            value = _config_value(plan, rank, expression, inner.get(last), indices)
+            original = inner.get(last)
+            if isinstance(original, list) and expression.names & plan.model.sizes.varying:
+                value: Any = [_at(plan, rank, expression, {"layer": i}) for i in range(len(original))]
+            else:
+                value = _at(plan, rank, expression, indices)
             if last in inner or (value is not None and inner is target):
                 inner[last] = value
     return config
@@ -365,13 +368,6 @@ def _settings_at(
         if isinstance(settings.get(key), dict):
             index = {first[1:-1]: int(key)} if first.startswith("{") else {}
             yield from _settings_at(settings[key], path_left, {**indices, **index})
-
-
-def _config_value(plan: Plan, rank: int, expression: Any, original: Any, indices: Mapping[str, int]) -> Any:
-    sizes = plan.model.sizes
-    if isinstance(original, list) and expression.names & sizes.varying:
-        return [_at(plan, rank, expression, {"layer": i}) for i in range(len(original))]
-    return _at(plan, rank, expression, indices)
 
 
 def _at(plan: Plan, rank: int, expression: Any, indices: Mapping[str, int]) -> Any:

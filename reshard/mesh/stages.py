@@ -142,7 +142,7 @@ def is_layered(model: Model, kind: Kind) -> bool:
 def _where(model: Model, kind: Kind) -> Expression | None:
     """What the architecture says of where tensors are; None: before the layers."""
     layers = model.architecture.layers
-    is_numbered = layers.text in model.architecture.index_places(kind.name)
+    is_numbered = layers.text in kind.index_axes
     return model.architecture.stage_of(kind.name) or (layers if is_numbered else None)
 
 
@@ -156,11 +156,10 @@ def _stage_at(model: Model, kind: Kind, ends: Sequence[int], last: int) -> int |
     if where.text == "every":
         raise refused("pp", last + 1, f"every stage would need the tensor '{kind.name}'", tensor=kind.name)
     expression, stages = where, dict[tuple[int, ...], int]()
-    axes = [*model.architecture.index_places(kind.name)]
 
     def find(at: tuple[int, ...]) -> int:
         if at not in stages:
-            number = model.sizes.evaluate(expression, dict(zip(axes, at, strict=True)))
+            number = model.sizes.evaluate(expression, dict(zip(kind.index_axes, at, strict=True)))
             stages[at] = bisect_right(ends, number)
         return stages[at]
 

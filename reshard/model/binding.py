@@ -14,13 +14,11 @@ from typing import Any
 
 from formats.errors import NotationError, PlanError
 from formats.mesh import Mesh
-from formats.notation.adapters import SETTINGS
-from formats.notation.architecture import Architecture, Match, Rule, config_defaults
+from formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
 from formats.notation.axes import Shape
 from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from formats.quantization.methods import unknown_method
-from reshard.model.model import BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
 
 
 def bind(
@@ -118,17 +116,6 @@ class _TensorGroup:
         return dict(zip(self.axes, map(frozenset, zip(*self.all_at, strict=True)), strict=False))
 
 
-@dataclass(frozen=True, eq=False)
-class _NamePattern:
-    """Where the indices stand in names that differ only in numbers: the position of each axis among the numbers.
-
-    ``apart`` has those whose index separates groups.
-    """
-
-    places: Mapping[str, int]
-    apart: Mapping[str, int]
-
-
 class _Groups:
     """Groups tensors and finds the rule once a group: a checkpoint has few kinds of tensors, and many of each.
 
@@ -139,7 +126,8 @@ class _Groups:
     def __init__(self, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> None:
         self.architecture, self.sizes, self._dtypes = architecture, sizes, dtypes
         self.dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-        self._patterns: dict[tuple[object, ...], _NamePattern] = {}
+        # where each axis stands among the numbers of names that differ only in these, and those that separate groups
+        self._places: dict[tuple[object, ...], tuple[Mapping[str, int], Mapping[str, int]]] = {}
         self._groups: dict[tuple[object, ...], _TensorGroup] = {}
         self.layers: dict[frozenset[int], frozenset[int]] = {}  # equal sets are one object
         self._at: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -157,25 +145,24 @@ class _Groups:
         name, dtype, shape, _, local_shape = tensor
         words, texts = self.architecture.form(name)
         spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
-        pattern = self._patterns.get(spelled)
-        if pattern is None:
+        if spelled not in self._places:
             places = self.architecture.index_places(name)
             belonging = belonging_of(name, self._dtypes, self.architecture, self.sizes)
             match = self.architecture.match(belonging.weight if belonging else name)
             # a tensor without a match may follow any line of its attention, and each line has its own condition
             apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
-            pattern = self._patterns[spelled] = _NamePattern(
-                places, {axis: place for axis, place in places.items() if axis in apart | self.dealt}
-            )
+            apart |= self.dealt
+            self._places[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
+        places, separating = self._places[spelled]
         numbers = [*map(int, texts)]
-        at = tuple([numbers[place] for place in pattern.places.values()])
+        at = tuple([numbers[place] for place in places.values()])
         at = self._at.setdefault(at, at)
-        key = (pattern, shape, local_shape, *[numbers[place] for place in pattern.apart.values()])
+        key = (id(places), shape, local_shape, *[numbers[place] for place in separating.values()])
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
-            indices = {axis: numbers[place] for axis, place in pattern.apart.items()}
-            group.axes, group.indices = tuple(pattern.places), self.sizes.key(indices)
+            indices = {axis: numbers[place] for axis, place in separating.items()}
+            group.axes, group.indices = tuple(places), self.sizes.key(indices)
         group.tensors.append(tensor)
         group.all_at.append(at)
         return group, at
@@ -213,6 +200,8 @@ def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
         name=tensor.name,
         dtype=tensor.dtype,
         template=match.template,
+        pattern=groups.architecture.pattern_of(tensor.name, match.template),
+        index_axes=group.axes,
         rule=rule,
         indices=group.indices,
         places=tuple((axis, index) for axis, index in match.indices.items() if axis in groups.dealt),

@@ -8,7 +8,6 @@ person. A draft takes effect only when it is passed with ``--plan``.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import tomli_w
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.checkpoint import open_checkpoint
 from formats.files.sharded import is_sharded
-from formats.notation.architecture import Architecture, Rule, is_index
+from formats.notation.architecture import Architecture, Rule, without_numbers
 from formats.notation.architecture_files import architecture_of, built_in_architectures
 from formats.quantization.methods import scheme_of
 from formats.store import FilePath
@@ -84,7 +83,7 @@ def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[Ful
     for tensor in tensors:
         weight = scheme.companion(tensor.name)
         if weight is None:
-            kinds.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "0", tensor.name), tensor.shape), tensor)
+            kinds.setdefault((without_numbers(tensor.name), tensor.shape), tensor)
         elif not weight.of_attention and weight.weight not in names:
             raise PlanError(
                 f"no draft for '{tensor.name}': its weight is packed, so that its shape does not show",
@@ -111,7 +110,7 @@ def _lines(
     groups: dict[str, list[FullTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
-        groups[match.template if match else _template(base, kind.name)].append(kind)
+        groups[match.template if match else base.in_general(kind.name, _axis)].append(kind)
     unclear, split = set[str](), {axis for families in base.families.values() for family in families for axis in family}
     unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
     for template, group in unlike.items():
@@ -139,18 +138,9 @@ def _whole(group: Sequence[FullTensor]) -> str:
     return " ".join(map(str, *shapes)) if len(shapes) == 1 else "..."
 
 
-def _template(base: Architecture, name: str) -> str:
-    """A line for a name that the base does not know: as far as it does, its indices have the base's names."""
-    places = {place: axis for axis, place in base.index_places(name).items()}
-    words, number = list[str](), 0
-    for word in name.split("."):
-        if is_index(word):
-            axis = "expert" if words and words[-1] == "experts" else "layer" if number == 0 else f"index_{number}"
-            words.append(f"{{{places.get(number, axis)}}}")
-            number += 1
-        else:
-            words.append(word)
-    return ".".join(words)
+def _axis(number: int, before: str) -> str:
+    """The name of an index that the base does not know."""
+    return "expert" if before == "experts" else "layer" if number == 0 else f"index_{number}"
 
 
 def _part(template: str) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import PlanError, require_transformers
 from formats.notation.axes import Dim, Shape, deal
-from formats.quantization.settings import quantization_settings
+from formats.quantization.methods import quantization_settings
 from reshard.model.model import Kind, Model
 
 if TYPE_CHECKING:

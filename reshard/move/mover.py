@@ -26,12 +26,12 @@ import numpy as np
 
 from formats.errors import MismatchError
 from formats.files.checksum import Part, PartialSum, sum_part
+from formats.store import joined
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within
 from reshard.move.reading import Bytes, Reader, TargetSet, pieces
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Moved
 from reshard.source.source import SourceFile, SourcePlace
-from reshard.store.remote import joined
 from reshard.store.retries import Traffic
 from reshard.store.threads import StoppedError
 from reshard.system import disk_error
@@ -373,7 +373,7 @@ class Mover:
                 end = position + most - (offset + position) % most
                 position += os.pwrite(opened.fileno(), view[position:end], offset + position)
         except OSError as error:
-            raise disk_error("write", target.path, error) from error
+            raise disk_error(target.path, error) from error
         self._add_written(target, offset, data, part)
         return part
 

@@ -14,7 +14,6 @@ Scales of scale blocks of another size (``Regrid``), or a shape that a tensor st
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
 from formats.files.sharded import INTACT_FILE
+from formats.notation.architecture import without_numbers
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.companions import restated
@@ -555,7 +555,7 @@ def _change(name: str, src: Location, dst: Location, cast: str | None) -> Change
     if src.stored.dtype == dst.stored.dtype and function is None and cast is None:
         return None
     if cast is not None:
-        name = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+        name = without_numbers(name)
     return Change(name, src.stored.dtype, dst.stored.dtype, function, cast)
 
 

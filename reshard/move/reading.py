@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError
 from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
+from formats.store import read_into, unreadable
 from reshard.move.slabs import Region
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.retries import Traffic
-from reshard.system import disk_error
 
 if TYPE_CHECKING:
     from reshard.move.ahead import Ahead
@@ -143,21 +142,13 @@ class Reader:
         if file.remote is not None:
             self.ahead.fill(file, offset, view)
             return
-        path, position, size = file.local, 0, len(view)
-        try:
-            descriptor = self._descriptor(path)
-            while position < size:
-                count = os.preadv(descriptor, [view[position:]], offset + position)
-                if count == 0:
-                    raise CheckpointError(f"{path} ended at byte {offset + position} while it was read")
-                position += count
-        except OSError as error:
-            raise disk_error("read", path, error) from error
-
-    def _descriptor(self, path: Path) -> int:
+        path = file.local
         if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
+            try:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise unreadable(path, error) from error
+        read_into(path, self._descriptors[path], offset, view)
 
 
 def checksum_of(file: SourceFile) -> str:

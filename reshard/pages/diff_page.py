@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from formats.notation.architecture import numbers_in, without_numbers
 from reshard.delta.differences import (
     CHANGED,
     HEAD,
-    NUMBER,
     SAME,
     Diff,
     TensorDiff,
@@ -87,11 +87,10 @@ def _lines(tensors: Sequence[TensorDiff]) -> tuple[list[_Line], list[_Line]]:
     layered: dict[str, dict[int, list[TensorDiff]]] = {}
     alone: list[_Line] = []
     for tensor in tensors:
-        first = NUMBER.search(tensor.name)
-        if first is None:
-            alone.append(_Line(tensor.name, {0: [tensor]}))
+        if numbers := numbers_in(tensor.name):
+            layered.setdefault(without_numbers(tensor.name), {}).setdefault(numbers[0], []).append(tensor)
         else:
-            layered.setdefault(NUMBER.sub("*", tensor.name), {}).setdefault(int(first[0]), []).append(tensor)
+            alone.append(_Line(tensor.name, {0: [tensor]}))
     return [_Line(name, layers) for name, layers in layered.items()], alone
 
 

@@ -3,13 +3,17 @@
 A format (``formats.notation.format``) is applied to a plan. The smallest things that it moves are *atoms*: a Hugging
 Face tensor, a component of a packed one, or one expert's part of either. Each atom is laid out on the mesh like a
 tensor. A stored tensor is a list of atoms: stacked along a first dimension, and joined along another. So two
-arrangements of one model, on any two meshes, differ in names, in places, and in the order of an atom's factors."""
+arrangements of one model, on any two meshes, differ in names, in places, and in the order of an atom's factors.
+
+``stored_rows`` is the table of what a program stores: tensors that differ only in the numbers in their names are one
+row.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,9 +21,9 @@ from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
 from formats.files.safetensors import DTYPE_BITS, stated_dtype, tensor_bytes
 from formats.mesh import Mesh
-from formats.notation.architecture import is_index
+from formats.notation.architecture import filled, numbers_in, without_numbers
 from formats.notation.axes import Dim, Run, Shape, Summand
-from formats.notation.format import Constant, Format, LaterLayers
+from formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
 from reshard.mesh.plan import Box, Layout, Plan, layout_of, owners_of
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
@@ -28,10 +32,8 @@ from reshard.placement.portions import (
     Parts,
     Portion,
     dropped_of,
-    filled,
     kept_whole,
     refine,
-    template_of,
     uses_of,
 )
 from reshard.placement.stored import Atom, Chunks, Location, Naming, Stated, Stored
@@ -66,7 +68,6 @@ class Arrangement:
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
-        self._index_axes: dict[Kind, tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
         self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
@@ -135,17 +136,14 @@ class Arrangement:
     def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
         """The name of the stored tensor that an atom is a part of, its place in the stack, and the part."""
         kind = tensor.kind
-        if kind not in self._index_axes:
-            self._index_axes[kind] = tuple(self.plan.model.architecture.index_places(kind.name))
-        at: Mapping[str, int] = dict(zip(self._index_axes[kind], tensor.at, strict=True))
+        at: Mapping[str, int] = tensor.indices
         if portion.component.index and index is not None:
             at = {**at, portion.component.index: index}
         place = at[portion.stacked] if portion.stacked is not None else 0
         name = tensor.name
         if portion.target is not None:
             if "{number" in portion.target:
-                numbers = (segment for segment in name.split(".") if is_index(segment))
-                at = {**at, **{f"number{i}": int(number) for i, number in enumerate(numbers)}}
+                at = {**at, **{f"number{i}": number for i, number in enumerate(numbers_in(name))}}
             target, at = self._placed_further(name, portion.target, at)
             name = filled(target, at)
         return name, place, _Part(Atom(tensor.name, portion.component.label, index), kind, portion, at)
@@ -218,10 +216,7 @@ class Arrangement:
         if not again and not any(line.also for line in rules.lines):
             return
         names = {stored.name for stored in self.stored}
-        targets = {
-            kind: [use.target for use in rules.uses(template_of(model.architecture, kind)) if use.line.also]
-            for kind in model.kinds
-        }
+        targets = {kind: [use.target for use in rules.uses(kind.pattern) if use.line.also] for kind in model.kinds}
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(model, tensor.kind, target), None)
@@ -374,3 +369,85 @@ def align_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, 
         source.refined((kind, target.parts[other]) for kind, other in pairs),
         target.refined((other, source.parts[kind]) for kind, other in pairs),
     )
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """Stored tensors of one kind.
+
+    ``sources`` are the Hugging Face tensors that each is made of, and ``how`` says what is done with them. ``shape`` is
+    that on the first rank that has such a tensor, ``nbytes`` the size of all such tensors there.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    how: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensors: int
+    nbytes: int
+
+
+def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
+    """The rows of what a program stores, in its order."""
+    names = dict[Portion, str]()
+    for kind, portions in arrangement.parts.items():
+        for portion in portions:
+            label = portion.component.label
+            names[portion] = f"{kind.pattern} ({label})" if label else kind.pattern
+    groups: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
+    for stored in arrangement.stored:
+        shapes = map(stored.geometry.shape, stored.geometry.holders)
+        first = next((shape for shape in shapes if shape is not None), ())
+        shape = stored.constant.shape if stored.constant else first
+        groups.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
+    rows = []
+    for (name, dtype, shape), alike in groups.items():
+        portions_of = () if alike[0].constant else alike[0].geometry.portions
+        sources = tuple(dict.fromkeys(names[portion] for portion in portions_of))
+        nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
+        rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
+    return rows
+
+
+def _general(stored: Stored) -> str:
+    target = stored.geometry.portions[0].target if stored.constant is None else None
+    if stored.naming is not None and len({*stored.naming.targets}) == 1:
+        return stored.naming.targets[0]
+    if target is not None and Pattern(target).match(stored.name) is not None:
+        return target
+    return without_numbers(stored.name)
+
+
+def _how(stored: Stored, portions: Sequence[Portion]) -> str:
+    if stored.constant is not None:
+        return f"= {stored.constant.value:g}"
+    first = portions[0]
+    words = ["stacked"] if first.stacked and first.slots else []
+    words += ["joined"] if len(portions) > 1 else []
+    line = first.line
+    if line is not None:
+        words += ["output first"] if line.output_first and first.component.arrow is not None else []
+        words += ["halves as pairs"] if any(line.pairs) else []
+        words += ["pairs as halves"] if any(line.halves) else []
+        words += [f"{line.function}(x)"] if line.function else []
+        words += [f"as {line.dtype}"] if line.dtype else []
+        words += ["whole"] if line.cut == Cut() else []
+        words += ["on the first rank, else zeros"] if line.on == "first rank" else []
+    return ", ".join(words)
+
+
+def sources_text(row: StoredRow) -> str:
+    """The tensors that a row is made of, in short: ``model.layers.{layer}.mlp.(gate_proj + up_proj).weight``."""
+    if not row.sources:
+        return "a constant"
+    if row.sources == (row.name,):
+        return "the same"
+    parts = [source.split(".") for source in row.sources]
+    same = len({len(part) for part in parts}) == 1
+    places = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1] if same else []
+    if len(places) != 1:
+        return " + ".join(row.sources)
+    words = parts[0][:]
+    words[places[0]] = f"({' + '.join(part[places[0]] for part in parts)})"
+    return ".".join(words)

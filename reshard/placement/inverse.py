@@ -7,15 +7,14 @@ line whose sources are all known to the model's architecture is taken.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from formats.errors import CheckpointError, PlanError
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import Architecture, filled
 from formats.notation.components import component_names
 from formats.notation.expressions import Expression
 from formats.notation.format import Format, Line, Renaming
-from reshard.model.sizes import AxisSizes, check_members
+from reshard.model.model import AxisSizes, check_members
 
 
 class NameInverse:
@@ -118,15 +117,16 @@ class NameInverse:
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
-            packed = self._packed.get(self._general(general))
-            if packed is not None:
-                names[_with_numbers_of(general, packed)] = None
-                continue
             first, count = general.replace(f"{{{stacked}}}", "0"), 1
-            if not self._is_known(first):
+            packed = self._packed.get(self._architecture.in_general(first))
+            if packed is None and not self._is_known(first):
                 return None
-            if stacked:
-                *_, axis = self._architecture.index_places(first)
+            indices = self._architecture.indices_in(first)
+            axis = indices.popitem()[0] if stacked else None
+            if packed is not None:
+                names[filled(packed, indices)] = None
+                continue
+            if axis is not None:
                 size = self._sizes.counts.get(axis)
                 check_members(axis, size, len(self._present))
                 if size is None:
@@ -152,20 +152,3 @@ class NameInverse:
         except PlanError:  # of a method that cannot be split: whoever binds it says so
             return True
         return belonging is not None and match(belonging.weight) is not None
-
-    def _general(self, name: str) -> str:
-        """A name with the architecture's names of its indices, as in its lines."""
-        segments = name.split(".")
-        first = ["0" if re.fullmatch(r"\{\w+\}", segment) else segment for segment in segments]
-        places = {place: axis for axis, place in self._architecture.index_places(".".join(first)).items()}
-        numbers = itertools.count()
-        for i, segment in enumerate(first):
-            if segment.isdecimal() and (number := next(numbers)) in places:
-                segments[i] = f"{{{places[number]}}}"
-        return ".".join(segments)
-
-
-def _with_numbers_of(name: str, template: str) -> str:
-    """A line's name with the numbers of another name that has the same indices, as far as it has them."""
-    numbers = iter(re.findall(r"(?<=\.)[0-9]+(?=\.)", name))
-    return re.sub(r"\{\w+\}", lambda index: next(numbers, index[0]), template)

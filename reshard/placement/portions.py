@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from formats.errors import PlanError
-from formats.notation.architecture import Architecture, is_index
+from formats.notation.architecture import filled
 from formats.notation.axes import Shape
 from formats.notation.components import Component, component_names, components, whole
 from formats.notation.expressions import Expression
@@ -160,7 +160,7 @@ class _Reading:
 
     def __init__(self, model: Model, format: Format) -> None:
         self.model, self.format = model, format.of(model.config)
-        self.names = {kind: template_of(model.architecture, kind) for kind in model.kinds}
+        self.names = {kind: kind.pattern for kind in model.kinds}
         self._names = frozenset(self.names.values())
         self._neighbours = _Neighbours(model, self.format)
         self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._neighbours.is_asked else {}
@@ -307,23 +307,18 @@ class _Neighbours:
     def __init__(self, model: Model, format: Format) -> None:
         self.is_asked = any(line.beside is not None for line in format.rules.lines)
         kinds = model.kinds if self.is_asked else ()
-        names = {kind: template_of(model.architecture, kind) for kind in kinds}
-        self._asked = {kind: [*self._asking(format, name)] for kind, name in names.items()}
-        self._axes = {kind: tuple(model.architecture.index_places(kind.name)) for kind in kinds}
+        self._asked = {kind: [*self._asking(format, kind.pattern)] for kind in kinds}
         asked = {other for of_kind in self._asked.values() for _, other in of_kind}
-        asked_tensors = (tensor for tensor in (model.tensors if asked else ()) if names[tensor.kind] in asked)
-        self._present = {filled(names[tensor.kind], self._at(tensor)) for tensor in asked_tensors}
+        asked_tensors = (tensor for tensor in (model.tensors if asked else ()) if tensor.kind.pattern in asked)
+        self._present = {filled(tensor.kind.pattern, tensor.indices) for tensor in asked_tensors}
 
     def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
         """What a tensor has beside it, of all that lines that cover it ask for."""
-        return tuple(filled(other, self._at(tensor)) in self._present for _, other in self._asked[tensor.kind])
+        return tuple(filled(other, tensor.indices) in self._present for _, other in self._asked[tensor.kind])
 
     def holds(self, use: Use, tensor: BoundTensor) -> bool:
         """Whether a tensor has beside it what a line that covers it asks for."""
         return dict(zip((id(asked) for asked, _ in self._asked[tensor.kind]), self.key(tensor), strict=True))[id(use)]
-
-    def _at(self, tensor: BoundTensor) -> Mapping[str, int]:
-        return dict(zip(self._axes[tensor.kind], tensor.at, strict=True))
 
     @staticmethod
     def _asking(format: Format, name: str) -> Iterator[tuple[Use, str]]:
@@ -333,46 +328,10 @@ class _Neighbours:
                 yield use, use.line.beside.fill(use.line.sources[use.source].match(name) or {})
 
 
-def filled(name: str, at: Mapping[str, int]) -> str:
-    """A name with numbers in place of ``{layer}`` and its like."""
-    if "{" in name:
-        for axis, number in at.items():
-            name = name.replace(f"{{{axis}}}", str(number))
-    return name
-
-
 def apart_by_lines(model: Model, format: Format) -> Model:
     """The same model with kinds divided so that the same lines of a format cover all tensors of a kind."""
     conditions = _Neighbours(model, format.of(model.config))
     return divided(model, conditions.key) if conditions.is_asked else model
-
-
-def template_of(architecture: Architecture, kind: Kind) -> str:
-    """The name of a kind's tensors with its indices as ``{layer}``, in the architecture's own spelling."""
-    key = kind.name, kind.template
-    if key not in architecture.templates:
-        architecture.templates[key] = _template_of(architecture, kind)
-    return architecture.templates[key]
-
-
-def _template_of(architecture: Architecture, kind: Kind) -> str:
-    axes = {place: axis for axis, place in architecture.index_places(kind.name).items()}
-    segments, number, is_open = kind.name.split("."), 0, kind.template.endswith("*")
-    for i, segment in enumerate(segments):
-        if is_index(segment):
-            if number in axes:
-                segments[i] = f"{{{axes[number]}}}"
-            elif is_open:
-                segments[i] = f"{{number{number}}}"  # the name's other numbers
-            number += 1
-    general, match = ".".join(segments), architecture.match(kind.name)
-    # the kind's line covers the name itself; that of a scale is its weight's
-    if general == kind.template or (match is not None and match.template == kind.template and not is_open):
-        return kind.template
-    module, prefix = kind.template.rpartition(".")[0], architecture.prefixes[0] if architecture.prefixes else ""
-    inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
-    at = general.find(f"{inner}.")
-    return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
 
 
 def dropped_of(model: Model, format: Format) -> frozenset[str]:
@@ -384,10 +343,9 @@ def dropped_of(model: Model, format: Format) -> frozenset[str]:
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
         covered: dict[Kind, list[int]] = {}
         for kind in model.kinds if end is not None else ():
-            match = dropped.old.match(template_of(model.architecture, kind))
+            match = dropped.old.match(kind.pattern)
             if match is not None:
-                axes = [*model.architecture.index_places(kind.name)]
-                covered[kind] = [axes.index(match[axis][1:-1]) for axis in dropped.old.indices]
+                covered[kind] = [kind.index_axes.index(match[axis][1:-1]) for axis in dropped.old.indices]
         for tensor in model.tensors if covered else ():
             places = covered.get(tensor.kind)
             if places is not None and all(tensor.at[place] >= end for place in places):

@@ -18,7 +18,7 @@ from typing import Any
 from formats.errors import NotationError, PlanError, refused
 from formats.files.safetensors import DTYPE_NAMES, TensorInfo
 from formats.mesh import Mesh
-from formats.notation.adapters import MERGE_IT, SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.notation.expressions import Expression, Lookup
 from formats.notation.format import Format, Settings
 from formats.notation.format_file import HUGGING_FACE, OWN
@@ -127,6 +127,8 @@ def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
 def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
     """Raise PlanError if a program cannot take a model on these ranks."""
     if not format.files.is_distributed and SETTINGS in model.config:
+        from formats.notation.adapters import MERGE_IT
+
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format)
     _check_compared(model, format, mesh)

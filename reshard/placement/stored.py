@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from formats.files.chunks import Chunk
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
+from formats.notation.architecture import filled
 from formats.notation.format import Constant, Renaming
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Blocks, Spread, common_blocks
-from reshard.placement.portions import Portion, filled
+from reshard.placement.portions import Portion
 
 
 class Atom(NamedTuple):

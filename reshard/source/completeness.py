@@ -33,14 +33,13 @@ from typing import Any
 from formats.errors import CheckpointError, MismatchError, NotationError
 from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
-from formats.notation.architecture import Match
+from formats.notation.architecture import Match, filled
 from formats.notation.architecture_files import built_in_file, language_model
 from formats.notation.axes import Shape
 from formats.quantization.companions import is_of_activations
 from formats.store import FilePath
 from reshard.mesh.stages import HEADED, predicts_further
-from reshard.model.model import BoundTensor, Kind, Model
-from reshard.model.sizes import check_members
+from reshard.model.model import BoundTensor, Kind, Model, check_members
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Chunks
 
@@ -218,20 +217,11 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
-    names = _missing(present)
-    yield from (name for name in names if present.is_of_draft(name)) if present.is_draft else names
-
-
-def _missing(present: Present) -> Iterator[str]:
-    yield from _missing_layers(present)
-    yield from _missing_indices(present)
-    yield from _missing_in_some(present)
-    yield from _missing_companions(present)
-    yield from _missing_twins(present)
-    yield from _missing_ends_of_flow(present)
-    yield from _missing_vocabulary(present)
-    yield from _missing_norm(present)
-    yield from _missing_always(present)
+    for find in (
+        _missing_layers, _missing_indices, _missing_in_some, _missing_companions, _missing_twins,
+        _missing_ends_of_flow, _missing_vocabulary, _missing_norm, _missing_always,
+    ):  # fmt: skip
+        yield from (name for name in find(present) if not present.is_draft or present.is_of_draft(name))
 
 
 # ----------------------------------------------------------------------------------------------- what is there
@@ -304,7 +294,7 @@ class Present:
         if template.endswith("}"):  # an inner stack
             lines = [line for line in self.lines if line.startswith(f"{template}.")]
             return any(self.needed(line, at) for line in lines)
-        indices = dict(zip(_axes(_stack(template)), at, strict=False))
+        indices = dict(zip(_axes(template), at, strict=False))
         try:
             rule = self.sizes.holds(Match(template, self.architecture.tensors[template], indices))
             return rule is not None and not (rule.optional and self.sizes.evaluate(rule.optional, indices))
@@ -345,9 +335,9 @@ class Present:
     def is_of_draft(self, name: str) -> bool:
         """Whether a tensor is in one of the layers of a draft; all else is the model's for which it drafts."""
         match = self.architecture.match(name)
-        stack = _stack(match.template) if match is not None else ""
-        at = tuple(match.indices[axis] for axis in _axes(stack)) if match is not None else ()
-        return bool(stack) and (self._is_named_draft or self._is_further(stack, at))
+        if match is None or not (stack := _stack(match.template)):
+            return False
+        return self._is_named_draft or self._is_further(stack, (*match.indices.values(),))
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
         """How many members a stack has: first without the layers that predict further tokens, then with them."""
@@ -374,8 +364,8 @@ class Present:
     def places(self, template: str, at: At) -> list[At]:
         """The indices that a line of a member of an outermost stack must have; one set if no size says how many."""
         places = [at]
-        for axis in _axes(_stack(template))[len(at) :]:
-            indices = dict(zip(_axes(_stack(template)), places[0], strict=False))
+        for axis in _axes(template)[len(at) :]:
+            indices = dict(zip(_axes(template), places[0], strict=False))
             count = self.sizes.count(axis, indices) or 1
             places = [(*place, index) for place in places for index in range(count)]
         return places
@@ -389,8 +379,7 @@ class Present:
 
     def spelled(self, template: str, at: At = ()) -> str:
         """The name of a tensor as this checkpoint would spell it."""
-        for axis, index in zip(_axes(_stack(template)), at, strict=True):
-            template = template.replace(f"{{{axis}}}", str(index), 1)
+        template = filled(template, dict(zip(_axes(template), at, strict=True)))
         first = next(iter(self.architecture.prefixes), "")
         return self._start + template[len(first) :] if template.startswith(first) else template
 
@@ -524,8 +513,8 @@ def _matrices(present: Present, templates: Iterable[str]) -> Iterator[_Matrix]:
                 continue
             makes = shape.dims[shape.output_dim].axes
             takes = frozenset(itertools.chain.from_iterable(shape.dims[place].axes for place in shape.input_dims))
-            dealt, home = present.dealt - experts, template[: template.find("}") + 1]
-            yield _Matrix(template, home, makes & dealt, takes & dealt)
+            dealt = present.dealt - experts
+            yield _Matrix(template, outermost(template), makes & dealt, takes & dealt)
 
 
 def _missing_ends_of_flow(present: Present) -> Iterator[str]:
@@ -545,7 +534,7 @@ def _missing_ends_of_flow(present: Present) -> Iterator[str]:
 def _first_needed(present: Present, templates: Sequence[str], neighbour: str) -> Iterator[str]:
     """The names of the first line that is needed at the indices of the line ``neighbour``."""
     for template in templates:
-        depth = len(_axes(_stack(template)))
+        depth = len(_axes(template))
         places = {at[:depth]: None for at in present.lines[neighbour] if len(at) >= depth}
         names = [present.spelled(template, at) for at in places if present.needed(template, at)]
         if names:
@@ -565,7 +554,9 @@ def _missing_layers(present: Present) -> Iterator[str]:
 
 def _missing_vocabulary(present: Present) -> Iterator[str]:
     """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
-    tables = [line for line in _ends(present) if any(_is_table(present, shape) for shape in _shapes(present, line))]
+    pad = present.architecture.pad
+    matrices = ((line, [of.dims for of in _shapes(present, line) if len(of.dims) == 2]) for line in _ends(present))
+    tables = [line for line, of in matrices if any(dim.axis in pad for dim in itertools.chain(*of))]
     stored = [line for line in tables if line in present.lines]
     count = 2 if len(tables) > 1 and _has_head(present, stored) else 1
     if tables and len(stored) < count:
@@ -585,10 +576,6 @@ def _has_head(present: Present, tables: Sequence[str]) -> bool:
     whole = present.architecture.prefixes[:1] != ("",) and any(() in present.lines[t] for t in tables)
     spelled = all(present.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
     return headed and whole and spelled and ties[0] is False and True not in ties
-
-
-def _is_table(present: Present, shape: Shape) -> bool:
-    return len(shape.dims) == 2 and any(dim.axis in present.architecture.pad for dim in shape.dims)
 
 
 def _missing_norm(present: Present) -> Iterator[str]:

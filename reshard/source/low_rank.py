@@ -16,9 +16,10 @@ from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from formats.files.safetensors import TensorInfo
 from formats.notation.adapters import (
-    SETTINGS,
     Adapted,
     FactorLayout,
+    ModuleTensor,
+    Part,
     Settings,
     adapter_architecture,
     belongings,
@@ -27,13 +28,12 @@ from formats.notation.adapters import (
     of_pattern,
     settings_of,
 )
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.axes import Shape
 from formats.notation.components import indices_of
 from formats.notation.expressions import Expression
 from formats.notation.format import Pattern
 from formats.notation.format_file import Factor
-from formats.notation.module_names import ModuleTensor, Part
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model
 
@@ -213,7 +213,7 @@ class _Merging:
                 why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
             if suffix in _OF_BASE:
-                weight = self._sources_of(target, self._indices(tensor), names)[1][0][0]
+                weight = self._sources_of(target, tensor.indices, names)[1][0][0]
                 if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
                     raise MismatchError(
                         f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
@@ -231,11 +231,6 @@ class _Merging:
                 terms.setdefault(name, []).append(term)
         return terms, replaced
 
-    def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
-        match = self.model.architecture.match(tensor.name)
-        assert match is not None
-        return match.indices
-
     def _sources_of(
         self, target: Adapted, indices: Mapping[str, int], names: _Names
     ) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
@@ -251,7 +246,7 @@ class _Merging:
         self, place: str, a: BoundTensor, b: BoundTensor, target: Adapted, names: _Names
     ) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
-        indices, is_embedding = self._indices(a), a.template.endswith(A_ENDS[-1])
+        indices, is_embedding = a.indices, a.template.endswith(A_ENDS[-1])
         tensor, parts = self._sources_of(target, indices, names)
         form = stack_form(target, a, b) if target.is_stack else LINEAR
         crossed = is_embedding or tensor.shapes[0][0].arrow is not None

@@ -1,9 +1,11 @@
-"""What a folder is, and opening it as a source: a full checkpoint, or shards in whatever format."""
+"""Finds a source that a user names (a folder, an id on the Hub), says what it is, and opens it: a full checkpoint, or
+shards in whatever format.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,20 +30,83 @@ from formats.files.sharded import (
     plan_digest,
     read_manifest,
 )  # fmt: skip
-from formats.notation.adapters import SETTINGS, settings_of
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format_file import HUGGING_FACE, OWN
-from formats.store import FilePath, name_in
+from formats.store import FilePath, StoredPath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
-from reshard.model.model import FullTensor, Model
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.source.completeness import check_complete, check_stored
-from reshard.source.low_rank import check_tensors
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
+from reshard.store.selection import Weights
 from reshard.store.staging_names import unfinished_command
+
+Place = str | Path | StoredPath
+"""How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubAccess:
+    """How the Hub is reached.
+
+    ``revision`` is a branch, tag or commit; ``token`` by default HF_TOKEN, or that of ``hf auth login``; ``cache_dir``
+    the Hub's cache, by default HF_HUB_CACHE. ``quiet``: no progress of downloads on stderr.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path | None = None
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access(HubAccess):
+    """How a source is opened.
+
+    ``plan_file`` is an architecture file of the user's own, ``config`` a folder with the config.json of a model in
+    another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
+    ranges. ``patch`` is a delta, or several in order, that are put on the source first. With ``dequantize`` weights of
+    8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had
+    been merged into it. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, weights are cast to it.
+    """
+
+    plan_file: Path | None = None
+    config: Path | None = None
+    download: bool = False
+    patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
+    dequantize: bool = False
+    adapter: str | Path | None = field(default=None, repr=False)
+    dtype: str | None = None
+
+    @property
+    def deltas(self) -> tuple[str | Path, ...]:
+        """The deltas that are put on the source, in their order."""
+        return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
+
+
+def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
+    """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. What is a
+    store already is taken as it is. Raises ReshardError.
+    """
+    if isinstance(source, StoredPath):
+        return source
+    path = Path(source).expanduser()
+    if str(source) and access.revision is None and path.exists():
+        return path
+    from reshard.store.hub import fetch  # rarely needed
+
+    return fetch(
+        str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
+        weights=weights,
+    )  # fmt: skip
+
+
+def lines_of_any(source: Place, access: Access) -> Architecture:
+    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
+    return lines_of(find(source, access, Weights.HEADERS), access.plan_file, access.config)
+
 
 if TYPE_CHECKING:
     from formats.notation.format import Format
@@ -142,6 +207,9 @@ def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None 
 def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_part: bool) -> Source:
     path, tensors = folder.path, _with_aliases(checkpoint)
     if is_adapter:
+        from formats.notation.adapters import settings_of  # rarely needed
+        from reshard.source.low_rank import check_tensors
+
         check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
     architecture, every_rule = folder.architecture(checkpoint.config), folder.plan_file is not None
     full = _full_tensors(tensors)

@@ -27,14 +27,13 @@ from formats.files.safetensors import TensorInfo, read_header
 from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import Architecture, without_numbers
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
-from formats.store import FilePath, name_in, open_file, read_file, read_ranges
+from formats.store import NEAR, FilePath, Range, joined, name_in, open_file, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
-from reshard.model.model import FullTensor, Model
-from reshard.model.sizes import FEW, AxisSizes
+from reshard.model.model import FEW, AxisSizes, FullTensor, Model
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -56,7 +55,6 @@ from reshard.source.program_files import (
     without_files,
 )
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
-from reshard.store.remote import NEAR, Range, joined
 
 
 class _MisfitError(Exception):
@@ -519,13 +517,8 @@ def with_unlike_constants(source: Source) -> Source:
             unlike.setdefault(name, set()).add(content)
     one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
     whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
-    names = dict.fromkeys(map(in_general, unlike))
+    names = dict.fromkeys(map(without_numbers, unlike))
     return dataclasses.replace(source, left_behind=(*source.left_behind, *names), constants=whole)
-
-
-def in_general(name: str) -> str:
-    """A name with a star for each number."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:

@@ -32,7 +32,7 @@ from formats.notation.architecture import Architecture, architecture_from_docume
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE
-from formats.quantization.settings import block_size
+from formats.quantization.methods import block_size
 from formats.store import FilePath, StoredPath, local_path, location_of, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model

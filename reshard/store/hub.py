@@ -28,6 +28,7 @@ from reshard.store.range_store import Content, RangeStore, kept_sizes, with_head
 from reshard.store.remote import HubFile, Read, Remote
 from reshard.store.selection import Weights, is_url, left_out, needed_to_plan, side_files, weight_files
 from reshard.system import check_space
+from reshard.text import plural
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -150,8 +151,10 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
     files: dict[str, Content] = {name: folder / name for name in (*side, *weights)}
     files |= {name: _remote(request, folder.name, siblings[name]) for name in missing if in_ranges}
     if missing and not in_ranges:
-        _check_space(request, folder, sum(sizes.get(name, 0) for name in missing))
-        _say(request, f"downloading {_count(missing)} of {request.repo}, {_gigabytes(sizes, missing)}")
+        needed = sum(sizes.get(name, 0) for name in missing)  # unfinished downloads count as done
+        hint = "give another place with --cache-dir (or HF_HOME)"
+        check_space(cache_of(folder), needed - begun_bytes(folder), request.repo, hint)
+        _say(request, f"downloading {plural(len(missing), 'file')} of {request.repo}, {needed / 1e9:.2f} GB")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
     store = _store(request, folder, files, others=left_out(sizes, side, weights))
@@ -251,12 +254,6 @@ def _cached_listing(request: _Request, folder: Path) -> list[str]:
         return [entry.path for entry in tree]
     except Exception:  # no such function, or no such list
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-
-
-def _check_space(request: _Request, folder: Path, needed: int) -> None:
-    """Raise CheckpointError if the disk is too small for ``needed`` bytes; unfinished downloads count as done."""
-    hint = "give another place with --cache-dir (or HF_HOME)"
-    check_space(cache_of(folder), needed - begun_bytes(folder), request.repo, hint)
 
 
 def _headers_folder(request: _Request, commit: str, scope: Weights) -> Path:
@@ -423,11 +420,3 @@ def _bars_off() -> Iterator[None]:
 def _say(request: _Request, line: str) -> None:
     if not request.quiet:
         print(line, file=sys.stderr, flush=True)
-
-
-def _count(files: list[str]) -> str:
-    return f"{len(files)} file{'s' if len(files) != 1 else ''}"
-
-
-def _gigabytes(sizes: dict[str, int], files: list[str]) -> str:
-    return f"{sum(sizes.get(name, 0) for name in files) / 1e9:.2f} GB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,12 +36,6 @@ _CREDENTIALS = (
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; AWS_SKIP_SIGNATURE=true for a "
     "public bucket, AWS_REQUEST_PAYER=true for one where the requester pays"
 )
-
-NEAR = 1 << 14
-"""Up to so many bytes between two ranges are read with them, because one more request would cost more."""
-
-Range = tuple[int, int]
-"""The first byte of a range, and the one behind its last."""
 
 Read = Callable[[int, int], memoryview]
 """Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
@@ -310,17 +304,3 @@ def ask(url: str, key: str, request: Callable[[], T], doing: str = "reading", *,
             raise
         name = redacted(url).rstrip("/")
         raise explain(error, f"{name}/{key}" if key else name, doing) from None
-
-
-def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
-    """Ranges in order; neighbours with at most ``gap`` bytes between them are joined."""
-    last: Range | None = None
-    for begin, end in sorted(ranges):
-        if last is not None and begin <= last[1] + gap:
-            last = last[0], max(last[1], end)
-            continue
-        if last is not None:
-            yield last
-        last = begin, end
-    if last is not None:
-        yield last

@@ -12,10 +12,9 @@ from formats.files.checkpoint import CONFIG, open_checkpoint
 from formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from formats.files.sharded import SourceRecord
 from formats.hints import synonym
-from formats.notation.adapters import SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.store import StoredPath
-from reshard.model.model import Kind, Model
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes, Kind, Model
 from reshard.source.source import Cast, Source
 from reshard.text import plural
 from reshard.transforms.tensors import laid_anew, store_of, tensors_of, whole_of

@@ -30,22 +30,23 @@ from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.adapters import (
     PREFIX,
-    SETTINGS,
     Adapted,
     FactorLayout,
+    ModuleTensor,
+    Part,
     Settings,
     belongings,
     expert_axes,
+    module_tensors,
     other_stacks,
     parameters,
     settings_of,
     wrapped,
 )
-from formats.notation.architecture import Architecture
+from formats.notation.architecture import SETTINGS, Architecture, filled
 from formats.notation.architecture_files import find_architecture
 from formats.notation.format import Pattern
 from formats.notation.format_file import AdapterFormat
-from formats.notation.module_names import ModuleTensor, Part, module_tensors
 from reshard.model.model import BoundTensor, Model
 from reshard.source.low_rank import (
     A_ENDS,
@@ -456,17 +457,12 @@ class _Conversion:
             if pair.keys() != {"A", "B"}:
                 raise PlanError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
             a, b = pair["A"], pair["B"]
-            of = experts.matrices(target, self._indices(a))
+            of = experts.matrices(target, a.indices)
             form = stack_form(target, a, b) if target.is_stack else LINEAR
             sizes = {**experts.sizes(of)}
             rank = factor_sizes(a.shape, b.shape, form, sizes["expert"])["rank"]
             scale = scales.of(self.lora.key_of(place, target), rank)
             yield Pair(of, self.tensors[a.name], self.tensors[b.name], form, {**sizes, "rank": rank}, scale)
-
-    def _indices(self, tensor: BoundTensor) -> Mapping[str, int]:
-        match = self.model.architecture.match(tensor.name)
-        assert match is not None
-        return match.indices
 
     # ------------------------------------------------------------------------------------------------------- names
 
@@ -490,9 +486,9 @@ class _Conversion:
         """What names begin with in the rules, and in this adapter."""
         prefix = self.base.prefixes[0] if self.base.prefixes else ""
         for tensor in self.model.tensors:
-            filled = _filled(tensor.template, self._indices(tensor))
-            if tensor.name != filled and filled.startswith(PREFIX + prefix):
-                tail = filled.removeprefix(PREFIX + prefix)
+            name = filled(tensor.template, tensor.indices)
+            if tensor.name != name and name.startswith(PREFIX + prefix):
+                tail = name.removeprefix(PREFIX + prefix)
                 if tensor.name.startswith(PREFIX) and tensor.name.endswith(tail):
                     return prefix, tensor.name.removeprefix(PREFIX).removesuffix(tail)
         return prefix, prefix
@@ -510,16 +506,16 @@ class _Conversion:
         old = name if target is None else target.name
         new = self._renames.get(old, old)
         module = new.removesuffix(leaf) if leaf else new
-        of = self._indices(tensor)
+        of = tensor.indices
         if target is None:
-            return PREFIX + self._spelled(_filled(new, of)), None
-        return f"{PREFIX}{self._spelled(_filled(module, of))}.{suffix}", (
-            self._spelled(_filled(module, of)) if suffix in A_ENDS else None
+            return PREFIX + self._spelled(filled(new, of)), None
+        return f"{PREFIX}{self._spelled(filled(module, of))}.{suffix}", (
+            self._spelled(filled(module, of)) if suffix in A_ENDS else None
         )
 
     def _name(self, target: Target, is_a: bool) -> str:
         of = target.of
-        place = self._spelled(_filled(of.target.place, self.indices_of(target)))
+        place = self._spelled(filled(of.target.place, self.indices_of(target)))
         if not of.target.is_stack:
             return f"{PREFIX}{place}{(A_ENDS if is_a else B_ENDS)[0]}"
         return f"{PREFIX}{place}{(target.form.a if is_a else target.form.b).name}"
@@ -537,11 +533,7 @@ class _Conversion:
 
     def module_of(self, target: Target) -> str:
         """The name of the parameter that a target changes; without ``.weight``, that of its module."""
-        return self._spelled(_filled(target.of.target.name, self.indices_of(target))).removesuffix(".weight")
-
-
-def _filled(template: str, indices: Mapping[str, int]) -> str:
-    return Pattern(template).fill({name: str(index) for name, index in indices.items()})
+        return self._spelled(filled(target.of.target.name, self.indices_of(target))).removesuffix(".weight")
 
 
 # ----------------------------------------------------------------------------------------------------------- settings

@@ -15,8 +15,8 @@ from formats.files.safetensors import tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape
 from formats.quantization.dequantizing import DTYPE, Stored, scaled_weights
-from formats.quantization.settings import without_quantization
-from reshard.model.sizes import AxisSizes
+from formats.quantization.methods import without_quantization
+from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (

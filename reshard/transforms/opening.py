@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.notation.adapters import SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
-from reshard.source.access import Access, HubAccess, Place, find
-from reshard.source.opening import open_source
+from reshard.source.opening import Access, HubAccess, Place, find, open_source
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.selection import Weights
+
+if TYPE_CHECKING:
+    from reshard.store.range_store import RangeStore
 
 
 def open_any(source: Place, access: Access, weights: Weights = Weights.RANGES) -> Source:

@@ -17,7 +17,7 @@ from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, req
 from formats.files.delta import SAME, WHOLE, Change, Delta, Laid, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from formats.files.sharded import SourceFileRecord
-from formats.notation.adapters import SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.store import FilePath, location_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -25,13 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError
 from formats.files.checksum import Stamp, check_unchanged
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
-from formats.store import FilePath, local_path, open_file, unreadable
+from formats.store import FilePath, local_path, open_file, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
@@ -106,15 +104,8 @@ class LocalFile(Remote):
 
     def fill(self, start: int, view: memoryview) -> None:
         """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
-        file, filled = _opened(self), 0  # it stays open until this read is done
-        try:
-            while filled < len(view):
-                count = os.preadv(file.fileno(), [view[filled:]], start + filled)
-                if not count:
-                    raise CheckpointError(f"{self.path} ended at byte {start + filled} while it was read")
-                filled += count
-        except OSError as error:
-            raise unreadable(self.path, error) from error
+        file = _opened(self)  # it stays open until this read is done
+        read_into(self.path, file.fileno(), start, view)
 
 
 @lru_cache(maxsize=_OPEN)

@@ -34,6 +34,7 @@ from formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
+from formats.notation.architecture import without_numbers
 from formats.notation.format import Format, Settings
 from formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Plan, rank_config
@@ -271,9 +272,7 @@ class Output:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from reshard.source.opening_programs import in_general  # rarely needed
-
-        carried, of_constants = ({*map(in_general, part)} for part in (self._constants, self.source.constants))
+        carried, of_constants = ({*map(without_numbers, part)} for part in (self._constants, self.source.constants))
         is_all = self._training is None
         return tuple(
             part for part in self.source.left_behind if part not in carried and (is_all or part in of_constants)

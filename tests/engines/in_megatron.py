@@ -68,7 +68,7 @@ def settings_for(model: Model, format: Format) -> dict[str, Any]:
 
 def _layers(model: Model) -> Iterator[int]:
     """The layers that a model has tensors of; those that predict further tokens come behind the others."""
-    axes = {kind: [*model.architecture.index_places(kind.name)] for kind in model.kinds}
+    axes = {kind: kind.index_axes for kind in model.kinds}
     for tensor in model.tensors:
         at = dict(zip(axes[tensor.kind], tensor.at, strict=True))
         yield at.get(model.architecture.layers.text, -1)

@@ -7,8 +7,7 @@ import pytest
 from formats.errors import PlanError
 from formats.notation.axes import parse
 from formats.quantization.companions import shape_of, stated_shape
-from formats.quantization.methods import scheme_of
-from formats.quantization.settings import block_size, quantization_settings, with_block_size
+from formats.quantization.methods import block_size, quantization_settings, scheme_of, with_block_size
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 

@@ -14,8 +14,8 @@ import torch
 
 from formats.errors import LiveError
 from reshard.live import exports, pull, push
-from reshard.live.changes import word_size
 from reshard.live.process import Pull, Push
+from reshard.live.views import word_size
 from reshard.live.wire import Stats
 from reshard.source.opening import open_source
 from tests import zoo

@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import MismatchError, ReshardError
 from formats.files.safetensors import CASTS, read_header
-from formats.notation.adapters import SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.notation.architecture_files import built_in_architectures, load_architecture
 from formats.transformers_internals import kept_in_float32, placements
 from reshard.api import diff, load, merge, split
 from reshard.move.moves import Change
-from reshard.source.access import Access
-from reshard.source.opening import open_source
+from reshard.source.opening import Access, open_source
 from reshard.transforms.opening import open_any
 from tests import store, zoo
 from tests.marks import one_of_each, thorough

@@ -25,9 +25,9 @@ from formats.notation.architecture_files import find_architecture
 from formats.quantization.dequantizing import Grid, dequantize, scaled_weights, scales_from
 from formats.quantization.dequantizing import Stored as Weight
 from reshard.api import load, merge, split
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes
 from reshard.source import opening
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.source.source import Source
 from reshard.transforms import dequantize as storage
 from reshard.transforms import tensors

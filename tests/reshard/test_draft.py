@@ -16,7 +16,7 @@ from formats.mesh import Mesh
 from reshard.mesh.plan import make_plan
 from reshard.model.draft import draft, draft_of
 from reshard.model.model import FullTensor, Model
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests.support import LLAMA, llama_tensors, write_checkpoint

@@ -1,14 +1,16 @@
-"""What a plan and an architecture keep of what they were asked is of this plan and this architecture alone."""
+"""What a plan keeps of what it was asked is of this plan alone; what a model keeps of a name is all of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from formats.mesh import Mesh, mesh_of
+from formats.notation.architecture import filled
 from formats.notation.format_file import format_of
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.placement.portions import template_of
 from tests import store
 
 
@@ -24,7 +26,10 @@ def test_a_plan_with_other_padding_computes_its_own_layouts() -> None:
     assert plan.unsplit.mesh == Mesh() and plan.unsplit.padding == plan.padding
 
 
-def test_another_architecture_has_its_own_templates() -> None:
-    model = store.source("llama").model
-    assert {template_of(model.architecture, kind) for kind in model.kinds} <= {*model.architecture.templates.values()}
-    assert not replace(model.architecture, prefixes=()).templates
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_a_name_is_a_template_and_indices(name: str) -> None:
+    model = store.source(name).model
+    assert [filled(tensor.kind.pattern, tensor.indices) for tensor in model.tensors] == [
+        tensor.name for tensor in model.tensors
+    ]
+    assert all(tensor.indices.keys() >= {"layer"} for tensor in model.tensors if "{layer}" in tensor.kind.pattern)

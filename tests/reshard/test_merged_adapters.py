@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import MismatchError, PlanError, ReshardError
-from formats.notation.adapters import SETTINGS, adapter_architecture, settings_of
+from formats.notation.adapters import adapter_architecture, settings_of
+from formats.notation.architecture import SETTINGS
 from formats.notation.architecture_files import find_architecture
 from formats.store import StoredPath
 from reshard.api import merge, split

@@ -12,7 +12,7 @@ import pytest
 
 from formats.errors import LONGEST_LINE, CheckpointError, brief, listed, one_line
 from formats.files.safetensors import build_header, read_header
-from formats.quantization.settings import block_size
+from formats.quantization.methods import block_size
 from formats.store import open_file
 from reshard.api import split
 from tests.fuzz import Outcome, most_memory, run

@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
+from formats.store import joined
 from reshard.publishing import upload as uploads
 from reshard.publishing.upload import Bucket
-from reshard.store.remote import HubFile, StoredFile, joined, open_store
+from reshard.store.remote import HubFile, StoredFile, open_store
 from reshard.store.staging_names import PUBLISHED, staging_of
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer

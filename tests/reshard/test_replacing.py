@@ -18,7 +18,7 @@ from reshard.api import merge, split
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
 from reshard.publishing.upload import Bucket, Uploading
-from reshard.source.access import Access
+from reshard.source.opening import Access
 from reshard.store import retries
 from reshard.store.remote import Read, StoredFile
 from reshard.store.staging_names import PUBLISHED, UNFINISHED

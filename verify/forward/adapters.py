@@ -21,7 +21,8 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
 from formats.files.safetensors import TensorInfo, read_header
-from formats.notation.adapters import SETTINGS, settings_of
+from formats.notation.adapters import settings_of
+from formats.notation.architecture import SETTINGS
 from formats.notation.format_file import HUGGING_FACE, version_of
 from reshard.mesh.plan import Plan, make_plan
 from reshard.source.opening import open_source

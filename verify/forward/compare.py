@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError, ReshardError, refused, require_transformers
-from formats.notation.adapters import SETTINGS
+from formats.notation.architecture import SETTINGS
 from formats.store import FilePath, local_folder
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan

@@ -26,7 +26,7 @@ from transformers.modeling_utils import local_torch_dtype
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
 from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.quantization.settings import without_quantization
+from formats.quantization.methods import without_quantization
 from formats.store import FilePath
 from formats.torch_internals import own_buffers, own_parameters
 from formats.transformers_internals import (
@@ -41,8 +41,7 @@ from formats.transformers_internals import (
 from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Model
-from reshard.model.sizes import AxisSizes, check_members
+from reshard.model.model import AxisSizes, FullTensor, Model, check_members
 from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups
 from verify.rank.loading import Loaded, quiet_transformers

@@ -22,8 +22,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from formats.errors import CheckpointError, ReshardError
 from formats.quantization.companions import is_of_activations
-from formats.quantization.methods import scheme_of
-from formats.quantization.settings import quantization_settings
+from formats.quantization.methods import quantization_settings, scheme_of
 from formats.transformers_internals import model_class, placements
 from reshard.mesh.plan import Plan
 from verify.rank.group import machine_fault

@@ -14,8 +14,7 @@ from formats.errors import PlanError
 from formats.notation.architecture import ModuleRule
 from formats.notation.axes import Dim, owned
 from formats.torch_internals import own_buffers, renumber
-from reshard.model.model import shares_of
-from reshard.model.sizes import AxisSizes
+from reshard.model.model import AxisSizes, shares_of
 from verify.rank.collectives import Groups, copy_to_group, gather_from_group
 from verify.rank.roles import Rank
 

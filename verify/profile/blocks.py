@@ -45,10 +45,10 @@ from reshard.model.model import FullTensor, Model
 from reshard.model.sizes import AxisSizes, check_members
 from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups
+from verify.rank.layers import parallelise
 from verify.rank.loading import Loaded, quiet_transformers
 from verify.rank.model import for_input, localised
 from verify.rank.module_table import ModuleTable
-from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank
 from verify.rank.trace import blocks_of
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from formats.transformers_internals import revert_weight_conversion
 from reshard.mesh.plan import Layout
 from verify.rank.collectives import Groups, reduce_from_group
-from verify.rank.layers import Part
+from verify.rank.loading import Part
 
 
 def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:

@@ -28,9 +28,9 @@ from formats.transformers_internals import (
 )
 from reshard.mesh.plan import with_sizes_of_whole
 from verify.rank.collectives import Groups
+from verify.rank.layers import parallelise
 from verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable
-from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank, expert_shares
 from verify.rank.stages import Pipeline
 

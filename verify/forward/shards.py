@@ -120,24 +120,11 @@ def _folder_of(job: Job, rank: int, offload: Path) -> Path:
 
 def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Result:
     """What this rank found at all places that its run came to."""
+    ours = {"overruled": trace.overruled, "backend": world().backend, "seconds": time.monotonic() - started}
     return Result(
-        rank=world().rank,
-        rows=_compare(trace.states, reference),
-        logits=None,
-        draws=job.options.draws,
-        choices=reference.choices,
-        own_overruled=reference.overruled,
-        overruled=trace.overruled,
-        unused=(),
-        backend=world().backend,
-        batch=reference.ids.shape[0],
-        seq=reference.ids.shape[1],
-        seconds=time.monotonic() - started,
-        effects=reference.effects,
-        outputs=reference.outputs,
-        reason=reference.reason,
-        repeated=reference.repeated,
-    )
+        rank=world().rank, rows=_compare(trace.states, reference), effects=reference.effects, outputs=reference.outputs,
+        **(vars(reference.run) | ours),
+    )  # fmt: skip
 
 
 def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[tuple[str, float], ...]:

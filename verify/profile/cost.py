@@ -240,11 +240,15 @@ def fit_rates(points: Sequence[tuple[Work, float]]) -> Rates | None:
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank."""
+    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank.
+
+    ``measured`` are those that it was fitted to: bytes and seconds of each.
+    """
 
     ranks: int
     latency: float
     bandwidth: float
+    measured: tuple[tuple[int, float], ...] = ()
 
     def all_reduce(self, nbytes: int) -> float:
         """The time of an all-reduce into which each rank puts ``nbytes``."""
@@ -262,14 +266,15 @@ class Link:
 
 def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
     """Latency and bandwidth for which the relative errors of these all-reduces are least: bytes and seconds of each."""
-    timed = [(nbytes, seconds) for nbytes, seconds in times if seconds > 0]
+    measured = tuple(times)
+    timed = [(nbytes, seconds) for nbytes, seconds in measured if seconds > 0]
     moved = 2 * (ranks - 1) / ranks
     columns = np.array([[1.0, moved * nbytes] for nbytes, _ in timed]) / np.array([[s] for _, s in timed])
     scale = columns.max(axis=0)
     latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(timed)), rcond=None)[0] / scale
     least = min(seconds for _, seconds in timed)
     rate = max(per_byte, 1e-15)
-    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate))
+    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate), measured)
 
 
 def communication(work: Work, link: Link | None) -> float:
@@ -350,12 +355,12 @@ def counts_of(kinds: Sequence[LayerKind]) -> dict[str, int]:
     return {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
 
 
-def time_of(ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]) -> Time:
-    """The time of a workload, the ``number``-th, from what all ranks found.
+def time_of(ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Time:
+    """The time of a workload, from what all ranks found.
 
     A trainer computes the loss from each rank's part of the logits: in training, gathering them does not count.
     """
-    spans, spread = joined([rank.measured[number].steps for rank in ranks])
+    spans, spread = joined([rank.measured[workload].steps for rank in ranks])
     counts = counts_of(kinds)
     parts: dict[str, Part] = {}
     for name in counts:
@@ -397,12 +402,10 @@ def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
     return medians, (high - low) / 2 / middle if middle else 0.0
 
 
-def memory_of(
-    weights: int, ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]
-) -> Memory:
+def memory_of(weights: int, ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Memory:
     """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
     counts = counts_of(kinds)
-    measured = [rank.measured[number] for rank in ranks]
+    measured = [rank.measured[workload] for rank in ranks]
     if workload.phase != "train":
         cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
         return Memory(weights, cache, max(run.activations for run in measured))

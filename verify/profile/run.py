@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
@@ -75,14 +75,13 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     kinds = layer_kinds(model)
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]] = {}
+    results: dict[int, list[RankResult]] = {}
     not_run: dict[tuple[int, Workload], NotRun] = {}
     for degree in degrees:
         of_ranks, missing = _run_what_fits(plans[degree], kinds, node, request, progress)
-        ran = [workload for workload in request.workloads if workload not in missing]
         not_run |= {(degree, workload): why for workload, why in missing.items()}
-        if ran:
-            results[degree] = {workload: (number, of_ranks) for number, workload in enumerate(ran)}
+        if of_ranks:
+            results[degree] = of_ranks
     if degrees and not results:
         (degree, workload), obstacle = next(iter(not_run.items()))
         raise ReshardError(f"too little memory: tp {degree}, {workload}: {obstacle.why}", _LESS)
@@ -209,16 +208,14 @@ def _run(
 
 def _put_together(
     model: Model, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, plans: dict[int, Plan],
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], not_run: dict[tuple[int, Workload], NotRun],
+    results: dict[int, list[RankResult]], not_run: dict[tuple[int, Workload], NotRun],
     refused: tuple[tuple[int, str], ...],
 ) -> Profile:  # fmt: skip
-    of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in results.items()}
-    exchanges = {degree: _exchanges(ranks) for degree, ranks in of_degree.items() if degree > 1}
-    links = {degree: fit_link(degree, times) for degree, times in exchanges.items()}
+    links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
     times = {
-        (degree, workload): time_of(ranks, number, workload, kinds)
-        for degree, runs in results.items()
-        for workload, (number, ranks) in runs.items()
+        (degree, workload): time_of(ranks, workload, kinds)
+        for degree, ranks in results.items()
+        for workload in ranks[0].measured
     }
     needs = {(degree, workload): works(plan, kinds, workload)
              for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
@@ -232,8 +229,7 @@ def _put_together(
             predicted = _predict(degree, workload, needs, times, counts_of(kinds), of_links[degree])
             weights = totals.bytes_per_rank
             if measured is not None:
-                number, ranks = results[degree][workload]
-                memory = memory_of(weights, ranks, number, workload, kinds)
+                memory = memory_of(weights, results[degree], workload, kinds)
             else:
                 memory = _memory_like(degree, plan, plans, workload, weights, results, kinds)
             stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
@@ -243,23 +239,20 @@ def _put_together(
                     stated * workload.tokens, not_run.get((degree, workload)),
                 )
             )  # fmt: skip
-    first = next(iter(of_degree.values()), None)
+    first = next(iter(results.values()), None)
     totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
     return Profile(
         redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
         first[0].backend if first else "", first[0].device if first else "", totals.parameters,
-        tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(timings)) for degree, timings in exchanges.items()), recommend(rows),
+        tuple(rows), refused, tuple(links.values()), recommend(rows),
     )  # fmt: skip
 
 
-def _exchanges(ranks: Sequence[RankResult]) -> list[tuple[int, float]]:
+def _exchanges(ranks: Sequence[RankResult]) -> Iterator[tuple[int, float]]:
     """The bytes of each all-reduce that was timed by itself, and the median of its time."""
-    medians = []
-    for of_ranks in zip(*(rank.exchanges for rank in ranks), strict=True):
-        last = [min(times) for times in zip(*(of_rank.seconds for of_rank in of_ranks), strict=True)]
-        medians.append((of_ranks[0].nbytes, statistics.median(last)))
-    return medians
+    for nbytes in ranks[0].exchanges:
+        of_ranks = zip(*(rank.exchanges[nbytes] for rank in ranks), strict=True)
+        yield nbytes, statistics.median(map(min, of_ranks))  # the last to come says how long it took
 
 
 def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link | None:
@@ -296,17 +289,14 @@ def _predict(
 
 def _memory_like(
     degree: int, plan: Plan, plans: dict[int, Plan], workload: Workload, weights: int,
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], kinds: Sequence[LayerKind],
+    results: dict[int, list[RankResult]], kinds: Sequence[LayerKind],
 ) -> Memory:  # fmt: skip
     """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [other for other, runs in results.items() if any(run.phase == workload.phase for run in runs)]
+    ran = [(other, run) for other, ranks in results.items() for run in ranks[0].measured if run.phase == workload.phase]
     if not ran:
         return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other = min(ran, key=lambda run: (workload not in results[run], abs(run - degree)))
-    similar = (run for run in results[other] if run.phase == workload.phase)
-    measured = workload if workload in results[other] else max(similar, key=lambda run: run.batch * run.seq)
-    number, ranks = results[other][measured]
-    like = memory_of(weights, ranks, number, measured, kinds)
+    other, measured = min(ran, key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq))
+    like = memory_of(weights, results[other], measured, kinds)
     factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
     heads = [
         plans[run].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for run in (degree, other)

@@ -478,7 +478,7 @@ class _Tensors:
 def _compared(original: Any, shards: Any, plan: Plan) -> ExactReport:
     held = {"w": range(len(shards.ranks))}
     arrangement = arrangement_of(plan, OWN)
-    return Comparison(original, shards, arrangement, held, lambda *_: None, {}, Files()).run(2)
+    return Comparison(original, shards, arrangement, held, lambda *_: None, Files()).run(2)
 
 
 def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:

@@ -17,14 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from formats.errors import PlanError
-from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.notation.axes import Run
 from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
-from reshard.placement.stored import Atom, Stored
+from reshard.placement.stored import Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
@@ -68,18 +67,17 @@ class _Tensor(NamedTuple):
 
 class Comparison:
     """The comparison of all tensors. ``holders_of`` has, for each stored tensor, the ranks or files that have it in the
-    planned dtype and shape. ``sums`` gets the sums of all that is read of its files, and ``damaged`` the files with
-    wrong bytes.
+    planned dtype and shape. ``damaged`` gets the files with wrong bytes.
     """
 
     def __init__(
         self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]],
-        progress: Progress, sums: Mapping[FilePath, PartialSum], files: Files,
+        progress: Progress, files: Files,
     ) -> None:  # fmt: skip
         self._arrangement, self._holders, self._progress = arrangement, holders_of, progress
-        self._sums, self._files, self._lock = sums, files, threading.Lock()
+        self._files, self._lock = files, threading.Lock()
         self._tensors = _Tensors(original, shards, arrangement, holders_of)
-        self._names = _Names(ranks_of(shards), arrangement.format.plain)
+        self._ranks = ranks_of(shards)
         self._total = sum(info.nbytes for _, info in self._tensors.whole())
         for stored in arrangement.stored:
             for holder in holders_of.get(stored.name, ()):
@@ -122,21 +120,36 @@ class Comparison:
             if part.stated is not None and ours is not None and tensor.original is not None:
                 item = view.bits // 8
                 ours = stating(self._files, tensor.original, part.stated)[run.offset * item : run.end * item]
-            pair = _Pair.of(tensor, part, info, self._names)
+            pair = self._pair(tensor, part, info)
             if reading.part in view.shared:
                 for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
                     of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
-                    theirs = self._files.read_shared(info, of.begin, of.nbytes, self._add)
+                    theirs = self._files.read_shared(info, of.begin, of.nbytes)
                     self._compare_block(pair, block, (ours, run.offset), (theirs, block.shard))
             else:
                 begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
-                theirs = self._read(info.file, info.offset + begin, end - begin)
+                theirs = self._files.read_once(info.file, info.offset + begin, end - begin)
                 for block in reading.blocks:
                     self._compare_block(pair, block, (ours, run.offset), (theirs, reading.begin))
             nbytes += reading.elements * part.bits // 8
         with self._lock:
             self._nbytes += nbytes
             self._progress(self._nbytes, self._total)
+
+    def _pair(self, tensor: _Tensor, part: Part, info: TensorInfo) -> _Pair:
+        """The tensor, and what a holder has of it."""
+        stored, number, _ = tensor.uses[part.number]
+        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
+        if stored is not None and stored.constant is not None:
+            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
+        elif stored is not None:
+            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
+        is_named_so = self._arrangement.format.plain and info.name == tensor.name
+        return _Pair(
+            tensor, info, self._ranks[part.holder] if stored is not None else 0, None if is_named_so else info.name,
+            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
+            pattern(value, info.dtype), because,
+        )  # fmt: skip
 
     def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
         """A chunk of the original's bytes."""
@@ -145,21 +158,9 @@ class Comparison:
         if view.repeats is not None:
             _, few = coarse(view, chunk)
             item = view.bits // 8
-            data = self._read(info.file, info.offset + few.offset * item, few.length * item)
+            data = self._files.read_once(info.file, info.offset + few.offset * item, few.length * item)
             return repeated(view, chunk, data, run.length)
-        return self._read(info.file, info.offset + run.offset * view.bits // 8, run.length * view.bits // 8)
-
-    def _read(self, path: FilePath, offset: int, nbytes: int) -> Array:
-        """Bytes of a file, which are added to the file's sum."""
-        content = self._files.read(path, offset, nbytes)
-        self._add(path, offset, content)
-        return content
-
-    def _add(self, path: FilePath, offset: int, content: Array) -> None:
-        if path in self._sums and not self._files.is_remote(path):
-            part = sum_part(content, offset)
-            with self._lock:
-                self._sums[path].add(offset, content.size, part)
+        return self._files.read_once(info.file, info.offset + run.offset * view.bits // 8, run.length * view.bits // 8)
 
     def _compare_block(
         self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
@@ -245,7 +246,7 @@ class _Tensors:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
         there = self._original.ranks[0]
         for name, kept in self._shards.intact.items():
-            if name in there and (kept.dtype, kept.shape) == (self._parts.kind(Atom(name)).dtype, there[name].shape):
+            if name in there and (kept.dtype, kept.shape) == (self._parts.kinds[name].dtype, there[name].shape):
                 yield name, kept
         yield from ((first, there[second]) for second, first in self._original.twice.items())
 
@@ -322,9 +323,7 @@ class _Tensors:
         zeros, sizes = self._arrangement.atoms[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
         whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
-            part_of = self._parts.of(stored, holder)
-            blocks = part_of.atoms[use.number] if part_of else None
-            if blocks:
+            if blocks := self._parts.of(stored, holder, use.number):
                 if atom.at is not None:
                     blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
                 stated = stored.stated(holder) if stored.stated is not None else None
@@ -366,13 +365,6 @@ def _whole(shape: tuple[int, ...]) -> Block:
     return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
 
 
-class _Names(NamedTuple):
-    """What reports call a holder's rank; and whether each tensor has the original's name."""
-
-    ranks: Sequence[int]
-    is_own: bool
-
-
 class _Pair(NamedTuple):
     """A tensor and a part of it, as a report calls them.
 
@@ -389,22 +381,6 @@ class _Pair(NamedTuple):
     zero: bool
     pattern: int
     because: str
-
-    @classmethod
-    def of(cls, tensor: _Tensor, part: Part, info: TensorInfo, names: _Names) -> _Pair:
-        """The tensor, and what a holder has of it."""
-        stored, number, _ = tensor.uses[part.number]
-        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
-        if stored is not None and stored.constant is not None:
-            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
-        elif stored is not None:
-            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
-        return cls(
-            tensor, info, names.ranks[part.holder] if stored is not None else 0,
-            None if names.is_own and info.name == tensor.name else info.name,
-            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
-            pattern(value, info.dtype), because,
-        )  # fmt: skip
 
     def place(self, block: Block, element: Sequence[int]) -> tuple[str, int]:
         """The original's file, and the byte there from which an element of a block comes."""

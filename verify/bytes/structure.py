@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from formats.errors import ReshardError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import Chunk
 from formats.files.sharded import INTACT_FILE, MANIFEST
+from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -25,6 +25,7 @@ from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, check_belonging, program_files, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
+from verify.bytes.atoms import owners
 from verify.bytes.exact_report import ConfigDifference
 
 
@@ -282,21 +283,16 @@ class _Chunks:
 
     def _not_once(self) -> Iterator[str]:
         """What the chunks have twice, or not at all: the first cell of the grid of all their ends."""
-        shape, owners = self.stored.whole_shape, [*self.chunks.items()]
-        ends = [
-            sorted({0, size, *(end for _, at in owners for end in (at.offset[dim], at.end[dim]))})
-            for dim, size in enumerate(shape)
-        ]
-        count: npt.NDArray[np.intp] = np.zeros([len(of_dim) - 1 for of_dim in ends], np.intp)
-        for _, at in owners:
-            count[tuple(slice(of.index(b), of.index(e)) for of, b, e in zip(ends, at.offset, at.end, strict=True))] += 1
+        shape, chunks = self.stored.whole_shape, [*self.chunks.items()]
+        runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
+        ends, count = owners(shape, [*runs])
         for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
             bad: list[list[int]] = np.argwhere(cells).tolist()
             if bad:
                 first = [of[i] for of, i in zip(ends, bad[0], strict=True)]
                 elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in bad)
                 names = [
-                    Path(self._file(number)).name for number, at in owners
+                    Path(self._file(number)).name for number, at in chunks
                     if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
                 ]  # fmt: skip
                 listed = f" ({', '.join(names)})" if names else ""

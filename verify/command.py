@@ -82,7 +82,8 @@ def prove(
         if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
             which = f"rank {crew.rank}" if crew is not None else "this rank"
             raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
-        from verify.forward.compare import ForwardOptions, run_forward  # torch
+        from verify.forward.compare import run_forward  # torch
+        from verify.forward.job import ForwardOptions
 
         with _timed(answer, "forward"), display.phases() as say:
             answer.forward = run_forward(unmerged() or original, shards, ForwardOptions(**answer.options), say)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -242,21 +243,17 @@ def compare_logits(sharded: torch.Tensor, plain: torch.Tensor, exact: torch.Tens
     log = F.log_softmax(exact, -1)
     scale = float(exact.square().mean().sqrt()) or 1.0
 
-    def kl(x: torch.Tensor) -> float:
-        return float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean"))
-
-    def rms(x: torch.Tensor) -> float:
-        return float((x - exact).square().mean().sqrt()) / scale
+    def distances(x: torch.Tensor, prefix: str = "") -> dict[str, Any]:
+        return {
+            f"{prefix}max_error": float((x - exact).abs().max()),
+            f"{prefix}relative_error": float((x - exact).square().mean().sqrt()) / scale,
+            f"{prefix}kl": float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean")),
+            f"{prefix}agreement": float((x.argmax(-1) == expected).double().mean()),
+        }
 
     return Logits(
-        max_error=float((sharded - exact).abs().max()),
-        own_max_error=float((plain - exact).abs().max()),
-        relative_error=rms(sharded),
-        own_relative_error=rms(plain),
-        kl=kl(sharded),
-        own_kl=kl(plain),
-        agreement=float((chosen == expected).double().mean()),
-        own_agreement=float((plain.argmax(-1) == expected).double().mean()),
+        **distances(sharded),
+        **distances(plain, "own_"),
         positions=len(expected),
         mismatches=tuple(mismatches),
         histogram=_histogram(sharded - exact, plain - exact),

@@ -18,15 +18,15 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from formats.files.safetensors import DTYPE_BITS
 from reshard.mesh.plan import Entry, Plan
 from reshard.mesh.stages import is_layered
-from reshard.mesh.totals import activation_bytes, is_summed, output_size
+from reshard.mesh.totals import activation_bytes, all_reduces, is_summed, output_size, rows_of, totals_of
 from reshard.model.model import Kind
 from reshard.text import human_bytes
 from verify.profile.job import OUTSIDE, LayerKind, RankResult, Span, Step, Workload
@@ -284,12 +284,6 @@ def communication(work: Work, link: Link | None) -> float:
     return sum(map(link.all_reduce, work.reduced)) + (link.all_gather(work.gathered) if work.gathered else 0.0)
 
 
-def nearest(links: Mapping[int, Link], ranks: int) -> Link | None:
-    """The link over the most ranks that were measured, but no more than ``ranks`` if there is such a one."""
-    below = [degree for degree in links if degree <= ranks]
-    return links[max(below)] if below else links[min(links)] if links else None
-
-
 @dataclass(frozen=True)
 class Part:
     """The time of one part of a step, in seconds, and the bytes of its all-reduces that a rank puts in."""
@@ -416,13 +410,6 @@ def memory_of(weights: int, ranks: Sequence[RankResult], workload: Workload, kin
     return Memory(weights, 0, activations, gradients=weights)
 
 
-# ------------------------------------------------------------------------------------------------------- recommendation
-
-
-WORTH = 0.5
-"""The part of the ideal gain that a larger degree must bring."""
-
-
 @dataclass(frozen=True)
 class NotRun:
     """Why a workload was not run at a degree; ``ran_out``: the ranks have not the memory even for a part of it."""
@@ -468,6 +455,102 @@ class Row:
         if self.measured is None or self.predicted is None or not self.measured.seconds:
             return None
         return self.predicted.seconds / self.measured.seconds - 1
+
+
+def whole_model(
+    plans: Mapping[int, Plan], kinds: Sequence[LayerKind], workloads: Sequence[Workload],
+    results: Mapping[int, Sequence[RankResult]], not_run: Mapping[tuple[int, Workload], NotRun],
+    capacity: Mapping[int, int], bandwidth: float | None,
+) -> tuple[list[Row], list[Link]]:  # fmt: skip
+    """The row of each degree and workload, from the ``results`` of the degrees that ran, and the links among these.
+
+    ``capacity`` is a rank's memory in bytes, ``bandwidth`` that of the links of degrees that did not run.
+    """
+    links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
+    times = {
+        (degree, workload): time_of(ranks, workload, kinds)
+        for degree, ranks in results.items()
+        for workload in ranks[0].measured
+    }
+    needs = {(degree, work): works(plan, kinds, work) for degree, plan in plans.items() for work in workloads}
+    rows = []
+    for degree, plan in plans.items():
+        weights, (forward, backward) = totals_of(plan, rows_of(plan)).bytes_per_rank, all_reduces(plan)
+        link = _link(links, degree, bandwidth)
+        for workload in workloads:
+            measured = times.get((degree, workload))
+            predicted = _predict(degree, workload, needs, times, counts_of(kinds), link)
+            if measured is not None:
+                memory = memory_of(weights, results[degree], workload, kinds)
+            else:
+                memory = _memory_like(degree, plans, workload, weights, results, kinds)
+            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
+            why = not_run.get((degree, workload))
+            of_step = stated * workload.tokens
+            rows.append(Row(degree, workload, measured, predicted, memory, capacity[degree], of_step, why))
+    return rows, [*links.values()]
+
+
+def _exchanges(ranks: Sequence[RankResult]) -> Iterator[tuple[int, float]]:
+    """The bytes of each all-reduce that was timed by itself, and the median of its time."""
+    for nbytes in ranks[0].exchanges:
+        of_ranks = zip(*(rank.exchanges[nbytes] for rank in ranks), strict=True)
+        yield nbytes, statistics.median(map(min, of_ranks))  # the last to come says how long it took
+
+
+def _link(links: Mapping[int, Link], degree: int, bandwidth: float | None) -> Link | None:
+    """The link of a degree: measured, or as over the most ranks that were measured, no more than these if possible."""
+    if degree == 1 or degree in links:
+        return links.get(degree)
+    if not links:
+        return Link(degree, 0.0, bandwidth) if bandwidth else None
+    below = [ranks for ranks in links if ranks <= degree]
+    return links[max(below) if below else min(links)].over(degree, bandwidth)
+
+
+def _predict(
+    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
+    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
+) -> Time | None:  # fmt: skip
+    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
+    points = [
+        (needs[key][part], of_part.compute)
+        for key, time in times.items()
+        if key[0] != degree and key[1].phase == workload.phase
+        for part, of_part in time.parts.items()
+    ]
+    rates = fit_rates(points)
+    if rates is None or (degree > 1 and link is None):
+        return None
+    parts = {
+        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
+        for part, work in needs[degree, workload].items()
+    }
+    return Time(parts, counts)
+
+
+def _memory_like(
+    degree: int, plans: Mapping[int, Plan], workload: Workload, weights: int,
+    results: Mapping[int, Sequence[RankResult]], kinds: Sequence[LayerKind],
+) -> Memory:  # fmt: skip
+    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
+    ran = [(other, run) for other, ranks in results.items() for run in ranks[0].measured if run.phase == workload.phase]
+    if not ran:
+        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
+    other, measured = min(ran, key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq))
+    like = memory_of(weights, results[other], measured, kinds)
+    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
+    layer, plans_of = {"layer": kinds[0].first}, (plans[degree], plans[other])
+    heads = [plan.rank_sizes(0, plan.model.sizes.of(layer)).get("kv", 1) for plan in plans_of]
+    cache = int(like.cache * factor * heads[0] / heads[1])
+    return replace(like, cache=cache, activations=int(like.activations * factor))
+
+
+# ------------------------------------------------------------------------------------------------------- recommendation
+
+
+WORTH = 0.5
+"""The part of the ideal gain that a larger degree must bring."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Profiles a model on this node: starts the ranks of each degree, and puts together what they found."""
+"""Profiles a model on this node: starts the ranks of each degree."""
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
@@ -15,38 +14,12 @@ from formats.store import FilePath
 from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.stages import is_layered
-from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
+from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.cost import (
-    Link,
-    Memory,
-    NotRun,
-    Part,
-    Row,
-    Time,
-    Work,
-    communication,
-    counts_of,
-    fit_link,
-    fit_rates,
-    memory_of,
-    nearest,
-    recommend,
-    time_of,
-    works,
-)
-from verify.profile.job import (
-    Job,
-    LayerKind,
-    Patience,
-    ProfileRequest,
-    RankResult,
-    Workload,
-    layer_kinds,
-    with_layers,
-)
+from verify.profile.cost import NotRun, recommend, whole_model, works
+from verify.profile.job import Job, LayerKind, Patience, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
@@ -85,7 +58,14 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     if degrees and not results:
         (degree, workload), obstacle = next(iter(not_run.items()))
         raise ReshardError(f"too little memory: tp {degree}, {workload}: {obstacle.why}", _LESS)
-    return _put_together(model, kinds, node, request, plans, results, not_run, impossible)
+    capacity = {degree: request.memory or node.memory(degree) for degree in plans}
+    rows, links = whole_model(plans, kinds, request.workloads, results, not_run, capacity, request.link)
+    backend, name = (results[min(results)][0].backend, results[min(results)][0].device) if results else ("", "")
+    parameters = totals_of(plans[min(plans)], rows_of(plans[min(plans)])).parameters
+    return Profile(
+        redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]), backend, name, parameters,
+        tuple(rows), impossible, tuple(links), recommend(rows),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- what can be run
@@ -201,105 +181,3 @@ def _run(
         _, _, doing = last[0].partition(": ")
         workload = next((run for run in workloads if doing.partition(": ")[0] == str(run)), None)
         raise _MemoryRanOut(workload) from error
-
-
-# --------------------------------------------------------------------------------------------------- the whole model
-
-
-def _put_together(
-    model: Model, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, plans: dict[int, Plan],
-    results: dict[int, list[RankResult]], not_run: dict[tuple[int, Workload], NotRun],
-    refused: tuple[tuple[int, str], ...],
-) -> Profile:  # fmt: skip
-    links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
-    times = {
-        (degree, workload): time_of(ranks, workload, kinds)
-        for degree, ranks in results.items()
-        for workload in ranks[0].measured
-    }
-    needs = {(degree, workload): works(plan, kinds, workload)
-             for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
-    of_links = {degree: _link(links, degree, request.link if degree not in results else None) for degree in plans}
-    rows = []
-    for degree, plan in plans.items():
-        totals = totals_of(plan, rows_of(plan))
-        forward, backward = all_reduces(plan)
-        for workload in request.workloads:
-            measured = times.get((degree, workload))
-            predicted = _predict(degree, workload, needs, times, counts_of(kinds), of_links[degree])
-            weights = totals.bytes_per_rank
-            if measured is not None:
-                memory = memory_of(weights, results[degree], workload, kinds)
-            else:
-                memory = _memory_like(degree, plan, plans, workload, weights, results, kinds)
-            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
-            rows.append(
-                Row(
-                    degree, workload, measured, predicted, memory, request.memory or node.memory(degree),
-                    stated * workload.tokens, not_run.get((degree, workload)),
-                )
-            )  # fmt: skip
-    first = next(iter(results.values()), None)
-    totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
-    return Profile(
-        redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
-        first[0].backend if first else "", first[0].device if first else "", totals.parameters,
-        tuple(rows), refused, tuple(links.values()), recommend(rows),
-    )  # fmt: skip
-
-
-def _exchanges(ranks: Sequence[RankResult]) -> Iterator[tuple[int, float]]:
-    """The bytes of each all-reduce that was timed by itself, and the median of its time."""
-    for nbytes in ranks[0].exchanges:
-        of_ranks = zip(*(rank.exchanges[nbytes] for rank in ranks), strict=True)
-        yield nbytes, statistics.median(map(min, of_ranks))  # the last to come says how long it took
-
-
-def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link | None:
-    if degree == 1:
-        return None
-    if degree in links:
-        return links[degree]
-    nearest_link = nearest(links, degree)
-    if nearest_link is None:
-        return Link(degree, 0.0, bandwidth) if bandwidth else None
-    return nearest_link.over(degree, bandwidth)
-
-
-def _predict(
-    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
-    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
-) -> Time | None:  # fmt: skip
-    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
-    points = [
-        (needs[key][part], of_part.compute)
-        for key, time in times.items()
-        if key[0] != degree and key[1].phase == workload.phase
-        for part, of_part in time.parts.items()
-    ]
-    rates = fit_rates(points)
-    if rates is None or (degree > 1 and link is None):
-        return None
-    parts = {
-        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
-        for part, work in needs[degree, workload].items()
-    }
-    return Time(parts, counts)
-
-
-def _memory_like(
-    degree: int, plan: Plan, plans: dict[int, Plan], workload: Workload, weights: int,
-    results: dict[int, list[RankResult]], kinds: Sequence[LayerKind],
-) -> Memory:  # fmt: skip
-    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [(other, run) for other, ranks in results.items() for run in ranks[0].measured if run.phase == workload.phase]
-    if not ran:
-        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other, measured = min(ran, key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq))
-    like = memory_of(weights, results[other], measured, kinds)
-    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
-    heads = [
-        plans[run].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for run in (degree, other)
-    ]
-    cache = int(like.cache * factor * heads[0] / heads[1])
-    return replace(like, cache=cache, activations=int(like.activations * factor))

@@ -344,15 +344,11 @@ class _Tensors:
 
     def _constants(self, begin: int) -> Iterator[_Tensor]:
         """What a format stores that comes from no tensor."""
-        views: dict[tuple[int, str], View] = {}
         for stored in self._arrangement.stored:
             for holder in self._holders.get(stored.name, ()) if stored.constant is not None else ():
                 info = self._shards.ranks[holder][stored.name_on(holder)]
-                key = (math.prod(info.shape), info.dtype)
-                bits = DTYPE_BITS[info.dtype]
-                view = views.setdefault(key, View(key[:1], key[:1], bits, [Part(0, 0, (_whole(key[:1]),), bits)]))
-                part = view.parts[0]._replace(holder=holder)
-                view = View(view.shape, view.padded, bits, [part])
+                shape, bits = (math.prod(info.shape),), DTYPE_BITS[info.dtype]
+                view = View(shape, shape, bits, [Part(0, holder, (_whole(shape),), bits)])
                 yield _Tensor(begin, stored.name_on(holder), info.dtype, view, None, [_Use(stored, 0)], (info,))
 
 

@@ -95,11 +95,7 @@ def build(
     model.eval()
     if not _is_aligned(model):
         model.set_experts_implementation("eager")
-    parts = modules.split(model)
-    plain = Loaded(model, {}, ())
-    loaded = parallelise(plain, rank, groups, modules.alone(model), modules.sums(model))
-    loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *parts), loaded.experts)
-    return Blocks(loaded, timed, layers[max(layers)])
+    return Blocks(parallelise(Loaded(model, {}, ()), rank, groups, modules), timed, layers[max(layers)])
 
 
 def _is_aligned(model: nn.Module) -> bool:

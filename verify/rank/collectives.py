@@ -27,6 +27,7 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from formats.mesh import Mesh
@@ -183,16 +184,9 @@ def _all_gather(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None
     lengths = lengths or [local.shape[dim]] * group.size
     missing = max(lengths) - local.shape[dim]
     if missing:  # all_gather takes tensors of one shape
-        local = torch.cat([local, local.narrow(dim, 0, 1).expand(_with(local.shape, dim, missing))], dim)
+        local = F.pad(local, (0, 0) * (local.dim() - 1 - dim % local.dim()) + (0, missing))
     parts = _carrier.carry("all-gather", local.nbytes, lambda: group.all_gather(local))
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
-
-
-def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    """A shape with another length of one dimension."""
-    changed = list(shape)
-    changed[dim] = length
-    return changed
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:

@@ -32,10 +32,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import accumulate, chain
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +55,7 @@ from verify.rank.collectives import (
 )
 from verify.rank.group import Group
 from verify.rank.loading import Loaded, Part
+from verify.rank.module_table import ModuleTable
 from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -276,17 +275,12 @@ def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]
 # --------------------------------------------------------------------------------------------------- as a plan says
 
 
-def parallelise(
-    loaded: Loaded,
-    rank: Rank,
-    groups: Groups,
-    alone: AbstractSet[nn.Module] = frozenset(),
-    sums: Mapping[nn.Module, str] = MappingProxyType({}),
-) -> Loaded:
-    """Give each module of a rank's model, but those ``alone``, the behaviour that the plan's entries of its weights ask
-    for; in those of ``sums`` the results of the weight of that name are summed.
+def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable) -> Loaded:
+    """Give each module of a rank's model the behaviour that the plan's entries of its weights ask for, and the
+    [modules] table.
     """
     model = loaded.model
+    split_parts, alone, sums = modules.split(model), modules.alone(model), modules.sums(model)
     parameters = placements(model, rank.shapes)
     sources = {name: place.sources for name, place in parameters.items()}
     by_name = roles(rank.plan, sources)
@@ -320,7 +314,7 @@ def parallelise(
             with _beneath_hook(module):
                 parts += _make_parallel(module, named, rank, groups)
     by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
-    return Loaded(model, sources, loaded.unused, tuple(parts), by_name_on_disk)
+    return Loaded(model, sources, loaded.unused, (*parts, *split_parts), by_name_on_disk)
 
 
 @contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
 from verify.profile.cost import Link, Recommendation, Row, Time
-from verify.profile.job import Workload
 
 if TYPE_CHECKING:
     from verify.profile.job import LayerKind
@@ -145,7 +144,7 @@ def document_of(result: Profile) -> dict[str, Any]:
         "recommended": {
             "tp": result.recommended.tp,
             "reason": result.recommended.reason,
-            "alone": [{**_workload(work), "tp": degree} for work, degree in result.recommended.alone],
+            "alone": [{**asdict(work), "tp": degree} for work, degree in result.recommended.alone],
         },
     }
 
@@ -154,24 +153,17 @@ def _row(row: Row) -> dict[str, Any]:
     memory = row.memory
     return {
         "tp": row.tp,
-        **_workload(row.workload),
+        **asdict(row.workload),
         "tokens_per_second": row.rate or None,
         "measured": _time(row.measured),
         "predicted": _time(row.predicted),
         "prediction_error": row.error,
-        "memory": {
-            "weights": memory.weights, "gradients": memory.gradients, "cache": memory.cache,
-            "activations": memory.activations, "total": memory.total, "capacity": row.capacity,
-        },
+        "memory": {**asdict(memory), "total": memory.total, "capacity": row.capacity},
         "fits": row.fits,
         "all_reduce_bytes_per_token": row.measured.reduced / row.workload.tokens if row.measured else None,
         "all_reduce_bytes_per_token_of_plan": row.stated / row.workload.tokens,
         "not_run": row.not_run.why if row.not_run else None,
     }  # fmt: skip
-
-
-def _workload(workload: Workload) -> dict[str, Any]:
-    return {"phase": workload.phase, "batch": workload.batch, "seq": workload.seq}
 
 
 def _time(time: Time | None) -> dict[str, Any] | None:
@@ -190,9 +182,4 @@ def _time(time: Time | None) -> dict[str, Any] | None:
 
 
 def _link(link: Link) -> dict[str, Any]:
-    return {
-        "ranks": link.ranks,
-        "latency": link.latency,
-        "bandwidth": link.bandwidth,
-        "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in link.measured],
-    }
+    return {**asdict(link), "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in link.measured]}

@@ -13,7 +13,6 @@ from formats.mesh import mesh_of
 from formats.store import FilePath
 from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.stages import is_layered
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
@@ -111,13 +110,9 @@ def _predicted(model: Model, request: ProfileRequest) -> tuple[int, ...]:
 
 def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> int:
     """About how many bytes one rank takes to run a workload with one layer of each kind."""
-    outside = sum(row.bytes_per_rank for row in rows_of(plan) if "{" not in row.name)
-    weights = outside + sum(
-        math.prod(entry.layout.boxes[0].shape) * kind.count // len(kind.layers) * DTYPE_BITS[entry.dtype] // 8
-        for kind, entry in plan.laid.items()
-        for layer in kinds
-        if 0 in entry.layout.boxes and layer.first in kind.layers and is_layered(plan.model, kind)
-    )
+    boxes, tensors = plan.boxes(0), with_layers(plan, kinds).model.tensors
+    here = [kind for _, kind, _ in tensors if kind in boxes]
+    weights = sum(math.prod(boxes[kind].shape) * DTYPE_BITS[kind.dtype] // 8 for kind in here)
     cost = works(plan, kinds, workload)
     sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
     widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8

@@ -34,6 +34,7 @@ from formats.mesh import Mesh
 from verify.rank.group import Group, world
 
 Sent = TypeVar("Sent")
+Change = Callable[[Tensor], Tensor]
 
 
 class Carrier:
@@ -64,14 +65,12 @@ def carried_by(carrier: Carrier) -> Iterator[None]:
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back."""
-    out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(x, group, "part", lambda x: x.view_as(x), lambda grad: reduce_from_group(grad, group))
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient."""
-    out: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(x, group, "whole", lambda x: _all_reduce(x, group), lambda grad: copy_to_group(grad, group))
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
@@ -79,8 +78,10 @@ def gather_from_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequen
 
     ``lengths`` are those of the slices along ``dim`` where these are not all of one shape.
     """
-    out: Tensor = _Gather.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(
+        x, group, "whole", lambda x: _all_gather(x, group, dim, lengths),
+        lambda grad: scatter_to_group(grad, group, dim, lengths=lengths),
+    )  # fmt: skip
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
@@ -88,8 +89,10 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequenc
 
     Raises ``ValueError`` if equal slices are not possible.
     """
-    out: Tensor = _Scatter.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(
+        x, group, "part", lambda x: _own_slice(x, group, dim, lengths),
+        lambda grad: gather_from_group(grad, group, dim, lengths=lengths),
+    )  # fmt: skip
 
 
 def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:
@@ -130,48 +133,23 @@ class Groups:
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 
-class _Copy(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_group(grads[0], ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, makes: str, there: Change, back: Change) -> Tensor:
+        ctx.group, ctx.makes, ctx.back = group, makes, back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grads[0]), None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
-        return _all_gather(x, group, dim, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter_to_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
-        return _own_slice(x, group, dim, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather_from_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
+def _collective(x: Tensor, group: Group, makes: str, there: Change, back: Change) -> Tensor:
+    """A collective and its conjugate; its node in the graph tells the ``group``, and whether it ``makes`` a ``part`` or
+    a ``whole`` value.
+    """
+    out: Tensor = _Collective.apply(x, group, makes, there, back)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -39,10 +39,6 @@ def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
 # What autograd must add
 
 
-_MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
-_MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
-
-
 Along = frozenset[str]
 """Dimensions of the mesh."""
 Parts = Iterable[tuple[Tensor, Along]]
@@ -84,7 +80,7 @@ def _needs(
     used: dict[Any, list[Along]] = {node: [Along()] if node in roots else [] for node in parted}
     for node in reversed([*parted]):  # each after all that use it
         late = used[node][0] if _passes_on(node, used[node]) else Along()
-        along = Along() if type(node).__name__ in _MAKES_PART else parted[node] | late
+        along = Along() if _makes(node) == "part" else parted[node] | late
         needs[node] = tuple(along - parted[child] if child is not None else Along() for child, _ in node.next_functions)
         for (child, _), need in zip(node.next_functions, needs[node], strict=True):
             if child is not None:
@@ -139,13 +135,17 @@ def _parted_along(
     node: Any, leaves: Mapping[int, frozenset[str]], parted: Mapping[Any, frozenset[str]], groups: Groups
 ) -> frozenset[str]:
     """The mesh dimensions along which ranks have parts of what a node makes; none if it is whole on all."""
-    name = type(node).__name__
-    if name == "AccumulateGrad":
+    if type(node).__name__ == "AccumulateGrad":
         return leaves.get(id(node.variable), frozenset())
     below = frozenset[str]().union(*(parted[child] for child, _ in node.next_functions if child is not None))
-    if name in _MAKES_WHOLE:
+    if _makes(node) == "whole":
         return below - groups.dimensions(node.group)
-    return below | groups.dimensions(node.group) if name in _MAKES_PART else below
+    return below | groups.dimensions(node.group) if _makes(node) == "part" else below
+
+
+def _makes(node: Any) -> str | None:
+    """Whether a node is a collective that makes a part or a whole value."""
+    return getattr(node, "makes", None)
 
 
 def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:

@@ -239,8 +239,8 @@ class _Runner:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
-            module.register_forward_pre_hook(self._entering(part, is_first=not number), with_kwargs=True)
-            module.register_forward_hook(self._after(part))
+            module.register_forward_pre_hook(partial(self._entering, part, not number), with_kwargs=True)
+            module.register_forward_hook(partial(self._after, part))
         blocks.last.register_forward_hook(lambda *_: meter.enter(HEAD))
 
     def measure(self, workload: Workload) -> Measured:
@@ -331,27 +331,23 @@ class _Runner:
 
     # ----------------------------------------------------------------------------------------------- parts, memory
 
-    def _entering(self, part: str, *, is_first: bool) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if is_first and hidden.requires_grad:
-                hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
-            if self._living is not None:
-                self._saved[part] = -self._living.now
-            self._meter.enter(part)
+    def _entering(
+        self, part: str, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if is_first and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
+        if self._living is not None:
+            self._saved[part] = -self._living.now
+        self._meter.enter(part)
 
-        return hook
-
-    def _after(self, part: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) else output
-            if first.requires_grad:
-                first.register_hook(lambda _: self._meter.enter(part))
-            if self._living is not None:
-                self._saved[part] += self._living.now
-            self._meter.enter("")
-
-        return hook
+    def _after(self, part: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if first.requires_grad:
+            first.register_hook(lambda _: self._meter.enter(part))
+        if self._living is not None:
+            self._saved[part] += self._living.now
+        self._meter.enter("")
 
     def _leave_out_gradient(self, parameter: Tensor) -> None:
         """Gradients are no activations: they are as large as the weights, whose account has them."""

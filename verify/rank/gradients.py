@@ -11,7 +11,8 @@ latent attention share, routing weights and the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,11 +57,11 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     for node, along in needs.items():
         used = users[node]
         if _is_summed_once(node, used) and not _passes_on(node, used):
-            node.register_prehook(_summing([used[0]], groups))
+            node.register_prehook(partial(_sum, [used[0]], groups))
         apart = [need if child is not None and not _is_summed_once(child, users[child]) else frozenset()
                  for (child, _), need in zip(node.next_functions, along, strict=True)]  # fmt: skip
         if any(apart):
-            node.register_hook(_summing(apart, groups))
+            node.register_hook(partial(_sum, apart, groups))
 
 
 _KEEPS_ALL = {f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "Transpose", "UnsafeView", "View")}
@@ -148,17 +149,15 @@ def _makes(node: Any) -> str | None:
     return getattr(node, "makes", None)
 
 
-def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
-    """A hook that sums each of some gradients along its dimensions; of one dimension set, all of them along it."""
-
-    def hook(grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        along_of = [*new] * len(grads) if len(new) == 1 else new
-        return tuple(
-            reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
-            for grad, along in zip(grads, along_of, strict=True)
-        )
-
-    return hook
+def _sum(
+    new: Sequence[frozenset[str]], groups: Groups, grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Sum each of some gradients along its dimensions; of one dimension set, all of them along it."""
+    along_of = [*new] * len(grads) if len(new) == 1 else new
+    return tuple(
+        reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
+        for grad, along in zip(grads, along_of, strict=True)
+    )
 
 
 # By the names on disk

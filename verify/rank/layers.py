@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -59,6 +60,7 @@ from verify.rank.module_table import ModuleTable
 from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
 
 Module = TypeVar("Module", bound=nn.Module)
+Forward = Callable[..., Any]
 
 
 # Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
@@ -70,12 +72,11 @@ def column_parallel(module: Module, group: Group) -> Module:
 
     Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
     """
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         return local(*[_shared(a, group) for a in args], **{k: _shared(a, group) for k, a in kwargs.items()})
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere: Sequence[str] = ()) -> Module:
@@ -85,35 +86,33 @@ def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere:
     module has one. ``elsewhere``: parameters that are added further in, as the biases of experts before they are
     weighted, and that count on another rank, which has the same: here they are zero, and have no gradient.
     """
-    local = module.forward
     missing = [name for name in elsewhere if getattr(module, name, None) is None]
     if missing:
         raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count elsewhere")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         last: Tensor | None = getattr(module, bias, None)
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
         instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
         with _instead(module, instead):
             out = local(*args, **kwargs)
-        partial, *further = out if isinstance(out, tuple) else (out,)
-        total = reduce_from_group(partial, group)
+        summand, *further = out if isinstance(out, tuple) else (out,)
+        total = reduce_from_group(summand, group)
         total = total if last is None else total + last
         return (total, *further) if isinstance(out, tuple) else total
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def sum_at_use(module: Module, name: str, group: Group) -> Module:
     """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         with _SumsAtUse(module.get_parameter(name), group):
             return local(*args, **kwargs)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 class _SumsAtUse(TorchFunctionMode):
@@ -149,7 +148,6 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
 
     ``padding_row``: the row of the whole vocabulary that takes no gradient (``padding_idx`` of the original module).
     """
-    local = module.forward
     rows = module.get_parameter("weight").shape[0]
     own_padding = padding_row is not None and first_row <= padding_row < first_row + rows
     if hasattr(module, "padding_idx"):
@@ -159,7 +157,7 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
         if name.endswith(("_token_index", "_token_id")) and isinstance(token, int):
             setattr(module, name, token - first_row if 0 <= token - first_row < rows else -1)  # a token apart
 
-    def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(local: Forward, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         size = rows * group.size
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
             raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
@@ -167,7 +165,7 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
         vectors = local((ids - first_row).where(is_local, 0), *args, **kwargs)
         return reduce_from_group(vectors.masked_fill(~is_local.unsqueeze(-1), 0), group)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | None = None) -> Module:
@@ -175,13 +173,12 @@ def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | 
 
     ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
     """
-    local = column_parallel(module, group).forward
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Tensor:
         whole = gather_from_group(local(*args, **kwargs), group)
         return whole[..., :true_size] if order is None else whole.index_select(-1, order.to(whole.device))
 
-    return _with_forward(module, forward)
+    return _around(column_parallel(module, group), forward)
 
 
 def whole_vectors(module: Module, true_sizes: Mapping[str, int], group: Group | None = None) -> Module:
@@ -200,8 +197,7 @@ def whole_vectors(module: Module, true_sizes: Mapping[str, int], group: Group | 
 
 def without_padding(module: Module, true_size: int) -> Module:
     """Let an output layer that has all rows of the vocabulary, and rows of padding, return the logits without those."""
-    local = module.forward
-    return _with_forward(module, lambda *args, **kwargs: local(*args, **kwargs)[..., :true_size])
+    return _around(module, lambda local, *args, **kwargs: local(*args, **kwargs)[..., :true_size])
 
 
 def parallel_norm(module: Module, group: Group) -> Module:
@@ -211,9 +207,8 @@ def parallel_norm(module: Module, group: Group) -> Module:
     bytes than the ranks' mean squares would be, but the same for every kind of norm, and to the last bit. Other tensors
     of the input's shape (a gate) are split as it is.
     """
-    local = module.forward
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(local: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         lengths = lengths_in_group(x, group)
 
         def gathered(value: Any) -> Any:
@@ -234,28 +229,28 @@ def parallel_norm(module: Module, group: Group) -> Module:
                 module.normalized_shape = shape
         return scatter_to_group(y, group, lengths=lengths)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def _shared(x: Any, group: Group) -> Any:
     return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
+def _around(module: Module, forward: Callable[..., Any]) -> Module:
+    """Let a module's forward be this one, whose first argument is the former."""
     # On the instance, so that hooks and the parameters' names stay what they were.
-    module.forward = forward
+    module.forward = partial(forward, module.forward)
     return module
 
 
 def _seeing(module: Module, holder: nn.Module, tensors: Callable[[], Mapping[str, Tensor]]) -> Module:
     """Let a module's forward see other tensors in place of those of ``holder``."""
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         with _instead(holder, tensors()):
             return local(*args, **kwargs)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _STEP = {
 
 @dataclass(frozen=True, repr=False)
 class Profile(Result):
-    """The result of a profile."""
+    """The result of a profile; each of ``links`` has the all-reduces that it was fitted to, as ``measured``."""
 
     source: str
     model: Model

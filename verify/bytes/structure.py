@@ -215,7 +215,8 @@ class Structure:
         for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
         for stored in self.arrangement.stored:
-            self._check_chunks_of(stored, chunks[stored.name], files, planned and planned[stored.name])
+            of_mesh = planned[stored.name] if planned is not None else None
+            self._check_chunks_of(stored, chunks[stored.name], files, of_mesh)
 
     def _check_chunks_of(
         self, stored: Stored, chunks: Mapping[int, Chunk], files: Sequence[ProgramFile],

@@ -130,7 +130,7 @@ MUTATIONS = (
     Mutation("verify", "for key in [*should, *(key for key in stored if key not in should)]:",
              "for key in should:", EXACT),
     # collectives and layers
-    Mutation("verify", "return reduce_from_group(grads[0], ctx.group), None", "return grads[0], None", COLLECTIVES),
+    Mutation("verify", "lambda grad: reduce_from_group(grad, group)", "lambda grad: grad", COLLECTIVES),
     Mutation("verify", "return torch.promote_types(dtype, torch.float32)", "return dtype", COLLECTIVES),
     Mutation("verify", "narrow(dim, sum(lengths[:rank]), lengths[rank])", "narrow(dim, 0, lengths[rank])", COLLECTIVES),
     Mutation("verify", "vectors.masked_fill(~is_local.unsqueeze(-1), 0)", "vectors", LAYERS),

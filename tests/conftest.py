@@ -66,13 +66,11 @@ def _make_all_small() -> None:
 
     import reshard.move.jobs
     import reshard.publishing.staging
-    import verify.bytes.comparison
 
     # The models are tiny, and tests run side by side: threads of one wait for the core that another has.
     torch.set_num_threads(1)
     # The tensors are tiny, too: some of them go the way of large ones.
     reshard.move.jobs.DEFAULT = reshard.move.jobs.Sizes(small=1000)
-    verify.bytes.comparison.SMALL = 1000
     # Nobody else writes to the outputs of a test in this process: what is in the way will not go away.
     reshard.publishing.staging.PATIENCE = 0.1
 

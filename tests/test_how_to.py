@@ -99,6 +99,14 @@ def test_a_degree(tmp_path: Path) -> None:
     assert (tmp_path / "plan.html").is_file()
 
 
+@thorough
+def test_verify(tmp_path: Path) -> None:
+    split(store.checkpoint("llama"), tmp_path / "out", tp=2)
+    dry, exact, *_ = walk(lines_of("verify", MODEL=store.checkpoint("llama"), OUT=tmp_path / "out"), tmp_path)
+    assert "original" in dry and exact.startswith("bytes: all equal")
+    assert (tmp_path / "proof.html").is_file()
+
+
 @pytest.mark.parametrize("form", ["megatron", "megatron-local", "megatron-legacy", "dcp", "mistral", "torchtitan"])
 def test_a_containers_own_files_are_no_side_files(form: str, tmp_path: Path) -> None:
     """Given the folder that holds the weights themselves, with a config.json and a tokenizer in it."""

@@ -30,7 +30,7 @@ class Size(NamedTuple):
 CEILING = {
     "formats": Size(39, 7073, 739, 118),
     "reshard": Size(112, 17832, 1711, 246),
-    "verify": Size(55, 8041, 775, 128),
+    "verify": Size(54, 7563, 711, 110),
 }
 
 _NOT_CODE = {

@@ -5,10 +5,9 @@ bytes, and then runs the model, unless the shards cannot be run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,41 +65,40 @@ def prove(
     launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
     """
     answer.plan = None if original.is_split else _own_plan(original, shards, plan_file)  # it will be refused
-    is_first = crew is None or crew.is_first
-    can_run = is_first and _compare_bytes(answer, original, shards, display)
+    can_run = False
+    if crew is None or crew.is_first:
+        if isinstance(shards, ExactReport):
+            answer.exact = shards
+        else:
+            with _timed(answer, "bytes"), display.bytes() as compared:
+                answer.exact = compare(original, shards, compared)
+            can_run = answer.exact.comparable
+            if not can_run and answer.wants_forward:
+                answer.notes.append("The forward was not run: these are not the original's tensors.")
     is_wanted = can_run and answer.wants_forward
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
     if is_wanted:
-        _run_forward(answer, unmerged() or original, shards, display, crew)
-    if can_run and answer.engine_options is not None:
-        _run_engine(answer, original, shards, answer.engine_options, display)
+        if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
+            which = f"rank {crew.rank}" if crew is not None else "this rank"
+            raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
+        from verify.forward.compare import run_forward  # torch
+        from verify.forward.job import ForwardOptions
+
+        with _timed(answer, "forward"), display.phases() as say:
+            answer.forward = run_forward(unmerged() or original, shards, ForwardOptions(**answer.options), say)
+    if can_run and answer.engine_options is not None and not isinstance(shards, ExactReport):
+        from verify.engine.compare import EngineOptions, run_engine  # torch
+
+        with _timed(answer, "engine"), display.phases() as say:
+            answer.engine = run_engine(original, shards, EngineOptions(**answer.engine_options), say)
 
 
-def _run_forward(
-    answer: Answer, original: Source | Unmerged, shards: Source | ExactReport, display: Display, crew: Crew | None
-) -> None:
-    """Run the model, as it was and on the shards."""
-    if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
-        which = f"rank {crew.rank}" if crew is not None else "this rank"
-        raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
-    forward = import_module("verify.forward.compare")  # torch
+@contextmanager
+def _timed(answer: Answer, what: str) -> Iterator[None]:
     started = time.monotonic()
-    with display.phases() as progress:
-        answer.forward = forward.run_forward(original, shards, forward.ForwardOptions(**answer.options), progress)
-    answer.seconds["forward"] = time.monotonic() - started
-
-
-def _run_engine(
-    answer: Answer, original: Source, shards: Source | ExactReport, options: dict[str, Any], display: Display
-) -> None:
-    """Run both in the engine that the shards are for."""
-    assert not isinstance(shards, ExactReport)
-    engine = import_module("verify.engine.compare")  # torch
-    started = time.monotonic()
-    with display.phases() as progress:
-        answer.engine = engine.run_engine(original, shards, engine.EngineOptions(**options), progress)
-    answer.seconds["engine"] = time.monotonic() - started
+    yield
+    answer.seconds[what] = time.monotonic() - started
 
 
 def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> OwnPlan | None:
@@ -112,20 +110,6 @@ def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | 
         return None
     name = str(plan_file) if plan_file is not None else f"of {shards.path}"
     return OwnPlan(name, str(original.model.config.get("model_type")), differences)
-
-
-def _compare_bytes(answer: Answer, original: Source, shards: Source | ExactReport, display: Display) -> bool:
-    """Compare bytes, and return whether these shards can be run."""
-    if isinstance(shards, ExactReport):
-        answer.exact = shards
-        return False
-    started = time.monotonic()
-    with display.bytes() as progress:
-        answer.exact = compare(original, shards, progress)
-    answer.seconds["bytes"] = time.monotonic() - started
-    if not answer.exact.comparable and answer.wants_forward:
-        answer.notes.append("The forward was not run: these are not the original's tensors.")
-    return bool(answer.exact.comparable)
 
 
 # ------------------------------------------------------------------------------------------------------------ a request

@@ -21,16 +21,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _to_undo: list[Callable[[], None]] = []
 
 
-def undo_at_the_end(undo: Callable[[], None]) -> None:
-    """Call ``undo`` if a signal ends the process; the latest first. It must work on things that are half made."""
-    if undo not in _to_undo:
-        _to_undo.append(undo)
-
-
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Call ``undo`` at the end of the block, however it ends."""
-    undo_at_the_end(undo)
+    """Call ``undo`` at the end of the block, however it ends; also if a signal ends the process, the latest first.
+
+    It must work on things that are half made.
+    """
+    _to_undo.append(undo)
     try:
         yield
     finally:
@@ -42,13 +39,13 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """A new folder that exists for the block. No signal but SIGKILL leaves it behind."""
     folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex[:12]}")
-    with undone(lambda: remove(folder)):
+    with undone(lambda: _remove(folder)):
         folder.mkdir(mode=0o700)
         yield folder
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder, even if a killed process is still writing into it."""
+def _remove(folder: Path) -> None:
+    """Remove a folder, even if a rank is still writing into it."""
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -53,14 +53,14 @@ def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypat
     original = open_source(source)
     shards = open_shards(tmp_path / "out", original)
     assert not isinstance(shards, ExactReport)
-    weights, plain = {*original.files, *shards.files}, reading.Files.fill
+    weights, plain = {*original.files, *shards.files}, reading.Files.read
     read = [0]
 
-    def counted(self: reading.Files, path: Path, begin: int, buffer: views.Array) -> None:
-        plain(self, path, begin, buffer)
-        read[0] += buffer.size if path in weights else 0
+    def counted(self: reading.Files, path: Path, begin: int, nbytes: int) -> views.Array:
+        read[0] += nbytes if path in weights else 0
+        return plain(self, path, begin, nbytes)
 
-    monkeypatch.setattr(reading.Files, "fill", counted)
+    monkeypatch.setattr(reading.Files, "read", counted)
     monkeypatch.setattr(views, "CHUNK", chunk)
     report = compare(original, shards, no_progress, workers=1)
     assert report.verdict == "same", report

@@ -34,7 +34,7 @@ from reshard.source.opening import open_source
 from tests import store, zoo
 from tests.marks import examples, one_of_each, thorough
 from tests.verify.faults import FAULTS, inject
-from verify.bytes import comparison, exact_report, views
+from verify.bytes import exact_report, views
 from verify.bytes.atoms import check_all_owned
 from verify.bytes.comparison import Comparison
 from verify.bytes.exact import verify_exact
@@ -126,10 +126,8 @@ def test_small_chunks_find_the_same(
         damaged = Pair(pair.original, Path(shutil.copytree(pair.shards, tmp_path / name)))
         inject("another_ranks_file", damaged.shards, open_source(pair.original))
         expected = check(damaged)
-        for size, small, together in [(300, 0, 1), (8192, 0, 1), (8192, 4000, 3), (8192, 1 << 20, 1000)]:
+        for size in (300, 8192, 1 << 20):
             monkeypatch.setattr(views, "CHUNK", size)
-            monkeypatch.setattr(comparison, "SMALL", small)
-            monkeypatch.setattr(comparison, "TOGETHER", together)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
         monkeypatch.undo()
@@ -442,7 +440,6 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
     before, views.CHUNK = views.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
-    small, comparison.SMALL = comparison.SMALL, data.draw(st.sampled_from([0, 1 << 20]))
     try:
         one_source: Any = _Tensors((one,), model)
         sources: Any = _Tensors(tuple(parts), model)
@@ -453,7 +450,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         info.file.write_bytes(content)
         report = _compared(one_source, sources, plan)
     finally:
-        views.CHUNK, comparison.SMALL = before, small
+        views.CHUNK = before
     assert report.damages == (exact_report.Damage("w", wrong, 1, 1),)
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
@@ -481,7 +478,7 @@ class _Tensors:
 def _compared(original: Any, shards: Any, plan: Plan) -> ExactReport:
     held = {"w": range(len(shards.ranks))}
     arrangement = arrangement_of(plan, OWN)
-    return Comparison(original, shards, arrangement, held, lambda *_: None, {}, Files()).run(2)
+    return Comparison(original, shards, arrangement, held, lambda *_: None, Files()).run(2)
 
 
 def _saved(path: Path, dtype: str, content: np.ndarray[Any, Any]) -> Any:

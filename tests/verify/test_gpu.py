@@ -246,8 +246,8 @@ def test_streamed_modules_compute_on_the_device(tmp_path: Path) -> None:
 def test_the_report_says_why_ranks_send_through_the_cpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     job = compare._job(*store.pair("llama", tp=4), QUICK)
-    result = Result(0, (), None, draws=1, choices=0, own_overruled=0, overruled=0, unused=(), backend="gloo", seq=8,
-                    batch=2, seconds=1.0)  # fmt: skip
+    result = Result(rank=0, rows=(), draws=1, choices=0, own_overruled=0, backend="gloo", seq=8, batch=2, seconds=1.0,
+                    effects={}, outputs=())  # fmt: skip
     gpus(1)
     report = report_of(job, [result] * 4, "cuda")
     assert "4 ranks (tp 4), Fake GPU, gloo (through the CPU: 4 ranks see 1 GPU); 2 x 8" in forward_summary(report)

@@ -22,11 +22,11 @@ from verify.rank.group import Group, RankError, world
 from verify.rank.layers import (
     column_parallel,
     gather_logits,
-    gathered_vectors,
     parallel_norm,
     row_parallel,
     sum_at_use,
     vocab_parallel,
+    whole_vectors,
 )
 
 pytestmark = thorough
@@ -301,7 +301,7 @@ def heads(true_size: int, rows: int) -> None:
         padded = torch.cat([full.detach(), full.new_zeros(padding, *full.shape[1:])])
         mine.data = padded.chunk(degree)[rank].clone()
     gather_logits(head.decoder, world(), true_size)
-    gathered_vectors(head, world(), {"bias": true_size})
+    whole_vectors(head, {"bias": true_size}, world())
     here, expected = head(x), whole(x)
     close(here, expected)
     backward(here, 3)

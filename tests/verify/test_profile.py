@@ -462,7 +462,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
             raise RankError(message, rank=0)
         parts = ("embedding", *(kind.part for kind in job.kinds), "head")
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
-        return [RankResult(tuple(Measured((step,), {}, 0, {}) for _ in job.workloads), (), "gloo", "cpu")] * degree
+        return [RankResult({work: Measured((step,), {}, 0, {}) for work in job.workloads}, {}, "gloo", "cpu")] * degree
 
     monkeypatch.setattr("verify.profile.run.run_processes", run)
     return asked

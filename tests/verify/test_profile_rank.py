@@ -23,7 +23,7 @@ from tests.support import LLAMA
 from verify.profile.blocks import build, skeleton
 from verify.profile.cost import memory_of, works
 from verify.profile.job import Job, Patience, Span, Workload, layer_kinds, with_layers
-from verify.profile.rank import Living, Meter, StreamClock, is_enough, run_job
+from verify.profile.rank import Living, Meter, is_enough, run_job
 from verify.rank.collectives import Groups
 from verify.rank.roles import Rank
 
@@ -50,7 +50,7 @@ def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "floa
 def test_models_of_other_kinds(name: str, tmp_path: Path, one_rank: None) -> None:
     """Without a cache, without logits, with layers that share weights, with layers that are called otherwise."""
     job = job_of_zoo(name, tmp_path, Workload("prefill", 2, 4), Workload("train", 2, 4))
-    prefill, train = run_job(job).measured
+    prefill, train = run_job(job).measured.values()
     assert bool(sum(prefill.cache.values())) == (name != "bert-pretraining")
     assert prefill.activations > 0 and set(train.saved) == {kind.part for kind in job.kinds}
 
@@ -159,7 +159,7 @@ class FakeEvent:
 def test_a_step_on_a_gpu(one_rank: None) -> None:
     """Spans are cut where the device comes to the marks; nothing waits before the step is over."""
     gpu = FakeGpu()
-    meter = Meter(torch.device("cuda"), StreamClock(gpu.event, gpu.wait))
+    meter = Meter(torch.device("cuda"), gpu.event, gpu.wait)
     for _ in range(2):
         meter.enter("embedding")
         gpu.kernel(3)
@@ -250,8 +250,8 @@ def test_the_peak_of_training_a_model_by_hand(tmp_path: Path, one_rank: None) ->
     vocab, tokens, width = 1_000, 16, 4
     config = {**LLAMA, "hidden_size": 24, "vocab_size": vocab, "dtype": "float32", "num_hidden_layers": 1}
     found = run_job(job := job_of(tmp_path, config, Workload("train", 2, 8)))
-    memory = memory_of(12345, [found], 0, job.workloads[0], job.kinds)
+    memory = memory_of(12345, [found], job.workloads[0], job.kinds)
     assert memory.gradients == 12345
     logits = tokens * vocab * width
-    saved = sum(found.measured[0].saved.values())
+    saved = sum(found.measured[job.workloads[0]].saved.values())
     assert 0 < memory.activations - saved - 2 * logits < 8 * (tokens * 24 * width)

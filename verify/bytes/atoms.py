@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,11 +25,10 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Piece as Place
 from reshard.placement.portions import Portion, rule_of
-from reshard.placement.stored import Atom, Stored
+from reshard.placement.stored import Stored
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Neighbouring indices of a factor on a rank: they begin at ``start`` in the full tensor, at ``local`` in the
     rank's part.
     """
@@ -39,11 +37,6 @@ class Piece:
     length: int
     local: int
     padding: bool
-
-    @property
-    def end(self) -> int:
-        """The first index after it."""
-        return self.start + self.length
 
 
 def pieces(runs: Iterable[Run], full: int) -> Iterator[Piece]:
@@ -82,14 +75,6 @@ class Block:
         """
         original = None if self.original is None else self.original + index * elements
         return replace(self, original=original, first=(self.first[0] + index, *self.first[1:]))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank has of a stored tensor: its shape, and the blocks of each atom (None: it has nothing of it)."""
-
-    shape: tuple[int, ...]
-    atoms: tuple[tuple[Block, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -147,61 +132,54 @@ class Parts:
 
     def __init__(self, arrangement: Arrangement) -> None:
         self._plan = arrangement.plan
-        self._kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
-        self._cache: dict[tuple[Geometry, int], Part | None] = {}
-        self._lock = threading.Lock()
+        self.kinds = {tensor.name: tensor.kind for tensor in arrangement.plan.model.tensors}
+        self._cache: dict[tuple[Geometry, int, int], tuple[Block, ...]] = {}
 
-    def of(self, stored: Stored, holder: int) -> Part | None:
-        """What a rank, or a file with chunks, has of a stored tensor, or None.
+    def of(self, stored: Stored, holder: int, number: int) -> tuple[Block, ...]:
+        """The blocks that a rank, or a file with chunks, has of an atom of a stored tensor.
 
         Raises PlanError where an atom has other dimensions than factors.
         """
-        key = stored.geometry, holder
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = self._part(stored, holder)
-            return self._cache[key]
-
-    def _part(self, stored: Stored, holder: int) -> Part | None:
-        geometry = stored.geometry
-        shape = geometry.shape(holder)
-        if shape is None:
-            return None
-        kinds = [self._kinds[atom.tensor] for atom in stored.atoms[: len(geometry.portions)]]
-        of = [(p, spreads_of(self._plan, kind, p)) for kind, p in zip(kinds, geometry.portions, strict=True)]
-        atoms: list[tuple[Block, ...] | None] = [None] * len(geometry.layouts)
-        for number in geometry.numbers(holder):
-            layout, (portion, spreads) = geometry.layouts[number], of[number % len(of)]
+        geometry, key = stored.geometry, (stored.geometry, holder, number)
+        if key not in self._cache:
+            portions, layout = geometry.portions, geometry.layouts[number]
+            portion, atom = portions[number % len(portions)], stored.atoms[number % len(portions)]
             if len(layout.full) != len(portion.order):
                 raise PlanError(f"'{layout.rule}' has other dimensions than factors")
             factors = tuple((factor,) for factor in range(len(layout.full)))
-            pieces, first = geometry.spread(number, factors).pieces.get(holder), geometry.first(holder, number)
-            blocks = (block for p in pieces or () for block in _blocks(p, first, layout, portion, spreads))
-            atoms[number] = tuple(blocks) if pieces else None
-        return Part(shape, tuple(atoms))
+            blocks: tuple[Block, ...] = ()
+            if places := geometry.spread(number, factors).pieces.get(holder):
+                spreads, first = (
+                    spreads_of(self._plan, self.kinds[atom.tensor], portion),
+                    geometry.first(holder, number),
+                )
+                blocks = tuple(block for at in places for block in _blocks(at, first, layout, portion, spreads))
+            self._cache[key] = blocks
+        return self._cache[key]
 
-    def kind(self, atom: Atom) -> Kind:
-        """The kind of an atom's tensor."""
-        return self._kinds[atom.tensor]
+
+def owners(shape: Sequence[int], owned: Sequence[Sequence[Sequence[Run]]]) -> tuple[list[list[int]], NDArray[np.intp]]:
+    """The cuts of each dimension between what any of several owners has, and how many have each cell of that grid.
+
+    ``owned`` has, of each owner, its runs along each dimension.
+    """
+    cuts = [
+        sorted({0, size, *(n for dims in owned for run in dims[dim] for n in (run.offset, run.end))})
+        for dim, size in enumerate(shape)
+    ]
+    count: NDArray[np.intp] = np.zeros([len(of) - 1 for of in cuts], np.intp)
+    for dims in owned:
+        ends = zip(cuts, dims, strict=True)
+        cells = (np.isin(of[:-1], [n for r in runs for n in of if r.offset <= n < r.end]) for of, runs in ends)
+        count[np.ix_(*cells)] += 1
+    return cuts, count
 
 
 def check_all_owned(layout: Layout) -> None:
-    """Raise PlanError if no rank holds some element: each cell of the grid of all cuts must have an owner."""
-    boxes = (zip(box.dims, layout.full, strict=True) for box in layout.boxes.values())
-    owned = [[list(pieces(runs, size)) for runs, size in dims] for dims in boxes]
-    cuts = [
-        sorted({0, size, *(n for dims in owned for piece in dims[i] for n in (piece.start, piece.end))})
-        for i, size in enumerate(layout.full)
-    ]
-    covered: NDArray[np.bool_] = np.zeros([len(of) - 1 for of in cuts], bool)
-    for dims in owned:
-        owns = [
-            np.isin(of[:-1], [n for piece in owned_pieces for n in of if piece.start <= n < piece.end])
-            for of, owned_pieces in zip(cuts, dims, strict=True)
-        ]
-        covered[np.ix_(*owns)] = True
+    """Raise PlanError if no rank holds some element."""
+    cuts, count = owners(layout.full, [box.dims for box in layout.boxes.values()])
     inside = tuple(slice(0, of.index(size)) for of, size in zip(cuts, layout.full, strict=True))
-    if not covered[inside].all():
+    if not count[inside].all():
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 
 

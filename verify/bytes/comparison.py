@@ -1,32 +1,29 @@
 """Compares what is stored with the original, element for element: in reshard's own form, and in every other.
 
 All stored copies and parts of an original tensor are compared together, chunk by chunk (``views.py``), so that the
-original is read once. Small tensors are compared many at a time. Bytes are compared, so that NaN payloads and the sign
-of zero count. Memory does not grow with the model. Files are not memory-mapped: a process that reads beyond the end of
-a file that has become shorter would be killed.
+original is read once. Bytes are compared, so that NaN payloads and the sign of zero count. Memory does not grow with
+the model. Files are not memory-mapped: a process that reads beyond the end of a file that has become shorter would be
+killed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from formats.errors import PlanError
-from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.notation.axes import Run
 from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.portions import rule_of
-from reshard.placement.stored import Atom, Stored
+from reshard.placement.stored import Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from verify.bytes.atoms import Block, Parts, check_all_owned, strided
@@ -34,12 +31,6 @@ from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.reading import Files, cast, coarse, differing, expected, pattern, repeated, stating
 from verify.bytes.structure import ranks_of
 from verify.bytes.views import Array, Chunk, Part, View, array, flat_index, tiles
-
-SMALL = 1 << 14
-"""A tensor of at most so many bytes is small: Python's overhead for it exceeds the time to read it."""
-
-TOGETHER = 128
-"""So many small tensors are compared together."""
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
@@ -75,58 +66,160 @@ class _Tensor(NamedTuple):
 
 
 class Comparison:
-    """The comparison of all tensors. ``held`` has, for each stored tensor, the ranks or files that have it in the
-    planned dtype and shape.
+    """The comparison of all tensors. ``holders_of`` has, for each stored tensor, the ranks or files that have it in the
+    planned dtype and shape. ``damaged`` gets the files with wrong bytes.
     """
 
     def __init__(
-        self,
-        original: Source,
-        shards: Source,
-        arrangement: Arrangement,
-        holders_of: Mapping[str, Sequence[int]],
-        progress: Progress,
-        sums: Mapping[FilePath, PartialSum],
-        files: Files,
-    ) -> None:
-        self._arrangement, self._holders = arrangement, holders_of
-        tensors = _Tensors(original, shards, arrangement, holders_of)
-        self._todo = _units(tensors.all())
-        total = 0
+        self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]],
+        progress: Progress, files: Files,
+    ) -> None:  # fmt: skip
+        self._arrangement, self._holders, self._progress = arrangement, holders_of, progress
+        self._files, self._lock = files, threading.Lock()
+        self._tensors = _Tensors(original, shards, arrangement, holders_of)
+        self._ranks = ranks_of(shards)
+        self._total = sum(info.nbytes for _, info in self._tensors.whole())
         for stored in arrangement.stored:
             for holder in holders_of.get(stored.name, ()):
                 name = stored.name if stored.naming is None else stored.name_on(holder)
-                total += shards.ranks[holder][name].nbytes
-        total += sum(info.nbytes for _, info in tensors.whole())
-        self._tally = _Tally(total, progress, sums, files)
-        self._names = _Names(ranks_of(shards), arrangement.format.plain)
-
-    @property
-    def damaged(self) -> frozenset[FilePath]:
-        """The files with wrong bytes."""
-        return frozenset(self._tally.damaged)
+                self._total += shards.ranks[holder][name].nbytes
+        self._nbytes = 0
+        self._first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
+        self._damages: dict[tuple[int, str, str, int], tuple[int, int, str | None]] = {}
+        self.damaged: set[FilePath] = set()
 
     def run(self, workers: int) -> ExactReport:
         """Compare; the report has only ``first`` and ``damages``. Raises CheckpointError if a file cannot be read."""
-        tally = self._tally
-
-        units = Shared(self._todo)
+        chunks = Shared((tensor, chunk) for tensor in self._tensors.all() for chunk in tensor.view.chunks())
 
         def work(_: int, report: Callable[[None], None]) -> None:
-            with _Worker(tally, self._names) as worker:
-                for unit in units:
-                    report(None)
-                    if isinstance(unit, _Unit):
-                        worker.compare(unit.tensor, unit.chunk)
-                    else:
-                        worker.compare_small(unit)
+            for tensor, chunk in chunks:
+                report(None)
+                self._compare(tensor, chunk)
 
         work_together(workers, work, lambda _: None)
-        if tally.nbytes != tally.total:  # a partial comparison must not pass
-            raise RuntimeError(f"{tally.nbytes} of the {tally.total} bytes of the shards were compared")
-        mesh = self._arrangement.plan.mesh
-        first = tally.first[1] if tally.first else None
-        return ExactReport(str(mesh), mesh.size, len(self._holders), tally.nbytes, first, tally.report())
+        if self._nbytes != self._total:  # a partial comparison must not pass
+            raise RuntimeError(f"{self._nbytes} of the {self._total} bytes of the shards were compared")
+        damages = (
+            Damage(tensor, rank, nbytes, elements, stored)
+            for (_, tensor, _, rank), (nbytes, elements, stored) in sorted(self._damages.items())
+        )
+        mesh, first = self._arrangement.plan.mesh, self._first[1] if self._first else None
+        return ExactReport(str(mesh), mesh.size, len(self._holders), self._nbytes, first, tuple(damages))
+
+    def _compare(self, tensor: _Tensor, chunk: Chunk) -> None:
+        """Compare a chunk of the original with what each holder has of it."""
+        view, nbytes = tensor.view, 0
+        run = view.of_original(chunk)
+        original = self._original(tensor, chunk, run) if tensor.original is not None and run.length else None
+        for reading in view.reads(chunk):
+            part, info = view.parts[reading.part], tensor.stored[reading.part]
+            if info is None:
+                continue
+            ours = original
+            if part.stated is not None and ours is not None and tensor.original is not None:
+                item = view.bits // 8
+                ours = stating(self._files, tensor.original, part.stated)[run.offset * item : run.end * item]
+            pair = self._pair(tensor, part, info)
+            if reading.part in view.shared:
+                for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
+                    of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
+                    theirs = self._files.read_shared(info, of.begin, of.nbytes)
+                    self._compare_block(pair, block, (ours, run.offset), (theirs, block.shard))
+            else:
+                begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
+                theirs = self._files.read_once(info.file, info.offset + begin, end - begin)
+                for block in reading.blocks:
+                    self._compare_block(pair, block, (ours, run.offset), (theirs, reading.begin))
+            nbytes += reading.elements * part.bits // 8
+        with self._lock:
+            self._nbytes += nbytes
+            self._progress(self._nbytes, self._total)
+
+    def _pair(self, tensor: _Tensor, part: Part, info: TensorInfo) -> _Pair:
+        """The tensor, and what a holder has of it."""
+        stored, number, _ = tensor.uses[part.number]
+        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
+        if stored is not None and stored.constant is not None:
+            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
+        elif stored is not None:
+            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
+        is_named_so = self._arrangement.format.plain and info.name == tensor.name
+        return _Pair(
+            tensor, info, self._ranks[part.holder] if stored is not None else 0, None if is_named_so else info.name,
+            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
+            pattern(value, info.dtype), because,
+        )  # fmt: skip
+
+    def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
+        """A chunk of the original's bytes."""
+        view, info = tensor.view, tensor.original
+        assert info is not None
+        if view.repeats is not None:
+            _, few = coarse(view, chunk)
+            item = view.bits // 8
+            data = self._files.read_once(info.file, info.offset + few.offset * item, few.length * item)
+            return repeated(view, chunk, data, run.length)
+        return self._files.read_once(info.file, info.offset + run.offset * view.bits // 8, run.length * view.bits // 8)
+
+    def _compare_block(
+        self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
+    ) -> None:
+        """Compare a block; of both sides the bytes, and the element with which they begin."""
+        left_part, info = None, pair.tensor.original
+        if info is not None and ours[0] is not None and block.original is not None and not pair.zero:
+            bits = DTYPE_BITS[info.dtype]
+            left_part = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
+            left_part = cast(left_part, info.dtype, pair.dtypes[0])
+        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
+        if left_part is not None:
+            wrong = differing(left_part, right, pair.dtypes, pair.function)
+        else:
+            wrong = right != pair.pattern if (right != pair.pattern).any() else None
+        if wrong is not None:
+            self._count(pair, block, left_part, right, wrong)
+
+    def _count(self, pair: _Pair, block: Block, left: Array | None, right: Array, wrong: Array) -> None:
+        """Count the wrong elements of a block, and find the first in the order of the original's elements."""
+        tensor, bits = pair.tensor, DTYPE_BITS[pair.dtypes[1]]
+        per_byte = max(1, 8 // bits)
+        if not block.shape:  # a number
+            wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
+            left = None if left is None else np.atleast_1d(left)
+        places = np.nonzero(wrong)
+        coordinates = [np.full(places[0].size, start) for start in block.first]
+        for factor, indices in enumerate(places[: len(block.shape)]):
+            dim, step = block.along[factor]
+            coordinates[dim] = coordinates[dim] + indices * (step * (per_byte if factor == len(places) - 1 else 1))
+        one = int(np.lexsort(coordinates[::-1])[0]) if coordinates else 0
+        index, at = tuple(int(numbers[one]) for numbers in coordinates), tuple(int(numbers[one]) for numbers in places)
+        elements = [i * (per_byte if factor == len(places) - 1 else 1) for factor, i in enumerate(at)]
+        moved = sum(i * step for i, step in zip(elements, block.shard_strides, strict=False))
+        nbytes = right.itemsize * int(places[0].size)
+        if left is not None and left.dtype == right.dtype and pair.function is None:
+            changed = np.ascontiguousarray(left[places] ^ right[places])
+            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
+        elif left is None:
+            changed = np.ascontiguousarray(right[places] ^ right.dtype.type(pair.pattern))
+            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
+        should = pair.pattern.to_bytes(right.itemsize, "little")
+        if left is not None:
+            should = expected(np.ascontiguousarray(left[at]).reshape(1), pair.dtypes, pair.function)
+        byte = pair.info.offset + (block.shard + moved) * bits // 8
+        file, original = pair.place(block, elements) if left is not None else (None, None)
+        difference = FirstDifference(
+            tensor.name, index, pair.rank, str(pair.info.file), byte, should,
+            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, pair.stored, pair.because,
+        )  # fmt: skip
+        place = tensor.number, flat_index(index, tensor.view.padded), pair.rank, pair.stored or ""
+        key = tensor.number, tensor.name, pair.stored or "", pair.rank
+        with self._lock:
+            self.damaged.add(pair.info.file)
+            earlier = self._damages.get(key, (0, 0, None))
+            count = earlier[1] + int(places[0].size) * per_byte
+            self._damages[key] = earlier[0] + nbytes, count, pair.stored
+            if self._first is None or place < self._first[0]:
+                self._first = place, difference
 
 
 # ------------------------------------------------------------------------------------------------ what is compared
@@ -153,7 +246,7 @@ class _Tensors:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
         there = self._original.ranks[0]
         for name, kept in self._shards.intact.items():
-            if name in there and (kept.dtype, kept.shape) == (self._parts.kind(Atom(name)).dtype, there[name].shape):
+            if name in there and (kept.dtype, kept.shape) == (self._parts.kinds[name].dtype, there[name].shape):
                 yield name, kept
         yield from ((first, there[second]) for second, first in self._original.twice.items())
 
@@ -230,9 +323,7 @@ class _Tensors:
         zeros, sizes = self._arrangement.atoms[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
         whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
-            part_of = self._parts.of(stored, holder)
-            blocks = part_of.atoms[use.number] if part_of else None
-            if blocks:
+            if blocks := self._parts.of(stored, holder, use.number):
                 if atom.at is not None:
                     blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
                 stated = stored.stated(holder) if stored.stated is not None else None
@@ -253,15 +344,11 @@ class _Tensors:
 
     def _constants(self, begin: int) -> Iterator[_Tensor]:
         """What a format stores that comes from no tensor."""
-        views: dict[tuple[int, str], View] = {}
         for stored in self._arrangement.stored:
             for holder in self._holders.get(stored.name, ()) if stored.constant is not None else ():
                 info = self._shards.ranks[holder][stored.name_on(holder)]
-                key = (math.prod(info.shape), info.dtype)
-                bits = DTYPE_BITS[info.dtype]
-                view = views.setdefault(key, View(key[:1], key[:1], bits, [Part(0, 0, (_whole(key[:1]),), bits)]))
-                part = view.parts[0]._replace(holder=holder)
-                view = View(view.shape, view.padded, bits, [part])
+                shape, bits = (math.prod(info.shape),), DTYPE_BITS[info.dtype]
+                view = View(shape, shape, bits, [Part(0, holder, (_whole(shape),), bits)])
                 yield _Tensor(begin, stored.name_on(holder), info.dtype, view, None, [_Use(stored, 0)], (info,))
 
 
@@ -272,290 +359,6 @@ def _whole(shape: tuple[int, ...]) -> Block:
         steps.insert(0, steps[0] * length)
     strides = tuple(steps[: len(shape)])
     return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
-
-
-class _Unit(NamedTuple):
-    """A chunk of a tensor."""
-
-    tensor: _Tensor
-    chunk: Chunk
-
-
-def _units(tensors: Iterator[_Tensor]) -> Iterator[_Unit | Sequence[_Tensor]]:
-    """Units of work: a chunk of a tensor, or several small tensors."""
-    for is_small, group in itertools.groupby(tensors, _is_small):
-        if not is_small:
-            yield from (_Unit(tensor, chunk) for tensor in group for chunk in tensor.view.chunks())
-            continue
-        while together := list(itertools.islice(group, TOGETHER)):
-            yield together
-
-
-def _is_small(tensor: _Tensor) -> bool:
-    """Whether a tensor is small, and its parts are the original's own words."""
-    info = tensor.original
-    return info is not None and info.nbytes <= SMALL and tensor.view.words is not None
-
-
-# ------------------------------------------------------------------------------------------------------ the results
-
-
-class _Tally:
-    """The results of all threads."""
-
-    def __init__(self, total: int, progress: Progress, sums: Mapping[FilePath, PartialSum], files: Files) -> None:
-        self.total, self.nbytes, self.sums, self.files = total, 0, sums, files
-        self.first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
-        self.damaged: set[FilePath] = set()
-        self._damages: dict[tuple[int, str, str, int], tuple[int, int, str | None]] = {}
-        self._progress, self._lock = progress, threading.Lock()
-
-    def compared(self, nbytes: int) -> None:
-        """Add to the number of compared bytes."""
-        with self._lock:
-            self.nbytes += nbytes
-            self._progress(self.nbytes, self.total)
-
-    def summed(self, sums: Mapping[FilePath, PartialSum]) -> None:
-        """Add the sums of what a thread has read."""
-        with self._lock:
-            for path, part in sums.items():
-                self.sums[path].merge(part)
-
-    def differs(
-        self, number: int, flat: int, file: FilePath, nbytes: int, elements: int, first: FirstDifference
-    ) -> None:
-        """Add the wrong bytes and elements of a part of a tensor; ``first`` is at element ``flat`` of the tensor."""
-        with self._lock:
-            self.damaged.add(file)
-            key = number, first.tensor, first.stored or "", first.rank
-            earlier = self._damages.get(key, (0, 0, None))
-            self._damages[key] = earlier[0] + nbytes, earlier[1] + elements, first.stored
-            place = (number, flat, first.rank, first.stored or "")
-            if self.first is None or place < self.first[0]:
-                self.first = place, first
-
-    def report(self) -> tuple[Damage, ...]:
-        """What is damaged, in the order of the original's tensors."""
-        return tuple(
-            Damage(tensor, rank, nbytes, elements, stored)
-            for (_, tensor, _, rank), (nbytes, elements, stored) in sorted(self._damages.items())
-        )
-
-
-# ----------------------------------------------------------------------------------------------------- the comparing
-
-
-@dataclass
-class _Run:
-    """Bytes ``begin`` to ``end`` of a file."""
-
-    file: FilePath
-    begin: int
-    end: int
-    data: Array = field(default_factory=lambda: np.empty(0, np.uint8))
-
-
-class _Span(NamedTuple):
-    """Some bytes of a tensor: ``begin`` to ``end`` of a run."""
-
-    run: _Run
-    begin: int
-    end: int
-
-    @property
-    def data(self) -> Array:
-        """A view of the bytes."""
-        return self.run.data[self.begin : self.end]
-
-
-class _Runs:
-    """Bytes to read; those that follow each other in a file are joined into one run."""
-
-    def __init__(self) -> None:
-        self.runs: list[_Run] = []
-        self._last: dict[FilePath, _Run] = {}
-
-    def add(self, file: FilePath, begin: int, nbytes: int) -> _Span:
-        """Add bytes of a file."""
-        run = self._last.get(file)
-        if run is None or run.end != begin:
-            run = self._last[file] = _Run(file, begin, begin)
-            self.runs.append(run)
-        run.end += nbytes
-        return _Span(run, begin - run.begin, run.end - run.begin)
-
-
-class _Names(NamedTuple):
-    """What reports call a holder's rank; and whether each tensor has the original's name."""
-
-    ranks: Sequence[int]
-    is_own: bool
-
-
-class _Worker:
-    """One thread's buffers and sums."""
-
-    def __init__(self, tally: _Tally, names: _Names, *, sums: bool = True) -> None:
-        self._tally, self._names = tally, names
-        self._summed: Mapping[FilePath, PartialSum] = tally.sums if sums else {}
-        self._buffers: dict[str, Array] = {}
-        self._sums: dict[FilePath, PartialSum] = {}
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tally.summed(self._sums)
-
-    def _read(self, use: str, path: FilePath, offset: int, nbytes: int) -> Array:
-        """``nbytes`` of a file, in the buffer of this name."""
-        if use not in self._buffers or self._buffers[use].size < nbytes:
-            self._buffers[use] = np.empty(nbytes, np.uint8)
-        buffer = self._buffers[use][:nbytes]
-        self._fill(path, offset, buffer)
-        return buffer
-
-    def _fill(self, path: FilePath, offset: int, buffer: Array) -> None:
-        """Fill the buffer from ``offset`` of a file, and add to the file's sum, if it is wanted and not done there."""
-        self._tally.files.fill(path, offset, buffer)
-        self._add(path, offset, buffer)
-
-    def _add(self, path: FilePath, offset: int, content: Array) -> None:
-        if path in self._summed and not self._tally.files.is_remote(path):
-            if path not in self._sums:
-                self._sums[path] = PartialSum(self._summed[path].size)
-            self._sums[path].add(offset, content.size, sum_part(content, offset))
-
-    def compare_small(self, tensors: Sequence[_Tensor]) -> None:
-        """Compare small tensors; neighbours in a file are read with one call.
-
-        A tensor that differs is compared again, chunk by chunk, to find the place.
-        """
-        runs, spans = _Runs(), []
-        for tensor in tensors:
-            item, info = tensor.view.bits // 8, tensor.original
-            assert info is not None and tensor.view.words is not None
-            parts = [
-                (words, runs.add(stored.file, stored.offset + words.begin * item, (words.end - words.begin) * item))
-                for words, stored in zip(tensor.view.words, tensor.stored, strict=True)
-                if stored is not None
-            ]
-            spans.append((tensor, runs.add(info.file, info.offset, info.nbytes), parts))
-        for run in runs.runs:
-            run.data = np.empty(run.end - run.begin, np.uint8)
-            self._fill(run.file, run.begin, run.data)
-        nbytes = 0
-        for tensor, original, parts in spans:
-            size, ours = 0, original.data
-            for words, (run, begin, end) in parts:
-                if words.size != size:
-                    size, words_of = words.size, original.data.view(f"u{words.size}")
-                    ours = np.append(words_of, words_of.dtype.type(0))  # padding
-                if ours.take(words.numbers).tobytes() != run.data[begin:end].tobytes():  # faster than arrays, if small
-                    break
-            else:
-                nbytes += sum(span.end - span.begin for _, span in parts)
-                continue
-            with _Worker(self._tally, self._names, sums=False) as again:
-                for chunk in tensor.view.chunks():
-                    again.compare(tensor, chunk)
-        self._tally.compared(nbytes)
-
-    def compare(self, tensor: _Tensor, chunk: Chunk) -> None:
-        """Compare a chunk of the original with what each holder has of it."""
-        view, nbytes = tensor.view, 0
-        run = view.of_original(chunk)
-        original = self._original(tensor, chunk, run) if tensor.original is not None and run.length else None
-        for reading in view.reads(chunk):
-            part, info = view.parts[reading.part], tensor.stored[reading.part]
-            if info is None:
-                continue
-            ours = original
-            if part.stated is not None and ours is not None:
-                ours = self._stated(tensor, part.stated, run)
-            pair = _Pair.of(tensor, part, info, self._names)
-            if reading.part in view.shared:
-                for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
-                    of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
-                    theirs = self._tally.files.read_shared(info, of.begin, of.nbytes, self._add)
-                    self._compare(pair, block, (ours, run.offset), (theirs, block.shard))
-            else:
-                begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
-                theirs = self._read("held", info.file, info.offset + begin, end - begin)
-                for block in reading.blocks:
-                    self._compare(pair, block, (ours, run.offset), (theirs, reading.begin))
-            nbytes += reading.elements * part.bits // 8
-        self._tally.compared(nbytes)
-
-    def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
-        """A chunk of the original's bytes."""
-        view, info = tensor.view, tensor.original
-        assert info is not None
-        if view.repeats is not None:
-            _, few = coarse(view, chunk)
-            item = view.bits // 8
-            data = self._read("original", info.file, info.offset + few.offset * item, few.length * item)
-            return repeated(view, chunk, data, run.length)
-        begin = info.offset + run.offset * view.bits // 8
-        return self._read("original", info.file, begin, run.length * view.bits // 8)
-
-    def _stated(self, tensor: _Tensor, shape: Sequence[int], run: Run) -> Array:
-        """What stands in the place of a chunk of the original, in a tensor that states this shape of a weight."""
-        assert tensor.original is not None
-        item = tensor.view.bits // 8
-        return stating(self._tally.files, tensor.original, shape)[run.offset * item : run.end * item]
-
-    def _compare(self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]) -> None:
-        """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left_part, info = None, pair.tensor.original
-        if info is not None and ours[0] is not None and block.original is not None and not pair.zero:
-            bits = DTYPE_BITS[info.dtype]
-            left_part = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
-            left_part = cast(left_part, info.dtype, pair.dtypes[0])
-        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
-        if left_part is not None:
-            wrong = differing(left_part, right, pair.dtypes, pair.function)
-        else:
-            wrong = right != pair.pattern if (right != pair.pattern).any() else None
-        if wrong is not None:
-            self._count(pair, block, left_part, right, wrong)
-
-    def _count(self, pair: _Pair, block: Block, left: Array | None, right: Array, wrong: Array) -> None:
-        """Count the wrong elements of a block, and find the first in the order of the original's elements."""
-        tensor, bits = pair.tensor, DTYPE_BITS[pair.dtypes[1]]
-        per_byte = max(1, 8 // bits)
-        if not block.shape:  # a number
-            wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
-            left = None if left is None else np.atleast_1d(left)
-        places = np.nonzero(wrong)
-        coordinates = [np.full(places[0].size, start) for start in block.first]
-        for factor, indices in enumerate(places[: len(block.shape)]):
-            dim, step = block.along[factor]
-            coordinates[dim] = coordinates[dim] + indices * (step * (per_byte if factor == len(places) - 1 else 1))
-        one = int(np.lexsort(coordinates[::-1])[0]) if coordinates else 0
-        index, at = tuple(int(numbers[one]) for numbers in coordinates), tuple(int(numbers[one]) for numbers in places)
-        elements = [i * (per_byte if factor == len(places) - 1 else 1) for factor, i in enumerate(at)]
-        moved = sum(i * step for i, step in zip(elements, block.shard_strides, strict=False))
-        nbytes = right.itemsize * int(places[0].size)
-        if left is not None and left.dtype == right.dtype and pair.function is None:
-            changed = np.ascontiguousarray(left[places] ^ right[places])
-            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
-        elif left is None:
-            changed = np.ascontiguousarray(right[places] ^ right.dtype.type(pair.pattern))
-            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
-        should = pair.pattern.to_bytes(right.itemsize, "little")
-        if left is not None:
-            should = expected(np.ascontiguousarray(left[at]).reshape(1), pair.dtypes, pair.function)
-        byte = pair.info.offset + (block.shard + moved) * bits // 8
-        file, original = pair.place(block, elements) if left is not None else (None, None)
-        difference = FirstDifference(
-            tensor.name, index, pair.rank, str(pair.info.file), byte, should,
-            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, pair.stored, pair.because,
-        )  # fmt: skip
-        count = int(places[0].size) * per_byte
-        flat = flat_index(index, tensor.view.padded)
-        self._tally.differs(tensor.number, flat, pair.info.file, nbytes, count, difference)
 
 
 class _Pair(NamedTuple):
@@ -574,22 +377,6 @@ class _Pair(NamedTuple):
     zero: bool
     pattern: int
     because: str
-
-    @classmethod
-    def of(cls, tensor: _Tensor, part: Part, info: TensorInfo, names: _Names) -> _Pair:
-        """The tensor, and what a holder has of it."""
-        stored, number, _ = tensor.uses[part.number]
-        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
-        if stored is not None and stored.constant is not None:
-            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
-        elif stored is not None:
-            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
-        return cls(
-            tensor, info, names.ranks[part.holder] if stored is not None else 0,
-            None if names.is_own and info.name == tensor.name else info.name,
-            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
-            pattern(value, info.dtype), because,
-        )  # fmt: skip
 
     def place(self, block: Block, element: Sequence[int]) -> tuple[str, int]:
         """The original's file, and the byte there from which an element of a block comes."""

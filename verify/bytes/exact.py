@@ -74,7 +74,7 @@ def compare(
         structure.check()
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)
-        comparison = Comparison(original, shards, arrangement, structure.comparable, progress, sums, files)
+        comparison = Comparison(original, shards, arrangement, structure.comparable, progress, files)
     except ReshardError as error:
         if _is_unreadable(error):
             raise

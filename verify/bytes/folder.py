@@ -50,11 +50,7 @@ Change = tuple[str, Any, Any]
 """A wrong value in a document: its path, the right value, the value found (``NOTHING`` for an absent value)."""
 
 
-class _Nothing:
-    """The type of ``NOTHING``, which stands for an absent value."""
-
-
-NOTHING = _Nothing()
+NOTHING = object()
 
 
 # ------------------------------------------------------------------------------------------------------ files, folders

@@ -10,9 +10,8 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -41,25 +40,23 @@ ROOM = 1 << 30
 ROOM_HERE = 64 << 20
 """Bytes of blocks of local files that are kept: only blocks that several chunks have bytes of."""
 
-Summed = Callable[[FilePath, int, Array], None]
-"""Takes the bytes of a file from this offset on."""
-
 _WORKERS, _WORKERS_ELSEWHERE = 4, 16
 
 
 class Files:
     """Files to read pieces of, from any thread; the files used last stay open.
 
-    ``sums`` has the sums of the headers; blocks of remote files are added to it as they are fetched.
+    ``sums`` has the sums of the headers; what is compared is added to it, each byte once.
     """
 
     def __init__(self, *sources: Source, sums: Mapping[FilePath, PartialSum] = MappingProxyType({})) -> None:
-        elsewhere = (file for source in sources for file in source.files.values() if file.remote is not None)
-        self._elsewhere = {file.path: _Blocks(file, sums.get(file.path)) for file in elsewhere}
+        files = (file for source in sources for file in source.files.values())
+        self._elsewhere = {file.path: file for file in files if file.remote is not None}
+        self._opened: dict[FilePath, Read] = {}
         self._open: OrderedDict[FilePath, BinaryIO] = OrderedDict()
         self._cache: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
         self._cached_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
-        self._summed: set[tuple[FilePath, int]] = set()
+        self._sums, self._summed = sums, set[tuple[FilePath, int]]()
         self._lock = threading.Lock()
 
     @property
@@ -67,70 +64,48 @@ class Files:
         """The number of threads that should read: many if files are remote, because threads then wait for answers."""
         return _WORKERS_ELSEWHERE if self._elsewhere else min(_WORKERS, os.cpu_count() or 1)
 
-    def is_remote(self, path: FilePath) -> bool:
-        """Whether a file is remote, so that its bytes are added to its sum as they are fetched."""
-        return path in self._elsewhere
-
     def read(self, path: FilePath, begin: int, nbytes: int) -> Array:
-        """Bytes of a file. Raises CheckpointError, MismatchError."""
-        content = np.empty(nbytes, np.uint8)
-        self.fill(path, begin, content)
-        return content
-
-    def fill(self, path: FilePath, begin: int, buffer: Array) -> None:
-        """Fill a buffer with bytes of a file.
-
-        Raises CheckpointError if it cannot be read or has become shorter, MismatchError if it was replaced.
-        """
-        filled = 0
+        """Bytes of a file. Raises CheckpointError if it cannot be read or is shorter, MismatchError if replaced."""
+        content, filled = np.empty(nbytes, np.uint8), 0
         if path in self._elsewhere:
-            while filled < buffer.size:
+            while filled < nbytes:
                 number, skip = divmod(begin + filled, BLOCK)
-                block = self._block(path, number, BLOCK, partial(self._elsewhere[path].read, number))
-                piece = block[skip : skip + buffer.size - filled]
-                buffer[filled : filled + len(piece)] = piece
+                piece = self._block(path, number * BLOCK, BLOCK)[skip : skip + nbytes - filled]
+                content[filled : filled + len(piece)] = piece
                 filled += len(piece)
-            return
+            return content
         try:
             file = self._file(path)
-            while filled < buffer.size:
-                count = os.preadv(file.fileno(), [buffer[filled:].data], begin + filled)
+            while filled < nbytes:
+                count = os.preadv(file.fileno(), [content[filled:].data], begin + filled)
                 if not count:
                     raise CheckpointError(f"{path} became shorter while it was read")
                 filled += count
         except OSError as error:
             raise unreadable(path, error) from None
+        return content
 
-    def read_shared(self, info: TensorInfo, begin: int, nbytes: int, summed: Summed) -> Array:
-        """Bytes of a tensor from ``begin``, if nearby bytes will be asked for too: they are read in blocks, and kept.
+    def read_once(self, path: FilePath, begin: int, nbytes: int) -> Array:
+        """The same of bytes that are asked for once: they are added to the file's sum."""
+        content = self.read(path, begin, nbytes)
+        if path not in self._elsewhere:
+            self._add(path, begin, content)
+        return content
 
-        Each block is passed to ``summed`` once.
-        """
-        if self.is_remote(info.file):
+    def read_shared(self, info: TensorInfo, begin: int, nbytes: int) -> Array:
+        """Bytes of a tensor from ``begin``, if nearby bytes are asked for too: they are read in blocks, and kept."""
+        if info.file in self._elsewhere:
             return self.read(info.file, info.offset + begin, nbytes)
         numbers = range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1)
-        blocks = [self._shared_block(info, number, summed) for number in numbers]
+        ends = ((info.offset + n * BLOCK, min(BLOCK, info.nbytes - n * BLOCK)) for n in numbers)
+        blocks = [self._block(info.file, offset, size) for offset, size in ends]
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         skip = begin - numbers.start * BLOCK
         return whole[skip : skip + nbytes]
 
-    def _shared_block(self, info: TensorInfo, number: int, summed: Summed) -> Array:
-        offset, nbytes = info.offset + number * BLOCK, min(BLOCK, info.nbytes - number * BLOCK)
-
-        def read() -> Array:
-            content = self.read(info.file, offset, nbytes)
-            with self._lock:
-                is_first = (info.file, offset) not in self._summed
-                self._summed.add((info.file, offset))
-            if is_first:
-                summed(info.file, offset, content)
-            return content
-
-        return self._block(info.file, offset, nbytes, read)
-
-    def _block(self, path: FilePath, number: int, nbytes: int, read_block: Callable[[], Array]) -> Array:
-        """A block of a file; who asks first reads it, the others wait."""
-        key, future = (path, number), Future[Array]()
+    def _block(self, path: FilePath, begin: int, nbytes: int) -> Array:
+        """A block of a file; who asks first reads it, the others wait. It is added to the file's sum once."""
+        key, future = (path, begin), Future[Array]()
         with self._lock:
             block, _ = self._cache.setdefault(key, (future, nbytes))
             self._cache.move_to_end(key)
@@ -139,10 +114,37 @@ class Files:
                 self._cached_bytes -= self._cache.popitem(last=False)[1][1]
         if block is future:
             try:
-                future.set_result(read_block())
+                file, skip = self._elsewhere.get(path), 0
+                if file is None:
+                    content = self.read(path, begin, nbytes)
+                else:
+                    content, skip = self._fetched(file, begin), max(0, len(file.header or b"") - begin)
+                with self._lock:
+                    is_first = key not in self._summed
+                    self._summed.add(key)
+                if is_first:
+                    self._add(path, begin + skip, content[skip:])
+                future.set_result(content)
             except BaseException as error:
                 future.set_exception(error)
         return block.result()
+
+    def _fetched(self, file: SourceFile, begin: int) -> Array:
+        """A block of a file that lies elsewhere; the last is shorter. Raises CheckpointError, MismatchError."""
+        if file.path not in self._opened:
+            from reshard.transforms.tensors import Opened  # rarely needed
+
+            assert file.remote is not None
+            self._opened.setdefault(file.path, Opened(_scales, _bits)(file.remote))  # with the arithmetic of the proof
+        if begin >= file.size:
+            raise CheckpointError(f"{file.path} has no byte {begin}")
+        return np.frombuffer(self._opened[file.path](begin, min(begin + BLOCK, file.size)), np.uint8)
+
+    def _add(self, path: FilePath, begin: int, content: Array) -> None:
+        if path in self._sums:
+            part = sum_part(content, begin)
+            with self._lock:
+                self._sums[path].add(begin, content.size, part)
 
     def _file(self, path: FilePath) -> BinaryIO:
         with self._lock:
@@ -152,39 +154,6 @@ class Files:
                     self._open.popitem(last=False)
             self._open.move_to_end(path)
             return self._open[path]
-
-
-class _Blocks:
-    """The blocks of a file that lies elsewhere; each is added to ``total`` once."""
-
-    def __init__(self, file: SourceFile, total: PartialSum | None) -> None:
-        self._file, self._total, self._lock = file, total, threading.Lock()
-        self._summed: set[int] = set()
-        self._opened: Read | None = None
-
-    def read(self, number: int) -> Array:
-        """A block; the last is shorter. Raises CheckpointError, MismatchError."""
-        with self._lock:
-            if self._opened is None:
-                from reshard.transforms.tensors import Opened  # rarely needed
-
-                assert self._file.remote is not None
-                self._opened = Opened(_scales, _bits)(self._file.remote)  # with the arithmetic of the proof
-        begin = number * BLOCK
-        if begin >= self._file.size:
-            raise CheckpointError(f"{self._file.path} has no byte {begin}")
-        content = self._opened(begin, min(begin + BLOCK, self._file.size))
-        if self._total is not None:
-            self._sum(number, begin, content)
-        return np.frombuffer(content, np.uint8)
-
-    def _sum(self, number: int, begin: int, content: memoryview) -> None:
-        skip = max(0, len(self._file.header or b"") - begin)
-        part = sum_part(content[skip:], begin + skip)
-        with self._lock:
-            if self._total is not None and number not in self._summed:
-                self._summed.add(number)
-                self._total.add(begin + skip, max(0, len(content) - skip), part)
 
 
 # ------------------------------------------------------------------------------------------------ dequantized originals

@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from formats.errors import ReshardError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import Chunk
 from formats.files.sharded import INTACT_FILE, MANIFEST
+from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -25,6 +24,7 @@ from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, check_belonging, program_files, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
+from verify.bytes.atoms import owners
 from verify.bytes.exact_report import ConfigDifference
 
 
@@ -215,8 +215,43 @@ class Structure:
         for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
         for stored in self.arrangement.stored:
-            of = _Chunks(shards, files, stored, chunks[stored.name], self)
-            of.check(planned[stored.name] if planned is not None else None)
+            of_mesh = planned[stored.name] if planned is not None else None
+            self._check_chunks_of(stored, chunks[stored.name], files, of_mesh)
+
+    def _check_chunks_of(
+        self, stored: Stored, chunks: Mapping[int, Chunk], files: Sequence[ProgramFile],
+        planned: Mapping[int, Chunk] | None,
+    ) -> None:  # fmt: skip
+        """The chunks of one tensor, by the numbers of their files; ``planned`` has those of the mesh, by the numbers in
+        the files' names.
+        """
+        name, infos = stored.name, {number: self.shards.ranks[number][stored.name] for number in chunks}
+        lacking, wrong = list[str](), dict[int, str]()
+        if not chunks:
+            origin = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
+            self.missing.append(f"{name}{origin}")
+            return
+        for number, at in chunks.items():
+            info, shape = infos[number], stored.whole_shape
+            if info.dtype != stored.dtype or len(at.shape) != len(shape):
+                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                wrong[number] = f"{info.file}: tensor '{name}' is {has}, the original gives {should}"
+            elif any(end > size for end, size in zip(at.end, shape, strict=True)):
+                wrong[number] = f"{info.file}: has {_range(at)} of '{name}', which is {list(shape)}"
+            elif planned is not None and at != (chunk := planned.get(files[number].rank)):
+                gives = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
+                wrong[number] = f"{info.file}: has {_range(at)} of '{name}', {gives}"
+        present = {files[number].rank for number in chunks}
+        for number, at in (planned or {}).items():
+            if number not in present:
+                names = [file.path.name for file in files if file.rank == number]
+                file = names[0] if names else f"the file of shard {number + 1}"
+                lacking.append(f"{file}: {_range(at)} of '{name}'")
+        self.problems += wrong.values()
+        self.missing += lacking
+        self.comparable[name] = [number for number in chunks if number not in wrong]
+        if not wrong and not lacking:
+            self.problems += _not_once(stored, [(infos[number].file.name, at) for number, at in chunks.items()])
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -230,77 +265,21 @@ def ranks_of(shards: Source) -> Sequence[int]:
     return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """The chunks of one tensor, by the numbers of their files."""
-
-    shards: Source
-    files: Sequence[ProgramFile]
-    stored: Stored
-    chunks: Mapping[int, Chunk]
-    into: Structure
-
-    def check(self, planned: Mapping[int, Chunk] | None) -> None:
-        """Fill in what is wrong; ``planned`` has the chunks of the mesh, by the numbers in the files' names."""
-        into, name = self.into, self.stored.name
-        if not self.chunks:
-            origin = "".join(f", of '{atom.tensor}'" for atom in self.stored.atoms[:1])
-            into.missing.append(f"{name}{origin}")
-            return
-        wrong = {number: text for number, at in self.chunks.items() if (text := self._wrong(number, at))}
-        lacking: list[str] = []
-        if planned is not None:
-            present = {self.files[number].rank for number in self.chunks}
-            lacking = [self._lacking(number, at) for number, at in planned.items() if number not in present]
-            for number, at in self.chunks.items():
-                chunk = planned.get(self.files[number].rank)
-                if number not in wrong and at != chunk:
-                    should = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
-                    wrong[number] = f"{self._file(number)}: has {_range(at)} of '{name}', {should}"
-        into.problems += wrong.values()
-        into.missing += lacking
-        into.comparable[name] = [number for number in self.chunks if number not in wrong]
-        if not wrong and not lacking:
-            into.problems += self._not_once()
-
-    def _wrong(self, number: int, at: Chunk) -> str | None:
-        """Why a chunk is none of the original's tensor, if it is not."""
-        info, shape = self.shards.ranks[number][self.stored.name], self.stored.whole_shape
-        if info.dtype != self.stored.dtype or len(at.shape) != len(shape):
-            has, planned = f"{info.dtype} {list(info.shape)}", f"{self.stored.dtype} {list(shape)}"
-            return f"{info.file}: tensor '{info.name}' is {has}, the original gives {planned}"
-        if any(end > size for end, size in zip(at.end, shape, strict=True)):
-            return f"{info.file}: has {_range(at)} of '{info.name}', which is {list(shape)}"
-        return None
-
-    def _file(self, number: int) -> str:
-        return str(self.shards.ranks[number][self.stored.name].file)
-
-    def _lacking(self, number: int, at: Chunk) -> str:
-        files = [file.path.name for file in self.files if file.rank == number]
-        return f"{files[0] if files else f'the file of shard {number + 1}'}: {_range(at)} of '{self.stored.name}'"
-
-    def _not_once(self) -> Iterator[str]:
-        """What the chunks have twice, or not at all: the first cell of the grid of all their ends."""
-        shape, owners = self.stored.whole_shape, [*self.chunks.items()]
-        ends = [
-            sorted({0, size, *(end for _, at in owners for end in (at.offset[dim], at.end[dim]))})
-            for dim, size in enumerate(shape)
-        ]
-        count: npt.NDArray[np.intp] = np.zeros([len(of_dim) - 1 for of_dim in ends], np.intp)
-        for _, at in owners:
-            count[tuple(slice(of.index(b), of.index(e)) for of, b, e in zip(ends, at.offset, at.end, strict=True))] += 1
-        for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
-            bad: list[list[int]] = np.argwhere(cells).tolist()
-            if bad:
-                first = [of[i] for of, i in zip(ends, bad[0], strict=True)]
-                elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in bad)
-                names = [
-                    Path(self._file(number)).name for number, at in owners
-                    if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
-                ]  # fmt: skip
-                listed = f" ({', '.join(names)})" if names else ""
-                yield f"'{self.stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
+def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[str]:
+    """What chunks in files of these names have twice, or not at all: the first cell of the grid of all their ends."""
+    runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
+    ends, count = owners(stored.whole_shape, [*runs])
+    for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
+        bad: list[list[int]] = np.argwhere(cells).tolist()
+        if bad:
+            first = [of[i] for of, i in zip(ends, bad[0], strict=True)]
+            elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in bad)
+            names = [
+                name for name, at in chunks
+                if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
+            ]  # fmt: skip
+            listed = f" ({', '.join(names)})" if names else ""
+            yield f"'{stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
 
 
 def _range(at: Chunk) -> str:

@@ -74,18 +74,6 @@ class Read(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-class Words(NamedTuple):
-    """A part in one piece: the elements ``begin`` to ``end`` of the holder's tensor are these words of the original.
-
-    A word has ``size`` bytes; padding has the number after the original's last.
-    """
-
-    begin: int
-    end: int
-    size: int
-    numbers: Indices
-
-
 class View:
     """The parts of a tensor of this shape, padded shape and bits of an element; tensors that are alike share a view.
 
@@ -111,6 +99,9 @@ class View:
             self.rows = max(8, self.rows // 8 * 8)
         if repeats is not None and shape:  # and at an element of the original
             self.rows = -(-self.rows // repeats[self.axis]) * repeats[self.axis]
+        self._reads_of_all: list[Read] | None = None
+        if len(few := [*itertools.islice(self.chunks(), 2)]) == 1:  # many tensors may be that small, and alike
+            self._reads_of_all = [*self.reads(few[0])]
         all_reads = (read for chunk in self.chunks() for read in self.reads(chunk))
         self.shared = frozenset(read.part for read in all_reads if read.elements != read.end - read.begin)
         self.rows *= WIDER if self.shared else 1
@@ -137,6 +128,9 @@ class View:
 
     def reads(self, chunk: Chunk) -> Iterator[Read]:
         """What a chunk takes of each part that has any of its elements."""
+        if self._reads_of_all is not None:
+            yield from self._reads_of_all
+            return
         first = flat_index(chunk.outer, self.padded)
         if self.shape:
             inner = math.prod(self.padded[self.axis + 1 :])
@@ -178,43 +172,6 @@ class View:
             for factor, run in zip(factors, itertools.chain(*chosen), strict=True):
                 runs[factor] = run
             yield _cut(block, runs)
-
-    @cached_property
-    def words(self) -> tuple[Words, ...] | None:
-        """The parts as words of the original; None if that is not possible, because their bytes are in another order,
-        for example.
-        """
-        word_parts = []
-        for part in self.parts:
-            begin, end = min(block.shard for block in part.blocks), max(map(end_of, part.blocks))
-            count = sum(math.prod(block.shape) for block in part.blocks)
-            if self.bits % 8 or self.repeats or not part.is_same or count != end - begin:
-                return None
-            word_parts.append(self._words(part, begin, end))
-        return tuple(word_parts)
-
-    def _words(self, part: Part, begin: int, end: int) -> Words:
-        total = math.prod(self.shape)
-        numbers = np.full(end - begin, total, np.intp)
-        for block in part.blocks:
-            if block.original is not None and not part.zero:
-                at = _positions(block.shard - begin, block.shape, block.shard_strides)
-                numbers[at] = _positions(block.original, block.shape, block.original_strides)
-        item = self.bits // 8
-        for width in (8 // item, 4 // item, 2 // item):
-            if width > 1 and not total % width and not numbers.size % width:
-                rows = numbers.reshape(-1, width)
-                following = (rows[:, :1] + np.arange(width) == rows) & (rows[:, :1] % width == 0) & (rows < total)
-                if (following.all(axis=1) | (rows == total).all(axis=1)).all():
-                    return Words(begin, end, item * width, np.ascontiguousarray(rows[:, 0] // width))
-        return Words(begin, end, item, numbers)
-
-
-def _positions(first: int, shape: Sequence[int], strides: Sequence[int]) -> Indices:
-    positions = np.full(1, first, np.intp)
-    for length, stride in zip(shape, strides, strict=True):
-        positions = (positions[:, None] + np.arange(length) * stride).reshape(-1)
-    return positions
 
 
 def _cut(block: Block, runs: Sequence[Run]) -> Block:

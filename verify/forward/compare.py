@@ -35,15 +35,11 @@ Progress = Callable[[str], None]
 """Called with what is being done."""
 
 
-def _no_progress(message: str) -> None:
-    pass
-
-
 DEFAULTS = ForwardOptions()
 
 
 def run_forward(
-    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = _no_progress
+    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = lambda _: None
 ) -> ForwardReport:
     """Run the original and its shards, which may be a full checkpoint, and compare.
 
@@ -55,7 +51,7 @@ def run_forward(
 def run_forwards(
     pairs: Sequence[tuple[Source | Unmerged, Source]],
     options: ForwardOptions = DEFAULTS,
-    progress: Progress = _no_progress,
+    progress: Progress = lambda _: None,
     *,
     references: MutableMapping[str, Reference] | None = None,
 ) -> list[ForwardReport]:

@@ -92,9 +92,8 @@ class _Elements:
         filled = np.zeros(box.shape, bool)
         for holder in sorted(range(len(self._ranks)), key=lambda other: other != rank):
             for at, location in self._locations[name] if not filled.all() else ():
-                dtype = self._parts.kind(location.stored.atoms[location.number]).dtype
-                part = self._parts.of(location.stored, holder)
-                for block in (part.atoms[location.number] if part else None) or ():
+                dtype = self._parts.kinds[location.stored.atoms[location.number].tensor].dtype
+                for block in self._parts.of(location.stored, holder, location.number):
                     values = self._values(location, holder, block, dtype)
                     if values_of is None:
                         values_of = np.zeros(box.shape, values.dtype)

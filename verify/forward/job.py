@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,55 +111,61 @@ class Failure:
     is_gathered: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What ran, and how: what the original's run says of it, and what that of the shards adds.
+
+    ``reason`` says what was not on a device, and why. ``repeated``, of an accelerator, is how far the original's run
+    was from the same run before, over the noise. ``unused`` are tensors that the original's model does not use; ``cut``
+    are parameters whose shape on a rank is not the one that its config.json gives.
+    """
+
+    batch: int
+    seq: int
+    draws: int
+    choices: int
+    own_overruled: int
+    reason: str | None = None
+    repeated: float | None = None
+    overruled: int = 0
+    unused: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
+    backend: str = ""
+    seconds: float = 0.0
+    logits: Logits | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """What the original did, as rank 0 sends it to all.
 
     ``effects`` has, of an adapter, the ratio of error to noise that the base model without it would have at each place;
-    ``outputs`` are the places at which a model's outputs are. ``reason`` says why the run in higher precision was on
-    the CPU. ``repeated``, of an accelerator, is how far the same run was from itself, over the noise.
+    ``outputs`` are the places at which a model's outputs are.
     """
 
+    run: Run
     ids: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
     states: Mapping[str, Yardstick]
     logits: str | None
     own_logits: torch.Tensor | None
     chosen: Sequence[torch.Tensor]
-    choices: int
-    overruled: int
-    seconds: float
-    gradients: Mapping[str, Yardstick] = field(default_factory=dict)
-    effects: Mapping[str, float] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
-    reason: str | None = None
-    repeated: float | None = None
+    gradients: Mapping[str, Yardstick]
+    effects: Mapping[str, float]
+    outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, kw_only=True)
+class Result(Run):
     """What a rank found. ``logits`` and ``biases`` from rank 0 alone."""
 
     rank: int
     rows: tuple[tuple[str, Distance], ...]
-    logits: Logits | None
-    draws: int
-    choices: int
-    own_overruled: int
-    overruled: int
-    unused: tuple[str, ...]
-    backend: str
-    seq: int
-    batch: int
-    seconds: float
-    gradients: tuple[tuple[str, Distance], ...] = field(default=())
-    biases: tuple[tuple[str, float], ...] = field(default=())
-    cut: tuple[str, ...] = ()
-    failure: Failure | None = None
-    effects: Mapping[str, float] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
-    reason: str | None = None
-    repeated: float | None = None
+    gradients: tuple[tuple[str, Distance], ...] = ()
+    biases: tuple[tuple[str, float], ...] = ()
+    effects: Mapping[str, float]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, repr=False)

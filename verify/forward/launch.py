@@ -96,13 +96,13 @@ def explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | 
     """What ended a rank, for those who started it."""
     if isinstance(error, (RankAnswer, RankTimeoutError)):
         return error
-    details, fault = "".join(traceback.format_exception(error)), machine_fault(error)
+    fault = machine_fault(error)
     if isinstance(error, ReshardError):
         message, hint = error.message, error.hint
     else:
         message, hint = traceback.format_exception_only(error)[-1].strip(), fault
     message = message.splitlines()[0] if fault else message  # CUDA's next lines are advice for developers
-    return RankError(f"rank {rank} of {world_size} failed: {message}", hint, rank=rank, details=details)
+    return RankError(f"rank {rank} of {world_size} failed: {message}", hint, rank=rank)
 
 
 def _run_as_rank(

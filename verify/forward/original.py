@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import hashlib
 import math
-import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from formats.errors import CheckpointError
 from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
-from verify.forward.job import Job, Reference, dtype_name
+from verify.forward.job import Job, Reference, Run, dtype_name
 from verify.forward.noise import Noise, measure, noise_of, yardstick
 from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
@@ -56,7 +55,6 @@ def _key(job: Job, device: torch.device) -> str:
 
 
 def _run_original(job: Job, device: torch.device) -> Reference:
-    started = time.monotonic()
     exact_run, reason = _run_exactly(job, device)
     ids, inputs, exact, exact_grads, without = exact_run
     on_device = {name: value.to(device) for name, value in inputs.items()}
@@ -76,18 +74,19 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     logits = next(of_vocabulary, None)
     states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
     apart = {n: dataclasses.replace(states[n], exact=x) for n, x in first.states.items()}
+    repeated = max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None
+    what = Run(
+        batch=ids.shape[0], seq=ids.shape[1], draws=job.options.draws, choices=exact.choices,
+        own_overruled=first.overruled, reason=reason, repeated=repeated,
+    )  # fmt: skip
     return Reference(
-        reason=reason,
-        repeated=max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None,
+        run=what,
         ids=ids,
         inputs=inputs,
         states=states,
         logits=logits,
         own_logits=first.states[logits] if logits else None,
         chosen=exact.chosen,
-        choices=exact.choices,
-        overruled=first.overruled,
-        seconds=time.monotonic() - started,
         gradients={n: yardstick(x, of_gradients[n], job.dtype) for n, x in exact_grads.items()},
         effects={name: measure(state, states[name]).ratio for name, state in without.items()},
         outputs=tuple(exact.outputs),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reshard.text import plural
-from verify.forward.job import Failure, Job, Logits, Result, dtype_name
+from verify.forward.job import Failure, Job, Result, Run, dtype_name
 from verify.forward.noise import FLOOR, LIMIT, Distance
 from verify.rank.device import count, names
 
@@ -70,44 +70,26 @@ class Power:
     is_poor: bool
 
 
-@dataclass(frozen=True)
-class ForwardReport:
+@dataclass(frozen=True, kw_only=True)
+class ForwardReport(Run):
     """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit or the shards' model had
-    a ``failure``; and what was run, on which devices. ``reason`` says what was not on a device, and why.
-    ``repeated`` is how far an accelerator's second run was from the same run before, over the noise.
-
-    ``unused`` are tensors that the original's model does not use; ``cut`` are parameters whose shape on a rank is not
-    the one that its config.json gives.
+    a ``failure``; and what was run, on which devices.
     """
 
     is_same: bool
     verdict: str
     first: str | None
-    failure: Failure | None
     power: Power | None
     effect: Effect | None
     factor: float
     layers: tuple[Row, ...]
     gradients: tuple[Row, ...]
-    logits: Logits | None
-    draws: int
-    choices: int
-    own_overruled: int
-    overruled: int
-    unused: tuple[str, ...]
-    cut: tuple[str, ...]
     mesh: Mapping[str, Any]
     ranks: int
     dtype: str
     exact_dtype: str
     device: str
-    backend: str
-    reason: str | None
-    repeated: float | None
-    batch: int
-    seq: int
     seed: int
-    seconds: float
     versions: Mapping[str, str]
 
 
@@ -125,41 +107,36 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
     power = _power(job, layers, biases) if layers and result.failure is None else None
     effect = _effect(result)
     place = first.name if first else result.failure.place if result.failure else None
+    run = {name: getattr(result, name) for name in Run.__dataclass_fields__} | {
+        "logits": firsts[-1].logits,
+        "overruled": max(r.overruled for r in results),
+        "unused": tuple(name for first in firsts for name in first.unused),
+        "cut": tuple(name for first in firsts for name in first.cut),
+        "reason": _reason(job, device, result),
+        "seconds": max(r.seconds for r in results),
+    }
     return ForwardReport(
         is_same=first is None and result.failure is None,
         verdict=_verdict(layers, gradients, first, result.failure, effect),
         first=place,
-        failure=result.failure,
         power=power,
         effect=effect,
         factor=LIMIT,
         layers=layers,
         gradients=gradients,
-        logits=firsts[-1].logits,
-        draws=result.draws,
-        choices=result.choices,
-        own_overruled=result.own_overruled,
-        overruled=max(r.overruled for r in results),
-        unused=tuple(name for first in firsts for name in first.unused),
-        cut=tuple(name for first in firsts for name in first.cut),
         mesh=job.plan.mesh.to_document(),
         ranks=job.plan.mesh.size,
         dtype=dtype_name(job.dtype),
         exact_dtype=dtype_name(job.exact_dtype),
         device=names(device, job.plan.mesh.size),
-        backend=result.backend,
-        reason=_reason(job, device, result),
-        repeated=result.repeated,
-        batch=result.batch,
-        seq=result.seq,
         seed=job.options.seed,
-        seconds=max(r.seconds for r in results),
         # To import transformers here would take longer than the ranks take.
         versions={
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "transformers": version("transformers"),
         },
+        **run,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -33,7 +33,6 @@ from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
-_TOGETHER = 1 << 20  # numbers of gradients that go to rank 0 in one message; a larger tensor goes alone
 
 
 def run_job(job: Job, references: MutableMapping[str, Reference]) -> Result:
@@ -96,7 +95,7 @@ def _run_shards(
         say("comparison")
         _check_alike(trace.states, reference)
         gradients = _backward(loaded, trace, job, original, groups, pipeline) if job.options.backward else ()
-    result, logits = _result(job, reference, trace, started), None
+    result, logits = _result(reference, trace, started), None
     if reference.logits is not None and reference.own_logits is not None and pipeline.is_last and rank.rank == 0:
         exact = reference.states[reference.logits].exact
         logits = compare_logits(trace.states[reference.logits], reference.own_logits, exact)
@@ -118,26 +117,13 @@ def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     return write_adapted_rank(job.base, job.plan, rank, adapter, offload / "adapted")
 
 
-def _result(job: Job, reference: Reference, trace: Trace, started: float) -> Result:
+def _result(reference: Reference, trace: Trace, started: float) -> Result:
     """What this rank found at all places that its run came to."""
+    ours = {"overruled": trace.overruled, "backend": world().backend, "seconds": time.monotonic() - started}
     return Result(
-        rank=world().rank,
-        rows=_compare(trace.states, reference),
-        logits=None,
-        draws=job.options.draws,
-        choices=reference.choices,
-        own_overruled=reference.overruled,
-        overruled=trace.overruled,
-        unused=(),
-        backend=world().backend,
-        batch=reference.ids.shape[0],
-        seq=reference.ids.shape[1],
-        seconds=time.monotonic() - started,
-        effects=reference.effects,
-        outputs=reference.outputs,
-        reason=reference.reason,
-        repeated=reference.repeated,
-    )
+        rank=world().rank, rows=_compare(trace.states, reference), effects=reference.effects, outputs=reference.outputs,
+        **(vars(reference.run) | ours),
+    )  # fmt: skip
 
 
 def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[tuple[str, float], ...]:
@@ -175,7 +161,7 @@ def _answering(
                 raise
             where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
             raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
-        raise RankAnswer(dataclasses.replace(_result(job, reference, trace, started), failure=failure)) from error
+        raise RankAnswer(dataclasses.replace(_result(reference, trace, started), failure=failure)) from error
 
 
 def _backward(
@@ -190,37 +176,14 @@ def _backward(
             parameter.grad = None  # the same as another rank's
     gradients = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
     rows: list[tuple[str, Distance]] = []
-    for names in _batches(job):
-        of_ranks = world().collect([gradients.get(name) for name in names])
-        if original:
-            rows += _measured(names, of_ranks, job, original)
-    return tuple(rows)
-
-
-def _measured(
-    names: Sequence[str], of_ranks: Sequence[Sequence[torch.Tensor | None]], job: Job, original: Reference
-) -> Iterator[tuple[str, Distance]]:
-    """The distance of each gradient, of which each rank has a part or none."""
-    for name, *parts in zip(names, *of_ranks, strict=True):
-        if name in original.gradients:
+    for name in sorted(job.plan.entries):
+        parts = world().collect(gradients.get(name))
+        if original and name in original.gradients:
             layout = job.plan.entries[name].layout
             zero = torch.zeros(layout.full, dtype=job.dtype)
             gradient = together(layout, parts) if any(part is not None for part in parts) else zero
-            yield name, measure(gradient, original.gradients[name])
-
-
-def _batches(job: Job) -> Iterator[list[str]]:
-    """The names of all tensors, in order: so many together that each message is worth its way, and fits into memory."""
-    batch: list[str] = []
-    count = 0
-    for name in sorted(job.plan.entries):
-        numbers = math.prod(job.plan.entries[name].layout.full)
-        if batch and count + numbers > _TOGETHER:
-            yield batch
-            batch, count = [], 0
-        batch.append(name)
-        count += numbers
-    yield batch
+            rows.append((name, measure(gradient, original.gradients[name])))
+    return tuple(rows)
 
 
 def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
@@ -255,21 +218,17 @@ def compare_logits(sharded: torch.Tensor, plain: torch.Tensor, exact: torch.Tens
     log = F.log_softmax(exact, -1)
     scale = float(exact.square().mean().sqrt()) or 1.0
 
-    def kl(x: torch.Tensor) -> float:
-        return float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean"))
-
-    def rms(x: torch.Tensor) -> float:
-        return float((x - exact).square().mean().sqrt()) / scale
+    def distances(x: torch.Tensor, prefix: str = "") -> dict[str, Any]:
+        return {
+            f"{prefix}max_error": float((x - exact).abs().max()),
+            f"{prefix}relative_error": float((x - exact).square().mean().sqrt()) / scale,
+            f"{prefix}kl": float(F.kl_div(F.log_softmax(x, -1), log, log_target=True, reduction="batchmean")),
+            f"{prefix}agreement": float((x.argmax(-1) == expected).double().mean()),
+        }
 
     return Logits(
-        max_error=float((sharded - exact).abs().max()),
-        own_max_error=float((plain - exact).abs().max()),
-        relative_error=rms(sharded),
-        own_relative_error=rms(plain),
-        kl=kl(sharded),
-        own_kl=kl(plain),
-        agreement=float((chosen == expected).double().mean()),
-        own_agreement=float((plain.argmax(-1) == expected).double().mean()),
+        **distances(sharded),
+        **distances(plain, "own_"),
         positions=len(expected),
         mismatches=tuple(mismatches),
         histogram=_histogram(sharded - exact, plain - exact),

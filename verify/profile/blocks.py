@@ -44,10 +44,10 @@ from reshard.model.binding import bind
 from reshard.model.model import AxisSizes, FullTensor, Model, check_members
 from verify.profile.job import LayerKind
 from verify.rank.collectives import Groups
+from verify.rank.layers import parallelise
 from verify.rank.loading import Loaded, quiet_transformers
 from verify.rank.model import for_input, localised
 from verify.rank.module_table import ModuleTable
-from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank
 from verify.rank.trace import blocks_of
 
@@ -94,11 +94,7 @@ def build(
     model.eval()
     if not _is_aligned(model):
         model.set_experts_implementation("eager")
-    parts = modules.split(model)
-    plain = Loaded(model, {}, ())
-    loaded = parallelise(plain, rank, groups, modules.alone(model), modules.sums(model))
-    loaded = Loaded(model, loaded.sources, (), (*loaded.parts, *parts), loaded.experts)
-    return Blocks(loaded, timed, layers[max(layers)])
+    return Blocks(parallelise(Loaded(model, {}, ()), rank, groups, modules), timed, layers[max(layers)])
 
 
 def _is_aligned(model: nn.Module) -> bool:

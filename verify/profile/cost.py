@@ -18,15 +18,15 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from formats.files.safetensors import DTYPE_BITS
 from reshard.mesh.plan import Entry, Plan
 from reshard.mesh.stages import is_layered
-from reshard.mesh.totals import activation_bytes, is_summed, output_size
+from reshard.mesh.totals import activation_bytes, all_reduces, is_summed, output_size, rows_of, totals_of
 from reshard.model.model import Kind
 from reshard.text import human_bytes
 from verify.profile.job import OUTSIDE, LayerKind, RankResult, Span, Step, Workload
@@ -240,11 +240,15 @@ def fit_rates(points: Sequence[tuple[Work, float]]) -> Rates | None:
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank."""
+    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank.
+
+    ``measured`` are those that it was fitted to: bytes and seconds of each.
+    """
 
     ranks: int
     latency: float
     bandwidth: float
+    measured: tuple[tuple[int, float], ...] = ()
 
     def all_reduce(self, nbytes: int) -> float:
         """The time of an all-reduce into which each rank puts ``nbytes``."""
@@ -262,14 +266,15 @@ class Link:
 
 def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
     """Latency and bandwidth for which the relative errors of these all-reduces are least: bytes and seconds of each."""
-    timed = [(nbytes, seconds) for nbytes, seconds in times if seconds > 0]
+    measured = tuple(times)
+    timed = [(nbytes, seconds) for nbytes, seconds in measured if seconds > 0]
     moved = 2 * (ranks - 1) / ranks
     columns = np.array([[1.0, moved * nbytes] for nbytes, _ in timed]) / np.array([[s] for _, s in timed])
     scale = columns.max(axis=0)
     latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(timed)), rcond=None)[0] / scale
     least = min(seconds for _, seconds in timed)
     rate = max(per_byte, 1e-15)
-    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate))
+    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate), measured)
 
 
 def communication(work: Work, link: Link | None) -> float:
@@ -277,12 +282,6 @@ def communication(work: Work, link: Link | None) -> float:
     if link is None:
         return 0.0
     return sum(map(link.all_reduce, work.reduced)) + (link.all_gather(work.gathered) if work.gathered else 0.0)
-
-
-def nearest(links: Mapping[int, Link], ranks: int) -> Link | None:
-    """The link over the most ranks that were measured, but no more than ``ranks`` if there is such a one."""
-    below = [degree for degree in links if degree <= ranks]
-    return links[max(below)] if below else links[min(links)] if links else None
 
 
 @dataclass(frozen=True)
@@ -350,12 +349,12 @@ def counts_of(kinds: Sequence[LayerKind]) -> dict[str, int]:
     return {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
 
 
-def time_of(ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]) -> Time:
-    """The time of a workload, the ``number``-th, from what all ranks found.
+def time_of(ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Time:
+    """The time of a workload, from what all ranks found.
 
     A trainer computes the loss from each rank's part of the logits: in training, gathering them does not count.
     """
-    spans, spread = joined([rank.measured[number].steps for rank in ranks])
+    spans, spread = joined([rank.measured[workload].steps for rank in ranks])
     counts = counts_of(kinds)
     parts: dict[str, Part] = {}
     for name in counts:
@@ -397,12 +396,10 @@ def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
     return medians, (high - low) / 2 / middle if middle else 0.0
 
 
-def memory_of(
-    weights: int, ranks: Sequence[RankResult], number: int, workload: Workload, kinds: Sequence[LayerKind]
-) -> Memory:
+def memory_of(weights: int, ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Memory:
     """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
     counts = counts_of(kinds)
-    measured = [rank.measured[number] for rank in ranks]
+    measured = [rank.measured[workload] for rank in ranks]
     if workload.phase != "train":
         cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
         return Memory(weights, cache, max(run.activations for run in measured))
@@ -411,13 +408,6 @@ def memory_of(
         run.activations + sum(saved * (counts[part] - 1) for part, saved in run.saved.items()) for run in measured
     )
     return Memory(weights, 0, activations, gradients=weights)
-
-
-# ------------------------------------------------------------------------------------------------------- recommendation
-
-
-WORTH = 0.5
-"""The part of the ideal gain that a larger degree must bring."""
 
 
 @dataclass(frozen=True)
@@ -465,6 +455,102 @@ class Row:
         if self.measured is None or self.predicted is None or not self.measured.seconds:
             return None
         return self.predicted.seconds / self.measured.seconds - 1
+
+
+def whole_model(
+    plans: Mapping[int, Plan], kinds: Sequence[LayerKind], workloads: Sequence[Workload],
+    results: Mapping[int, Sequence[RankResult]], not_run: Mapping[tuple[int, Workload], NotRun],
+    capacity: Mapping[int, int], bandwidth: float | None,
+) -> tuple[list[Row], list[Link]]:  # fmt: skip
+    """The row of each degree and workload, from the ``results`` of the degrees that ran, and the links among these.
+
+    ``capacity`` is a rank's memory in bytes, ``bandwidth`` that of the links of degrees that did not run.
+    """
+    links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
+    times = {
+        (degree, workload): time_of(ranks, workload, kinds)
+        for degree, ranks in results.items()
+        for workload in ranks[0].measured
+    }
+    needs = {(degree, work): works(plan, kinds, work) for degree, plan in plans.items() for work in workloads}
+    rows = []
+    for degree, plan in plans.items():
+        weights, (forward, backward) = totals_of(plan, rows_of(plan)).bytes_per_rank, all_reduces(plan)
+        link = _link(links, degree, bandwidth)
+        for workload in workloads:
+            measured = times.get((degree, workload))
+            predicted = _predict(degree, workload, needs, times, counts_of(kinds), link)
+            if measured is not None:
+                memory = memory_of(weights, results[degree], workload, kinds)
+            else:
+                memory = _memory_like(degree, plans, workload, weights, results, kinds)
+            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
+            why = not_run.get((degree, workload))
+            of_step = stated * workload.tokens
+            rows.append(Row(degree, workload, measured, predicted, memory, capacity[degree], of_step, why))
+    return rows, [*links.values()]
+
+
+def _exchanges(ranks: Sequence[RankResult]) -> Iterator[tuple[int, float]]:
+    """The bytes of each all-reduce that was timed by itself, and the median of its time."""
+    for nbytes in ranks[0].exchanges:
+        of_ranks = zip(*(rank.exchanges[nbytes] for rank in ranks), strict=True)
+        yield nbytes, statistics.median(map(min, of_ranks))  # the last to come says how long it took
+
+
+def _link(links: Mapping[int, Link], degree: int, bandwidth: float | None) -> Link | None:
+    """The link of a degree: measured, or as over the most ranks that were measured, no more than these if possible."""
+    if degree == 1 or degree in links:
+        return links.get(degree)
+    if not links:
+        return Link(degree, 0.0, bandwidth) if bandwidth else None
+    below = [ranks for ranks in links if ranks <= degree]
+    return links[max(below) if below else min(links)].over(degree, bandwidth)
+
+
+def _predict(
+    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
+    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
+) -> Time | None:  # fmt: skip
+    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
+    points = [
+        (needs[key][part], of_part.compute)
+        for key, time in times.items()
+        if key[0] != degree and key[1].phase == workload.phase
+        for part, of_part in time.parts.items()
+    ]
+    rates = fit_rates(points)
+    if rates is None or (degree > 1 and link is None):
+        return None
+    parts = {
+        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
+        for part, work in needs[degree, workload].items()
+    }
+    return Time(parts, counts)
+
+
+def _memory_like(
+    degree: int, plans: Mapping[int, Plan], workload: Workload, weights: int,
+    results: Mapping[int, Sequence[RankResult]], kinds: Sequence[LayerKind],
+) -> Memory:  # fmt: skip
+    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
+    ran = [(other, run) for other, ranks in results.items() for run in ranks[0].measured if run.phase == workload.phase]
+    if not ran:
+        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
+    other, measured = min(ran, key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq))
+    like = memory_of(weights, results[other], measured, kinds)
+    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
+    layer, plans_of = {"layer": kinds[0].first}, (plans[degree], plans[other])
+    heads = [plan.rank_sizes(0, plan.model.sizes.of(layer)).get("kv", 1) for plan in plans_of]
+    cache = int(like.cache * factor * heads[0] / heads[1])
+    return replace(like, cache=cache, activations=int(like.activations * factor))
+
+
+# ------------------------------------------------------------------------------------------------------- recommendation
+
+
+WORTH = 0.5
+"""The part of the ideal gain that a larger degree must bring."""
 
 
 @dataclass(frozen=True)

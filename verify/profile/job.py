@@ -188,18 +188,10 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """All-reduces of one size, one after the other: how long each took on this rank, in seconds."""
-
-    nbytes: int
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class RankResult:
-    """What one rank of a degree found."""
+    """What one rank of a degree found; ``exchanges`` has, by their bytes, how many seconds each all-reduce took."""
 
-    measured: tuple[Measured, ...]
-    exchanges: tuple[Exchange, ...]
+    measured: Mapping[Workload, Measured]
+    exchanges: Mapping[int, Sequence[float]]
     backend: str
     device: str

@@ -32,7 +32,7 @@ from reshard.pages.markup import (
     text,
 )
 from reshard.text import human_bytes, human_time
-from verify.profile.words import error_text, human_count, human_rate
+from verify.profile.words import human_count, human_rate, lines_of
 
 COLOURS = 6
 _LEFT, _RIGHT, _BOTTOM = 62, 16, 40
@@ -359,20 +359,13 @@ def _memory(name: str, rows: Sequence[Document]) -> Html:
     return bar_chart(f"Memory of a rank, {name}", bars, capacities.pop() if len(capacities) == 1 else None, "tp")
 
 
-_HEAD = ("batch", "seq", "tp", "tokens/s", "a step", "collectives", "weights", "gradients", "cache", "activations",
-         "a rank", "fits", "prediction")  # fmt: skip
-
-
 def _table(document: Document, rows: Sequence[Document]) -> Html:
-    best, has_gradients = document["recommended"]["tp"], any(row["memory"]["gradients"] for row in rows)
-    columns = [i for i, name in enumerate(_HEAD) if has_gradients or name != "gradients"]
-    head = element("tr", *(element("th", _HEAD[i], class_="number" if i != 11 else None) for i in columns))
-    lines = []
-    for row in (row for _, of in _by_workload(rows) for row in of):
-        cells = _cells(row)
+    best, lines = document["recommended"]["tp"], []
+    ordered = [row for _, of in _by_workload(rows) for row in of]
+    for row, cells in zip(ordered, lines_of(ordered), strict=True):
         kind = "best" if row["tp"] == best else None if row["fits"] else "no"
-        lines.append(element("tr", *(element("td", cells[i], class_="number" if i != 11 else None) for i in columns),
-                             class_=kind))  # fmt: skip
+        lines.append(element("tr", *(_cell("td", name, text) for name, text in cells.items()), class_=kind))
+    head = element("tr", *(_cell("th", name, name) for name in cells))
     table = element("table", element("thead", head), element("tbody", *lines))
     notes = (
         element("p", f"tp {r['tp']}, batch {r['batch']}, seq {r['seq']} was not run: {r['not_run']}.", class_="muted")
@@ -381,18 +374,8 @@ def _table(document: Document, rows: Sequence[Document]) -> Html:
     return joined(element("div", table, class_="scroll", tabindex=0), *notes)
 
 
-def _cells(row: Document) -> list[str]:
-    time, memory = _time_of(row), row["memory"]
-    share = _share(time) if time else None
-    return [
-        str(row["batch"]), str(row["seq"]), str(row["tp"]),
-        human_rate(row["tokens_per_second"]) if row["tokens_per_second"] else "–",
-        human_time(time["seconds"]) if time else "–",
-        "–" if share is None else _percent(share),
-        *(human_bytes(memory[key]) for key in ("weights", "gradients", "cache", "activations", "total")),
-        "yes" if row["fits"] else "no",
-        "not measured" if row["measured"] is None else error_text(row["prediction_error"]),
-    ]  # fmt: skip
+def _cell(tag: str, column: str, text: str) -> Html:
+    return element(tag, text, class_="number" if column != "fits" else None)
 
 
 # -------------------------------------------------------------------------------------------------------- all-reduces

@@ -5,7 +5,6 @@ None outlives the run, or the process that started it. They are forked from a se
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import pickle
@@ -13,7 +12,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,8 +73,6 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL is what the kernel sends when memory runs out.",
     signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
 }
-_BLAME = 2.0
-"""Seconds for the cause of a failure in a collective to be heard."""
 _IMPORTED = ["verify.profile.rank", "transformers.models.auto.modeling_auto"]
 
 
@@ -121,36 +117,31 @@ def run_processes(
 
 
 def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callable[[str], None]) -> list[Any]:
-    """The results. An error that is not of a collective is the cause of those that are, and may be heard after them."""
+    """The results. A rank reports its failure before it ends, so the cause is heard before what follows in others'
+    collectives, or with it.
+    """
     results: dict[int, Any] = {}
-    failures: dict[int, tuple[bool, Exception]] = {}
-    until = math.inf
-    while len(results) + len(failures) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in failures]
-        ready = wait(waiting, max(0.0, until - time.monotonic()) if failures else None)
-        for pipe in ready:
+    while len(results) < len(pipes):
+        failures: list[tuple[bool, Exception]] = []
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
             rank = pipes.index(pipe)
             try:
                 what, value = pipes[rank].recv()
             except EOFError:
                 ranks[rank].join()
-                what, value = "failed", (False, _killed(rank, len(ranks), ranks[rank].exitcode))
+                code = ranks[rank].exitcode
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                message = f"rank {rank} of {len(ranks)} {how}"
+                what, value = "failed", (False, RankError(message, _HINTS.get(-code), rank=rank))
             if what == "said":
                 progress(value)
             elif what == "failed":
-                failures[rank], until = value, min(until, time.monotonic() + _BLAME)
+                failures.append(value)
             else:
                 results[rank] = pickle.loads(value)  # of our own process
-        if failures and (not ready or not all(is_of_collective for is_of_collective, _ in failures.values())):
-            break
-    if failures:
-        raise min(failures.values(), key=lambda failure: failure[0])[1]
+        if failures:
+            raise min(failures, key=lambda failure: failure[0])[1]
     return [results[rank] for rank in range(len(pipes))]
-
-
-def _killed(rank: int, size: int, code: int) -> RankError:
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return RankError(f"rank {rank} of {size} {how}", _HINTS.get(-code), rank=rank)
 
 
 def _be(

@@ -13,9 +13,9 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
 from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
-from verify.profile.job import OUTSIDE, Exchange, Job, Measured, Patience, RankResult, Span, Step, Workload
+from verify.profile.job import OUTSIDE, Job, Measured, Patience, RankResult, Span, Step, Workload
 from verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from verify.rank.device import names, stream
 from verify.rank.gradients import sum_where_ranks_part
@@ -37,65 +37,29 @@ from verify.rank.roles import Rank
 from verify.rank.trace import running
 
 
-class Clock(Protocol):
-    """Marks points of time, and says afterwards how far they are apart."""
-
-    def mark(self) -> Any:
-        """A point of time: now, or when the device comes to it."""
-
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """The time from each mark to the next."""
-
-
-class WallClock:
-    """The clock of a CPU."""
-
-    def mark(self) -> float:
-        """Now."""
-        return time.perf_counter()
-
-    def seconds(self, marks: Sequence[float]) -> list[float]:
-        """The time from each mark to the next."""
-        return [end - begin for begin, end in itertools.pairwise(marks)]
-
-
-class Event(Protocol):
-    """A mark of time on a stream, as torch has it."""
+class Now:
+    """A mark of time on a CPU, as ``torch.Event`` is one on a stream."""
 
     def record(self) -> None:
-        """Let the current stream note the time when it comes to here."""
+        """Note the time."""
+        self._time = time.perf_counter()
 
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to a later one; both must have happened."""
-
-
-@dataclass(frozen=True)
-class StreamClock:
-    """The clock of a GPU's current stream: ``event`` makes a mark, ``wait`` waits until the GPU has done all."""
-
-    event: Callable[[], Event]
-    wait: Callable[[], None]
-
-    def mark(self) -> Event:
-        """An event, which the device records when it comes to it."""
-        event = self.event()
-        event.record()
-        return event
-
-    def seconds(self, marks: Sequence[Event]) -> list[float]:
-        """The time from each mark to the next, once the device has come to the last."""
-        self.wait()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
+    def elapsed_time(self, end: Now) -> float:
+        """Milliseconds from this mark to a later one."""
+        return (end._time - self._time) * 1e3
 
 
 class Meter(Carrier):
     """Cuts a step into spans; every collective that goes through it is a span of its own.
 
-    Tensors are summed in their own dtype, as engines do.
+    Tensors are summed in their own dtype, as engines do. ``mark`` makes a mark of time, and ``wait`` waits until the
+    device has come to all of them; by default those of the device.
     """
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._clock: Clock = clock or (WallClock() if device.type == "cpu" else StreamClock(*stream(device.type)))
+    def __init__(
+        self, device: torch.device, mark: Callable[[], Any] = Now, wait: Callable[[], None] = lambda: None
+    ) -> None:
+        self._mark, self._wait = stream(device.type) if device.type != "cpu" and mark is Now else (mark, wait)
         self._meets = device.type == "cpu" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []
@@ -122,14 +86,17 @@ class Meter(Carrier):
 
     def step(self) -> Step:
         """The spans since the last step."""
-        seconds = self._clock.seconds([*self._marks, self._clock.mark()])
-        spans = tuple(Span(*label, time) for label, time in zip(self._labels, seconds, strict=True))
+        self._begin("")
+        self._wait()
+        seconds = (begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(self._marks))
+        spans = tuple(Span(*label, time) for label, time in zip(self._labels[:-1], seconds, strict=True))
         self._labels, self._marks, self._part = [], [], ""
         return spans
 
     def _begin(self, what: str, nbytes: int = 0) -> None:
         self._labels.append((self._part, what, nbytes))
-        self._marks.append(self._clock.mark())
+        self._marks.append(self._mark())
+        self._marks[-1].record()
 
 
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -213,10 +180,9 @@ def run_job(job: Job) -> RankResult:
     with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")
         runner = _Runner(build(rank, job.kinds, groups, getattr(torch, job.dtype), device, longest), job, groups, meter)
-        measured = tuple(runner.measure(workload) for workload in job.workloads)
-        exchanges = tuple(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else ()
-    name = names(device.type, 1)
-    return RankResult(measured, exchanges, str(dist.get_backend()), name)
+        measured = {workload: runner.measure(workload) for workload in job.workloads}
+        exchanges = dict(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else {}
+    return RankResult(measured, exchanges, str(dist.get_backend()), names(device.type, 1))
 
 
 def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: int = 2) -> tuple[Step, ...]:
@@ -273,8 +239,8 @@ class _Runner:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
-            module.register_forward_pre_hook(self._entering(part, is_first=not number), with_kwargs=True)
-            module.register_forward_hook(self._after(part))
+            module.register_forward_pre_hook(partial(self._entering, part, not number), with_kwargs=True)
+            module.register_forward_hook(partial(self._after, part))
         blocks.last.register_forward_hook(lambda *_: meter.enter(HEAD))
 
     def measure(self, workload: Workload) -> Measured:
@@ -365,27 +331,23 @@ class _Runner:
 
     # ----------------------------------------------------------------------------------------------- parts, memory
 
-    def _entering(self, part: str, *, is_first: bool) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if is_first and hidden.requires_grad:
-                hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
-            if self._living is not None:
-                self._saved[part] = -self._living.now
-            self._meter.enter(part)
+    def _entering(
+        self, part: str, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if is_first and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
+        if self._living is not None:
+            self._saved[part] = -self._living.now
+        self._meter.enter(part)
 
-        return hook
-
-    def _after(self, part: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) else output
-            if first.requires_grad:
-                first.register_hook(lambda _: self._meter.enter(part))
-            if self._living is not None:
-                self._saved[part] += self._living.now
-            self._meter.enter("")
-
-        return hook
+    def _after(self, part: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if first.requires_grad:
+            first.register_hook(lambda _: self._meter.enter(part))
+        if self._living is not None:
+            self._saved[part] += self._living.now
+        self._meter.enter("")
 
     def _leave_out_gradient(self, parameter: Tensor) -> None:
         """Gradients are no activations: they are as large as the weights, whose account has them."""
@@ -434,7 +396,7 @@ def _length(layer: Any) -> int | None:
     return int(length) if isinstance(length, Tensor) else None
 
 
-def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[Exchange]:
+def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[tuple[int, list[float]]]:
     """Time all-reduces of several sizes."""
     say(f"tp {job.plan.mesh.size}: all-reduces")
     dtype, patience = getattr(torch, job.dtype), replace(job.patience, seconds=job.patience.seconds / 4)
@@ -442,4 +404,4 @@ def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[Exchang
         x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)  # ones would grow until they are infinite
         send = partial(meter.carry, "all-reduce", x.nbytes, partial(dist.all_reduce, x))
         steps = repeat(send, meter, patience)
-        yield Exchange(nbytes, tuple(span.seconds for step in steps for span in step if span.what == "all-reduce"))
+        yield x.nbytes, [span.seconds for step in steps for span in step if span.what == "all-reduce"]

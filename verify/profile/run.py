@@ -1,10 +1,9 @@
-"""Profiles a model on this node: starts the ranks of each degree, and puts together what they found."""
+"""Profiles a model on this node: starts the ranks of each degree."""
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,39 +13,12 @@ from formats.mesh import mesh_of
 from formats.store import FilePath
 from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.stages import is_layered
-from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
+from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.cost import (
-    Link,
-    Memory,
-    NotRun,
-    Part,
-    Row,
-    Time,
-    Work,
-    communication,
-    counts_of,
-    fit_link,
-    fit_rates,
-    memory_of,
-    nearest,
-    recommend,
-    time_of,
-    works,
-)
-from verify.profile.job import (
-    Job,
-    LayerKind,
-    Patience,
-    ProfileRequest,
-    RankResult,
-    Workload,
-    layer_kinds,
-    with_layers,
-)
+from verify.profile.cost import NotRun, recommend, whole_model, works
+from verify.profile.job import Job, LayerKind, Patience, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
@@ -75,18 +47,24 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     kinds = layer_kinds(model)
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]] = {}
+    results: dict[int, list[RankResult]] = {}
     not_run: dict[tuple[int, Workload], NotRun] = {}
     for degree in degrees:
         of_ranks, missing = _run_what_fits(plans[degree], kinds, node, request, progress)
-        ran = [workload for workload in request.workloads if workload not in missing]
         not_run |= {(degree, workload): why for workload, why in missing.items()}
-        if ran:
-            results[degree] = {workload: (number, of_ranks) for number, workload in enumerate(ran)}
+        if of_ranks:
+            results[degree] = of_ranks
     if degrees and not results:
         (degree, workload), obstacle = next(iter(not_run.items()))
         raise ReshardError(f"too little memory: tp {degree}, {workload}: {obstacle.why}", _LESS)
-    return _put_together(model, kinds, node, request, plans, results, not_run, impossible)
+    capacity = {degree: request.memory or node.memory(degree) for degree in plans}
+    rows, links = whole_model(plans, kinds, request.workloads, results, not_run, capacity, request.link)
+    backend, name = (results[min(results)][0].backend, results[min(results)][0].device) if results else ("", "")
+    parameters = totals_of(plans[min(plans)], rows_of(plans[min(plans)])).parameters
+    return Profile(
+        redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]), backend, name, parameters,
+        tuple(rows), impossible, tuple(links), recommend(rows),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- what can be run
@@ -132,13 +110,9 @@ def _predicted(model: Model, request: ProfileRequest) -> tuple[int, ...]:
 
 def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> int:
     """About how many bytes one rank takes to run a workload with one layer of each kind."""
-    outside = sum(row.bytes_per_rank for row in rows_of(plan) if "{" not in row.name)
-    weights = outside + sum(
-        math.prod(entry.layout.boxes[0].shape) * kind.count // len(kind.layers) * DTYPE_BITS[entry.dtype] // 8
-        for kind, entry in plan.laid.items()
-        for layer in kinds
-        if 0 in entry.layout.boxes and layer.first in kind.layers and is_layered(plan.model, kind)
-    )
+    boxes, tensors = plan.boxes(0), with_layers(plan, kinds).model.tensors
+    here = [kind for _, kind, _ in tensors if kind in boxes]
+    weights = sum(math.prod(boxes[kind].shape) * DTYPE_BITS[kind.dtype] // 8 for kind in here)
     cost = works(plan, kinds, workload)
     sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
     widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8
@@ -202,114 +176,3 @@ def _run(
         _, _, doing = last[0].partition(": ")
         workload = next((run for run in workloads if doing.partition(": ")[0] == str(run)), None)
         raise _MemoryRanOut(workload) from error
-
-
-# --------------------------------------------------------------------------------------------------- the whole model
-
-
-def _put_together(
-    model: Model, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, plans: dict[int, Plan],
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], not_run: dict[tuple[int, Workload], NotRun],
-    refused: tuple[tuple[int, str], ...],
-) -> Profile:  # fmt: skip
-    of_degree = {degree: next(iter(runs.values()))[1] for degree, runs in results.items()}
-    exchanges = {degree: _exchanges(ranks) for degree, ranks in of_degree.items() if degree > 1}
-    links = {degree: fit_link(degree, times) for degree, times in exchanges.items()}
-    times = {
-        (degree, workload): time_of(ranks, number, workload, kinds)
-        for degree, runs in results.items()
-        for workload, (number, ranks) in runs.items()
-    }
-    needs = {(degree, workload): works(plan, kinds, workload)
-             for degree, plan in plans.items() for workload in request.workloads}  # fmt: skip
-    of_links = {degree: _link(links, degree, request.link if degree not in results else None) for degree in plans}
-    rows = []
-    for degree, plan in plans.items():
-        totals = totals_of(plan, rows_of(plan))
-        forward, backward = all_reduces(plan)
-        for workload in request.workloads:
-            measured = times.get((degree, workload))
-            predicted = _predict(degree, workload, needs, times, counts_of(kinds), of_links[degree])
-            weights = totals.bytes_per_rank
-            if measured is not None:
-                number, ranks = results[degree][workload]
-                memory = memory_of(weights, ranks, number, workload, kinds)
-            else:
-                memory = _memory_like(degree, plan, plans, workload, weights, results, kinds)
-            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
-            rows.append(
-                Row(
-                    degree, workload, measured, predicted, memory, request.memory or node.memory(degree),
-                    stated * workload.tokens, not_run.get((degree, workload)),
-                )
-            )  # fmt: skip
-    first = next(iter(of_degree.values()), None)
-    totals = totals_of(plans[min(plans)], rows_of(plans[min(plans)]))
-    return Profile(
-        redacted(str(request.source)), model, kinds, node, str(model.config["dtype"]),
-        first[0].backend if first else "", first[0].device if first else "", totals.parameters,
-        tuple(rows), refused, tuple(links.values()),
-        tuple((degree, tuple(timings)) for degree, timings in exchanges.items()), recommend(rows),
-    )  # fmt: skip
-
-
-def _exchanges(ranks: Sequence[RankResult]) -> list[tuple[int, float]]:
-    """The bytes of each all-reduce that was timed by itself, and the median of its time."""
-    medians = []
-    for of_ranks in zip(*(rank.exchanges for rank in ranks), strict=True):
-        last = [min(times) for times in zip(*(of_rank.seconds for of_rank in of_ranks), strict=True)]
-        medians.append((of_ranks[0].nbytes, statistics.median(last)))
-    return medians
-
-
-def _link(links: dict[int, Link], degree: int, bandwidth: float | None) -> Link | None:
-    if degree == 1:
-        return None
-    if degree in links:
-        return links[degree]
-    nearest_link = nearest(links, degree)
-    if nearest_link is None:
-        return Link(degree, 0.0, bandwidth) if bandwidth else None
-    return nearest_link.over(degree, bandwidth)
-
-
-def _predict(
-    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
-    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
-) -> Time | None:  # fmt: skip
-    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
-    points = [
-        (needs[key][part], of_part.compute)
-        for key, time in times.items()
-        if key[0] != degree and key[1].phase == workload.phase
-        for part, of_part in time.parts.items()
-    ]
-    rates = fit_rates(points)
-    if rates is None or (degree > 1 and link is None):
-        return None
-    parts = {
-        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
-        for part, work in needs[degree, workload].items()
-    }
-    return Time(parts, counts)
-
-
-def _memory_like(
-    degree: int, plan: Plan, plans: dict[int, Plan], workload: Workload, weights: int,
-    results: dict[int, dict[Workload, tuple[int, list[RankResult]]]], kinds: Sequence[LayerKind],
-) -> Memory:  # fmt: skip
-    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [other for other, runs in results.items() if any(run.phase == workload.phase for run in runs)]
-    if not ran:
-        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other = min(ran, key=lambda run: (workload not in results[run], abs(run - degree)))
-    similar = (run for run in results[other] if run.phase == workload.phase)
-    measured = workload if workload in results[other] else max(similar, key=lambda run: run.batch * run.seq)
-    number, ranks = results[other][measured]
-    like = memory_of(weights, ranks, number, measured, kinds)
-    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
-    heads = [
-        plans[run].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1) for run in (degree, other)
-    ]
-    cache = int(like.cache * factor * heads[0] / heads[1])
-    return replace(like, cache=cache, activations=int(like.activations * factor))

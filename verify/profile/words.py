@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
 from verify.profile.cost import Link, Recommendation, Row, Time
-from verify.profile.job import Workload
 
 if TYPE_CHECKING:
     from verify.profile.job import LayerKind
@@ -24,9 +23,7 @@ _STEP = {
 
 @dataclass(frozen=True, repr=False)
 class Profile(Result):
-    """The result of a profile. ``exchanges`` has, by degree, the all-reduces that ``links`` were fitted to: bytes and
-    seconds of each.
-    """
+    """The result of a profile; each of ``links`` has the all-reduces that it was fitted to, as ``measured``."""
 
     source: str
     model: Model
@@ -39,7 +36,6 @@ class Profile(Result):
     rows: tuple[Row, ...]
     refused: tuple[tuple[int, str], ...]
     links: tuple[Link, ...]
-    exchanges: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
     recommended: Recommendation
 
     @property
@@ -64,7 +60,11 @@ class Profile(Result):
         ]
         for workload in dict.fromkeys(row.workload for row in self.rows):
             rows = [row for row in self.rows if row.workload == workload]
-            lines += ["", f"{workload}: {_STEP[workload.phase]}", *_table(rows)]
+            cells = lines_of([_row(row) for row in rows])
+            names = [name for name in cells[0] if name not in {"batch", "seq"}]
+            right = [i for i, name in enumerate(names) if name != "fits"]
+            table = align([names, *([line[name] for name in names] for line in cells)], right=right, width=None)
+            lines += ["", f"{workload}: {_STEP[workload.phase]}", *table]
             lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
             lines += _differences(rows)
         lines.append("")
@@ -75,26 +75,26 @@ class Profile(Result):
         return "\n".join([*lines, self.headline, *alone])
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    head = ("tp", "tokens/s", "a step", "collectives", "weights", "cache", "activations", "a rank", "fits",
-            "prediction")  # fmt: skip
-    return align([head, *map(_cells, rows)], right=(0, 1, 2, 3, 4, 5, 6, 7, 9), width=None)
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The lines of a table of rows of the document, each by the names of the columns."""
+    gradients = ["gradients"] if any(row["memory"]["gradients"] for row in rows) else []
+    return [_cells(row, ("weights", *gradients, "cache", "activations")) for row in rows]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    memory, time = row.memory, row.time
-    how = "" if row.measured else "~"
-    speed: tuple[str, ...] = ("–", "–", "–")
-    if time is not None:
-        speed = (f"{how}{human_rate(row.rate)}", f"{how}{human_time(time.seconds)}", f"{time.share:.0%}")
-    sizes = map(human_bytes, (memory.weights + memory.gradients, memory.cache, memory.activations, memory.total))
-    return (
-        str(row.tp),
-        *speed,
-        *sizes,
-        "yes" if row.fits else "no",
-        error_text(row.error) if row.measured else "not measured",
-    )
+def _cells(row: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
+    memory, time, how = row["memory"], row["measured"] or row["predicted"], "" if row["measured"] else "~"
+    return {
+        "batch": str(row["batch"]),
+        "seq": str(row["seq"]),
+        "tp": str(row["tp"]),
+        "tokens/s": f"{how}{human_rate(row['tokens_per_second'])}" if row["tokens_per_second"] else "–",
+        "a step": f"{how}{human_time(time['seconds'])}" if time else "–",
+        "collectives": f"{time['collectives'] / time['seconds']:.0%}" if time and time["seconds"] else "–",
+        **{part: human_bytes(memory[part]) for part in parts},
+        "a rank": human_bytes(memory["total"]),
+        "fits": "yes" if row["fits"] else "no",
+        "prediction": error_text(row["prediction_error"]) if row["measured"] else "not measured",
+    }
 
 
 def _differences(rows: Sequence[Row]) -> Iterator[str]:
@@ -140,11 +140,11 @@ def document_of(result: Profile) -> dict[str, Any]:
         "layers": [{"part": kind.part, "count": kind.count} for kind in result.kinds],
         "refused": [{"tp": degree, "reason": why} for degree, why in result.refused],
         "rows": [_row(row) for row in result.rows],
-        "all_reduce": [_link(link, dict(result.exchanges).get(link.ranks, ())) for link in result.links],
+        "all_reduce": [_link(link) for link in result.links],
         "recommended": {
             "tp": result.recommended.tp,
             "reason": result.recommended.reason,
-            "alone": [{**_workload(work), "tp": degree} for work, degree in result.recommended.alone],
+            "alone": [{**asdict(work), "tp": degree} for work, degree in result.recommended.alone],
         },
     }
 
@@ -153,24 +153,17 @@ def _row(row: Row) -> dict[str, Any]:
     memory = row.memory
     return {
         "tp": row.tp,
-        **_workload(row.workload),
+        **asdict(row.workload),
         "tokens_per_second": row.rate or None,
         "measured": _time(row.measured),
         "predicted": _time(row.predicted),
         "prediction_error": row.error,
-        "memory": {
-            "weights": memory.weights, "gradients": memory.gradients, "cache": memory.cache,
-            "activations": memory.activations, "total": memory.total, "capacity": row.capacity,
-        },
+        "memory": {**asdict(memory), "total": memory.total, "capacity": row.capacity},
         "fits": row.fits,
         "all_reduce_bytes_per_token": row.measured.reduced / row.workload.tokens if row.measured else None,
         "all_reduce_bytes_per_token_of_plan": row.stated / row.workload.tokens,
         "not_run": row.not_run.why if row.not_run else None,
     }  # fmt: skip
-
-
-def _workload(workload: Workload) -> dict[str, Any]:
-    return {"phase": workload.phase, "batch": workload.batch, "seq": workload.seq}
 
 
 def _time(time: Time | None) -> dict[str, Any] | None:
@@ -188,10 +181,5 @@ def _time(time: Time | None) -> dict[str, Any] | None:
     }
 
 
-def _link(link: Link, times: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    return {
-        "ranks": link.ranks,
-        "latency": link.latency,
-        "bandwidth": link.bandwidth,
-        "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in times],
-    }
+def _link(link: Link) -> dict[str, Any]:
+    return {**asdict(link), "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in link.measured]}

@@ -27,12 +27,14 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from formats.mesh import Mesh
 from verify.rank.group import Group, world
 
 Sent = TypeVar("Sent")
+Change = Callable[[Tensor], Tensor]
 
 
 class Carrier:
@@ -63,14 +65,12 @@ def carried_by(carrier: Carrier) -> Iterator[None]:
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Hand the same ``x`` to every rank's part of a computation; its gradient is the sum of what comes back."""
-    out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(x, group, "part", lambda x: x.view_as(x), lambda grad: reduce_from_group(grad, group))
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum the ranks' partial results ``x``; every rank gets the sum, and each part the sum's gradient."""
-    out: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(x, group, "whole", lambda x: _all_reduce(x, group), lambda grad: copy_to_group(grad, group))
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
@@ -78,8 +78,10 @@ def gather_from_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequen
 
     ``lengths`` are those of the slices along ``dim`` where these are not all of one shape.
     """
-    out: Tensor = _Gather.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(
+        x, group, "whole", lambda x: _all_gather(x, group, dim, lengths),
+        lambda grad: scatter_to_group(grad, group, dim, lengths=lengths),
+    )  # fmt: skip
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequence[int] | None = None) -> Tensor:
@@ -87,8 +89,10 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequenc
 
     Raises ``ValueError`` if equal slices are not possible.
     """
-    out: Tensor = _Scatter.apply(x, group, dim, lengths)  # type: ignore[no-untyped-call]
-    return out
+    return _collective(
+        x, group, "part", lambda x: _own_slice(x, group, dim, lengths),
+        lambda grad: gather_from_group(grad, group, dim, lengths=lengths),
+    )  # fmt: skip
 
 
 def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:
@@ -129,48 +133,23 @@ class Groups:
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 
-class _Copy(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_group(grads[0], ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, makes: str, there: Change, back: Change) -> Tensor:
+        ctx.group, ctx.makes, ctx.back = group, makes, back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grads[0]), None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
-        return _all_gather(x, group, dim, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter_to_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
-        return _own_slice(x, group, dim, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather_from_group(grads[0], ctx.group, ctx.dim, lengths=ctx.lengths), None, None, None
+def _collective(x: Tensor, group: Group, makes: str, there: Change, back: Change) -> Tensor:
+    """A collective and its conjugate; its node in the graph tells the ``group``, and whether it ``makes`` a ``part`` or
+    a ``whole`` value.
+    """
+    out: Tensor = _Collective.apply(x, group, makes, there, back)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -183,16 +162,9 @@ def _all_gather(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None
     lengths = lengths or [local.shape[dim]] * group.size
     missing = max(lengths) - local.shape[dim]
     if missing:  # all_gather takes tensors of one shape
-        local = torch.cat([local, local.narrow(dim, 0, 1).expand(_with(local.shape, dim, missing))], dim)
+        local = F.pad(local, (0, 0) * (local.dim() - 1 - dim % local.dim()) + (0, missing))
     parts = _carrier.carry("all-gather", local.nbytes, lambda: group.all_gather(local))
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
-
-
-def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    """A shape with another length of one dimension."""
-    changed = list(shape)
-    changed[dim] = length
-    return changed
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None) -> Tensor:

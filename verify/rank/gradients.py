@@ -11,7 +11,8 @@ latent attention share, routing weights and the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from formats.transformers_internals import revert_weight_conversion
 from reshard.mesh.plan import Layout
 from verify.rank.collectives import Groups, reduce_from_group
-from verify.rank.layers import Part
+from verify.rank.loading import Part
 
 
 def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -37,10 +38,6 @@ def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 # What autograd must add
-
-
-_MAKES_WHOLE = {"_ReduceBackward", "_GatherBackward"}
-_MAKES_PART = {"_ScatterBackward", "_CopyBackward"}
 
 
 Along = frozenset[str]
@@ -60,11 +57,11 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     for node, along in needs.items():
         used = users[node]
         if _is_summed_once(node, used) and not _passes_on(node, used):
-            node.register_prehook(_summing([used[0]], groups))
+            node.register_prehook(partial(_sum, [used[0]], groups))
         apart = [need if child is not None and not _is_summed_once(child, users[child]) else frozenset()
                  for (child, _), need in zip(node.next_functions, along, strict=True)]  # fmt: skip
         if any(apart):
-            node.register_hook(_summing(apart, groups))
+            node.register_hook(partial(_sum, apart, groups))
 
 
 _KEEPS_ALL = {f"{name}Backward0" for name in ("Alias", "Clone", "Permute", "T", "Transpose", "UnsafeView", "View")}
@@ -84,7 +81,7 @@ def _needs(
     used: dict[Any, list[Along]] = {node: [Along()] if node in roots else [] for node in parted}
     for node in reversed([*parted]):  # each after all that use it
         late = used[node][0] if _passes_on(node, used[node]) else Along()
-        along = Along() if type(node).__name__ in _MAKES_PART else parted[node] | late
+        along = Along() if _makes(node) == "part" else parted[node] | late
         needs[node] = tuple(along - parted[child] if child is not None else Along() for child, _ in node.next_functions)
         for (child, _), need in zip(node.next_functions, needs[node], strict=True):
             if child is not None:
@@ -139,26 +136,28 @@ def _parted_along(
     node: Any, leaves: Mapping[int, frozenset[str]], parted: Mapping[Any, frozenset[str]], groups: Groups
 ) -> frozenset[str]:
     """The mesh dimensions along which ranks have parts of what a node makes; none if it is whole on all."""
-    name = type(node).__name__
-    if name == "AccumulateGrad":
+    if type(node).__name__ == "AccumulateGrad":
         return leaves.get(id(node.variable), frozenset())
     below = frozenset[str]().union(*(parted[child] for child, _ in node.next_functions if child is not None))
-    if name in _MAKES_WHOLE:
+    if _makes(node) == "whole":
         return below - groups.dimensions(node.group)
-    return below | groups.dimensions(node.group) if name in _MAKES_PART else below
+    return below | groups.dimensions(node.group) if _makes(node) == "part" else below
 
 
-def _summing(new: Sequence[frozenset[str]], groups: Groups) -> Callable[..., Any]:
-    """A hook that sums each of some gradients along its dimensions; of one dimension set, all of them along it."""
+def _makes(node: Any) -> str | None:
+    """Whether a node is a collective that makes a part or a whole value."""
+    return getattr(node, "makes", None)
 
-    def hook(grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        along_of = [*new] * len(grads) if len(new) == 1 else new
-        return tuple(
-            reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
-            for grad, along in zip(grads, along_of, strict=True)
-        )
 
-    return hook
+def _sum(
+    new: Sequence[frozenset[str]], groups: Groups, grads: tuple[Tensor | None, ...], *_: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Sum each of some gradients along its dimensions; of one dimension set, all of them along it."""
+    along_of = [*new] * len(grads) if len(new) == 1 else new
+    return tuple(
+        reduce_from_group(grad.detach(), groups.along(along)) if along and grad is not None else grad
+        for grad, along in zip(grads, along_of, strict=True)
+    )
 
 
 # By the names on disk

@@ -67,12 +67,11 @@ class Over(BaseException):
 
 
 class RankError(ReshardError):
-    """A rank failed: ``rank`` is its number, ``details`` its traceback."""
+    """A rank failed: ``rank`` is its number."""
 
-    def __init__(self, message: str, hint: str | None = None, *, rank: int = 0, details: str = "") -> None:
+    def __init__(self, message: str, hint: str | None = None, *, rank: int = 0) -> None:
         super().__init__(message, hint)
         self.rank = rank
-        self.details = details
 
 
 class RankTimeoutError(RankError):

@@ -1,4 +1,21 @@
-"""The parallel layers, and how an already loaded module is made into one.
+"""The parallel layers, and how a loaded model is made of them, as its plan says.
+
+What the plan says about a weight decides what its module does:
+
+- the output dimension is parallel: nothing to do, the module returns this rank's part of the output
+  (column-parallel). If no weight takes that part as its input (the vocabulary), the parts are gathered.
+- the input dimension is parallel: the outputs are summed over the ranks and the bias is added once (row-parallel).
+  A module that holds both kinds, as fused experts do, sums what it returns, and what it adds inside counts on one
+  rank alone.
+- the experts are dealt: the module sees all of them, those of other ranks as zeros, and its outputs are summed.
+- the rows of an embedding are parallel: a lookup of this rank's rows, summed over the ranks.
+- a vector is parallel that is all that a module holds: a norm over a dimension that is split, with statistics of
+  the whole.
+- a vector is parallel whose parts nothing takes, in a module around others: it is added to what these have gathered
+  (a bias of the vocabulary, outside of its layer), and the module sees all of it.
+
+Each of these goes over the ranks that differ along the mesh dimensions that deal the weight: attention over `tp`, and
+alike on all ranks of `ep`; experts over both.
 
 Every module holds its rank's weights and nothing else. The layers are those of Shoeybi et al. 2019 (Megatron-LM).
 
@@ -13,17 +30,24 @@ What a gradient means when it is put together again, with ``loss`` computed alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from formats.errors import PlanError
 from formats.torch_internals import own_buffers, own_parameters
+from formats.transformers_internals import placements, tied_weights
+from reshard.mesh.plan import Layout
 from verify.rank.collectives import (
+    Groups,
     copy_to_group,
     gather_from_group,
     lengths_in_group,
@@ -31,8 +55,12 @@ from verify.rank.collectives import (
     scatter_to_group,
 )
 from verify.rank.group import Group
+from verify.rank.loading import Loaded, Part
+from verify.rank.module_table import ModuleTable
+from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
 
 Module = TypeVar("Module", bound=nn.Module)
+Forward = Callable[..., Any]
 
 
 # Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
@@ -44,12 +72,11 @@ def column_parallel(module: Module, group: Group) -> Module:
 
     Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
     """
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         return local(*[_shared(a, group) for a in args], **{k: _shared(a, group) for k, a in kwargs.items()})
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere: Sequence[str] = ()) -> Module:
@@ -59,35 +86,33 @@ def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere:
     module has one. ``elsewhere``: parameters that are added further in, as the biases of experts before they are
     weighted, and that count on another rank, which has the same: here they are zero, and have no gradient.
     """
-    local = module.forward
     missing = [name for name in elsewhere if getattr(module, name, None) is None]
     if missing:
         raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count elsewhere")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         last: Tensor | None = getattr(module, bias, None)
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
         instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
         with _instead(module, instead):
             out = local(*args, **kwargs)
-        partial, *further = out if isinstance(out, tuple) else (out,)
-        total = reduce_from_group(partial, group)
+        summand, *further = out if isinstance(out, tuple) else (out,)
+        total = reduce_from_group(summand, group)
         total = total if last is None else total + last
         return (total, *further) if isinstance(out, tuple) else total
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def sum_at_use(module: Module, name: str, group: Group) -> Module:
     """Sum what is computed with a weight that has some of the inputs, for a module that goes on from there."""
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         with _SumsAtUse(module.get_parameter(name), group):
             return local(*args, **kwargs)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 class _SumsAtUse(TorchFunctionMode):
@@ -103,37 +128,19 @@ class _SumsAtUse(TorchFunctionMode):
         return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
 
 
-@dataclass(frozen=True)
-class Part:
-    """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
-
-    start: int
-    length: int
-
-    def among_zeros(self, part: Tensor) -> Tensor:
-        """The whole tensor, zero but for this part; its gradient is the part of the whole one's."""
-        index = torch.arange(self.start, self.start + len(part), device=part.device)
-        return part.new_zeros(self.length, *part.shape[1:]).index_copy_(0, index, part)
-
-
 def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part]) -> Module:
     """Let a module's forward see all experts: those that this rank has not are zero, and so is what they compute.
 
     ``parts`` are the parameters of ``holder``, the module itself or one in it, that have some of the experts.
     """
-    local = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        whole = {}
-        for name, part in parts.items():
-            parameter = own_parameters(holder)[name]
-            # Weights that are brought only for the holder's own forward are not there yet.
-            if parameter is not None and not parameter.is_meta and len(parameter) < part.length:
-                whole[name] = part.among_zeros(parameter)
-        with _instead(holder, whole):
-            return local(*args, **kwargs)
+    def whole() -> dict[str, Tensor]:
+        own = ((name, part, own_parameters(holder)[name]) for name, part in parts.items())
+        # Weights that are brought only for the holder's own forward are not there yet.
+        present = ((name, part, p) for name, part, p in own if p is not None and not p.is_meta)
+        return {name: part.among_zeros(p) for name, part, p in present if len(p) < part.length}
 
-    return _with_forward(module, forward)
+    return _seeing(module, holder, whole)
 
 
 def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row: int | None = None) -> Module:
@@ -141,7 +148,6 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
 
     ``padding_row``: the row of the whole vocabulary that takes no gradient (``padding_idx`` of the original module).
     """
-    local = module.forward
     rows = module.get_parameter("weight").shape[0]
     own_padding = padding_row is not None and first_row <= padding_row < first_row + rows
     if hasattr(module, "padding_idx"):
@@ -151,10 +157,15 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
         if name.endswith(("_token_index", "_token_id")) and isinstance(token, int):
             setattr(module, name, token - first_row if 0 <= token - first_row < rows else -1)  # a token apart
 
-    def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _masked_lookup(lambda rows_of: local(rows_of, *args, **kwargs), ids, first_row, rows, group)
+    def forward(local: Forward, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        size = rows * group.size
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+            raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
+        is_local = (ids >= first_row) & (ids < first_row + rows)
+        vectors = local((ids - first_row).where(is_local, 0), *args, **kwargs)
+        return reduce_from_group(vectors.masked_fill(~is_local.unsqueeze(-1), 0), group)
 
-    return _with_forward(module, forward)
+    return _around(module, forward)
 
 
 def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | None = None) -> Module:
@@ -162,42 +173,31 @@ def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | 
 
     ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
     """
-    local = column_parallel(module, group).forward
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Tensor:
         whole = gather_from_group(local(*args, **kwargs), group)
         return whole[..., :true_size] if order is None else whole.index_select(-1, order.to(whole.device))
 
-    return _with_forward(module, forward)
+    return _around(column_parallel(module, group), forward)
 
 
-def gathered_vectors(module: Module, group: Group, true_sizes: Mapping[str, int]) -> Module:
-    """Let a module that adds split vectors to what is whole (a bias to gathered logits) see all of them, unpadded."""
-    local = module.forward
+def whole_vectors(module: Module, true_sizes: Mapping[str, int], group: Group | None = None) -> Module:
+    """Let a module that adds vectors to what is whole (a bias to gathered logits) see all of them, without padding.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        parts = {name: getattr(module, name) for name in true_sizes}
-        with _instead(module, {name: gather_from_group(parts[name], group)[..., :n] for name, n in true_sizes.items()}):
-            return local(*args, **kwargs)
+    Those of a ``group`` are split over its ranks.
+    """
 
-    return _with_forward(module, forward)
+    def whole() -> dict[str, Tensor]:
+        own = {name: getattr(module, name) for name in true_sizes}
+        vectors = own if group is None else {name: gather_from_group(part, group) for name, part in own.items()}
+        return {name: vector[..., : true_sizes[name]] for name, vector in vectors.items()}
+
+    return _seeing(module, module, whole)
 
 
 def without_padding(module: Module, true_size: int) -> Module:
     """Let an output layer that has all rows of the vocabulary, and rows of padding, return the logits without those."""
-    local = module.forward
-    return _with_forward(module, lambda *args, **kwargs: local(*args, **kwargs)[..., :true_size])
-
-
-def unpadded_vectors(module: Module, true_sizes: Mapping[str, int]) -> Module:
-    """Let a module that adds whole vectors to what has no padding see them without it."""
-    local = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _instead(module, {name: getattr(module, name)[..., :size] for name, size in true_sizes.items()}):
-            return local(*args, **kwargs)
-
-    return _with_forward(module, forward)
+    return _around(module, lambda local, *args, **kwargs: local(*args, **kwargs)[..., :true_size])
 
 
 def parallel_norm(module: Module, group: Group) -> Module:
@@ -207,9 +207,8 @@ def parallel_norm(module: Module, group: Group) -> Module:
     bytes than the ranks' mean squares would be, but the same for every kind of norm, and to the last bit. Other tensors
     of the input's shape (a gate) are split as it is.
     """
-    local = module.forward
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(local: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         lengths = lengths_in_group(x, group)
 
         def gathered(value: Any) -> Any:
@@ -230,26 +229,28 @@ def parallel_norm(module: Module, group: Group) -> Module:
                 module.normalized_shape = shape
         return scatter_to_group(y, group, lengths=lengths)
 
-    return _with_forward(module, forward)
-
-
-def _masked_lookup(lookup: Callable[[Tensor], Tensor], ids: Tensor, first_row: int, rows: int, group: Group) -> Tensor:
-    size = rows * group.size
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
-        raise IndexError(f"token ids {int(ids.min())} to {int(ids.max())} in a vocabulary of {size}")
-    is_local = (ids >= first_row) & (ids < first_row + rows)
-    vectors = lookup((ids - first_row).where(is_local, 0))
-    return reduce_from_group(vectors.masked_fill(~is_local.unsqueeze(-1), 0), group)
+    return _around(module, forward)
 
 
 def _shared(x: Any, group: Group) -> Any:
     return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _with_forward(module: Module, forward: Callable[..., Any]) -> Module:
+def _around(module: Module, forward: Callable[..., Any]) -> Module:
+    """Let a module's forward be this one, whose first argument is the former."""
     # On the instance, so that hooks and the parameters' names stay what they were.
-    module.forward = forward
+    module.forward = partial(forward, module.forward)
     return module
+
+
+def _seeing(module: Module, holder: nn.Module, tensors: Callable[[], Mapping[str, Tensor]]) -> Module:
+    """Let a module's forward see other tensors in place of those of ``holder``."""
+
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
+        with _instead(holder, tensors()):
+            return local(*args, **kwargs)
+
+    return _around(module, forward)
 
 
 @contextmanager
@@ -264,3 +265,134 @@ def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]
     finally:
         for tensors, name, tensor in true:
             tensors[name] = tensor
+
+
+# --------------------------------------------------------------------------------------------------- as a plan says
+
+
+def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable) -> Loaded:
+    """Give each module of a rank's model the behaviour that the plan's entries of its weights ask for, and the
+    [modules] table.
+    """
+    model = loaded.model
+    split_parts, alone, sums = modules.split(model), modules.alone(model), modules.sums(model)
+    parameters = placements(model, rank.shapes)
+    sources = {name: place.sources for name, place in parameters.items()}
+    by_name = roles(rank.plan, sources)
+    shares = expert_shares(rank, sources)
+    experts = {
+        name: Part(share.index * parameters[name].shape[0], share.parts * parameters[name].shape[0])
+        for name, share in shares.items()
+    }
+    values = model.state_dict(keep_vars=True)
+    by_tensor = {id(values[name]): role for name, role in by_name.items()}
+    for tied, original in tied_weights(model).items():
+        # One tensor, as a rule, but two where weights are on disk.
+        role = by_name.get(original) or by_name.get(tied)
+        if role is not None:
+            by_tensor |= {id(values[tied]): role, id(values[original]): role}
+    held_by_tensor = {id(values[name]): part for name, part in experts.items()}
+    parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
+    for path, module in [(path, module) for path, module in model.named_modules() if module not in alone]:
+        tensors = {**own_parameters(module), **own_buffers(module)}
+        named = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
+        parts_of = {name: held_by_tensor[id(tensors[name])] for name in named if id(tensors[name]) in held_by_tensor}
+        if parts_of:
+            # Some are read by the module around them.
+            for reader in (model.get_submodule(path.rpartition(".")[0]), module):
+                with _beneath_hook(reader):
+                    with_all_experts(reader, module, parts_of)
+        if module in sums and sums[module] in named and named[sums[module]].summed_along:
+            with _beneath_hook(module):
+                sum_at_use(module, sums[module], groups.along(named[sums[module]].summed_along))
+        elif named:
+            with _beneath_hook(module):
+                parts += _make_parallel(module, named, rank, groups)
+    by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
+    return Loaded(model, sources, loaded.unused, (*parts, *split_parts), by_name_on_disk)
+
+
+@contextmanager
+def _beneath_hook(module: nn.Module) -> Iterator[None]:
+    """Change a module's forward beneath accelerate's hook, if it has one, which brings its weights."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    remove_hook_from_module(module)
+    yield
+    add_hook_to_module(module, hook)
+
+
+def _make_parallel(
+    module: nn.Module, of: Mapping[str, Role], rank: Rank, groups: Groups
+) -> list[tuple[torch.Tensor, frozenset[str]]]:
+    """Make a module parallel; return its parameters that are added within a sum over ranks, and its dimensions."""
+    kinds = {role.kind for role in of.values()}
+    whole = [name for name, role in of.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
+    summed = frozenset[str]().union(*(role.summed_along for role in of.values()))
+    vocabulary = of.get("weight")
+    if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
+        first_row = vocabulary.entry.layout.boxes[rank.rank].dims[0][0].offset
+        group = groups.along(vocabulary.along)
+        padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
+        vocab_parallel(module, first_row, group, padding_row=padding_row)
+    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in of.values())):
+        elsewhere = [name for name in whole if not groups.is_first(of[name].along)]
+        row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
+        return [(module.get_parameter(name), summed) for name in whole]
+    elif Kind.ROW in kinds:
+        row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
+    elif columns := [role for role in of.values() if role.is_gathered and role.kind is Kind.COLUMN]:
+        role = columns[0]
+        dim = min(role.entry.layout.parallel_dims)
+        if role.is_taken_whole and role.entry.layout.rule.dims[dim].axis is None:
+            raise PlanError(
+                f"no forward of {rank.plan.mesh} is known: '{role.entry.name}' is cut, but no weight takes its parts"
+            )
+        order = _order_of_parts(role.entry.layout, dim, rank.plan.mesh.peers(rank.rank, role.along))
+        gather_logits(module, groups.along(role.along), role.entry.layout.full[dim], order)
+    elif kinds == {Kind.VECTOR} and not list(module.children()):
+        parallel_norm(module, groups.along(next(iter(of.values())).along))
+    elif kinds == {Kind.VECTOR}:
+        in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
+        tensors = {**own_parameters(module), **own_buffers(module)}
+        added = {name: role for name, role in of.items() if role.is_gathered and id(tensors[name]) not in in_children}
+        if added:
+            group = groups.along(next(iter(added.values())).along)
+            whole_vectors(module, {name: role.entry.layout.full[-1] for name, role in added.items()}, group)
+    elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
+        _strip_padding(module, [*of.items()])
+    return []
+
+
+def _strip_padding(module: nn.Module, weights: Sequence[tuple[str, Role]]) -> None:
+    """Let a module that every rank has whole, of a vocabulary that is padded nevertheless, compute without padding."""
+    padded = [(name, role.entry.layout) for name, role in weights if role.entry.layout.padded != role.entry.layout.full]
+    outputs = [layout.full[layout.rule.output_dim or 0] for _, layout in padded if math.prod(layout.full[:-1]) > 1]
+    if outputs:
+        without_padding(module, outputs[0])
+    elif padded:
+        whole_vectors(module, {name: layout.full[-1] for name, layout in padded})
+
+
+def _order_of_parts(layout: Layout, dim: int, ranks: Iterable[int]) -> torch.Tensor | None:
+    """Where each index of a dimension lies among the parts of these ranks, one after the other; None: at its place."""
+    runs = [run for rank in ranks for run in layout.boxes[rank].dims[dim]]
+    if [run.offset for run in runs] == [0, *accumulate(run.length for run in runs[:-1])]:
+        return None
+    joined = enumerate(chain(*(range(run.offset, run.end) for run in runs)))
+    # Of what several ranks have, the first one's is taken.
+    places = {index: place for place, index in reversed([*joined])}
+    return torch.tensor([places[index] for index in range(layout.full[dim])])
+
+
+def _padding_row(module: nn.Embedding, rows: int, rank: Rank) -> int | None:
+    """The row of the whole vocabulary, of ``rows``, that takes no gradient.
+
+    It is pad_token_id or, of some classes (MPNet), a number of their own. A negative one counts from the end.
+    """
+    if module.padding_idx is None:
+        return None
+    named = rank.plan.model.sizes.settings.get("pad_token_id")
+    return rows + named if named is not None and named < 0 else module.padding_idx

@@ -26,7 +26,19 @@ from formats.quantization.methods import quantization_settings, scheme_of
 from formats.transformers_internals import model_class, placements
 from reshard.mesh.plan import Plan
 from verify.rank.group import machine_fault
-from verify.rank.layers import Part
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
+
+    start: int
+    length: int
+
+    def among_zeros(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, zero but for this part; its gradient is the part of the whole one's."""
+        index = torch.arange(self.start, self.start + len(part), device=part.device)
+        return part.new_zeros(self.length, *part.shape[1:]).index_copy_(0, index, part)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from formats.transformers_internals import (
 )
 from reshard.mesh.plan import with_sizes_of_whole
 from verify.rank.collectives import Groups
+from verify.rank.layers import parallelise
 from verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable
-from verify.rank.parallel import parallelise
 from verify.rank.roles import Rank, expert_shares
 from verify.rank.stages import Pipeline
 
@@ -66,10 +66,8 @@ def load_rank(
     loaded = from_pretrained(cls, folder, dtype, {**options, **dequantizing(rank.config)})
     if offload:
         compute_on(loaded.model, device)
-    split_parts = modules.split(loaded.model)
-    loaded = parallelise(loaded, rank, groups, modules.alone(loaded.model), modules.sums(loaded.model))
     is_to_fit = not modules.is_needed and not rank.lacks_experts
-    return replace(loaded, parts=(*loaded.parts, *split_parts), cut=tuple(cut) if is_to_fit else ())
+    return replace(parallelise(loaded, rank, groups, modules), cut=tuple(cut) if is_to_fit else ())
 
 
 def _config_of(folder: Path, rank: Rank) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -92,7 +93,8 @@ class ModuleTable:
                 else:
                     arguments[name] = shape.dims
             if arguments:
-                hook = self._argument_hook(module, arguments, indices)
+                names = list(inspect.signature(module.forward).parameters)
+                hook = partial(self._split_arguments, arguments, indices, names)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
         return parts
 
@@ -110,25 +112,18 @@ class ModuleTable:
     def _lookup(self, sizes: Mapping[str, int], indices: Mapping[str, int]) -> Callable[[str], Any]:
         return lambda name: {**sizes, **indices}.get(name, self._sizes.settings.get(name))
 
-    def _argument_hook(
-        self,
-        module: nn.Module,
-        arguments: Mapping[str, Sequence[Dim]],
-        indices: Mapping[str, int],
-    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
-        names = list(inspect.signature(module.forward).parameters)
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            values = {**dict(zip(names, args, strict=False)), **kwargs}
-            parts = {
-                name: self._part(values[name], dims, indices)
-                for name, dims in arguments.items()
-                if isinstance(values.get(name), torch.Tensor)
-            }
-            new = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False))
-            return new, {name: parts.get(name, value) for name, value in kwargs.items()}
-
-        return hook
+    def _split_arguments(
+        self, arguments: Mapping[str, Sequence[Dim]], indices: Mapping[str, int], names: Sequence[str], _: nn.Module,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        parts = {
+            name: self._part(values[name], dims, indices)
+            for name, dims in arguments.items()
+            if isinstance(values.get(name), torch.Tensor)
+        }
+        new = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False))
+        return new, {name: parts.get(name, value) for name, value in kwargs.items()}
 
     def _output_hook(
         self, dims: Sequence[Dim], indices: Mapping[str, int]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ class Pipeline:
         for path in self._leading if self.is_first else ():
             for name, module in model.get_submodule(path).named_modules(prefix=path):
                 module.register_forward_pre_hook(self._begin)
-                module.register_forward_hook(self._keep(name))
+                module.register_forward_hook(partial(self._keep, name))
         for path, outputs in self._received.leading.items():
             model.get_submodule(path).forward = _returning(outputs)
         for path, stage in self._blocks.items():
@@ -180,8 +181,8 @@ class Pipeline:
             elif stage > self._stage:
                 block.forward = self._send
             else:
-                block.register_forward_pre_hook(self._enter(trace, chosen), with_kwargs=True)
-                block.register_forward_hook(self._note(trace), with_kwargs=True)
+                block.register_forward_pre_hook(partial(self._enter, trace, chosen), with_kwargs=True)
+                block.register_forward_hook(partial(self._note, trace), with_kwargs=True)
 
     def receive(self, *, grad: bool) -> None:
         """Wait for what the stage before sends; with ``grad``, its gradients are kept."""
@@ -198,34 +199,25 @@ class Pipeline:
     def _begin(self, _: nn.Module, __: Any) -> None:
         self._depth += 1
 
-    def _keep(self, path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            self._depth -= 1
-            if not self._depth:  # else a part of another one's results
-                self._received.leading.setdefault(path, []).append(output)
+    def _keep(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+        self._depth -= 1
+        if not self._depth:  # else a part of another one's results
+            self._received.leading.setdefault(path, []).append(output)
 
-        return hook
+    def _enter(self, trace: Trace, chosen: Sequence[Tensor], _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        if self.is_first or self._has_entered:
+            return
+        self._has_entered = True
+        trace.chosen[:] = chosen[: self._received.choices]
+        for name, values in self._received.lists.items():
+            target = kwargs[name]
+            target.clear()
+            (target.update if isinstance(target, MutableMapping) else target.extend)(tree_map(_copied, values))
 
-    def _enter(self, trace: Trace, chosen: Sequence[Tensor]) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-            if self.is_first or self._has_entered:
-                return
-            self._has_entered = True
-            trace.chosen[:] = chosen[: self._received.choices]
-            for name, values in self._received.lists.items():
-                target = kwargs[name]
-                target.clear()
-                (target.update if isinstance(target, MutableMapping) else target.extend)(tree_map(_copied, values))
-
-        return hook
-
-    def _note(self, trace: Trace) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-            lists: dict[str, Any] = {name: [*value] for name, value in kwargs.items() if isinstance(value, list)}
-            lists |= {name: {**value} for name, value in kwargs.items() if isinstance(value, MutableMapping)}
-            self._sent = Message(self._received.leading, output, lists, len(trace.chosen))
-
-        return hook
+    def _note(self, trace: Trace, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+        lists: dict[str, Any] = {name: [*value] for name, value in kwargs.items() if isinstance(value, list)}
+        lists |= {name: {**value} for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+        self._sent = Message(self._received.leading, output, lists, len(trace.chosen))
 
     def _send(self, *_: Any, **__: Any) -> Any:
         """In place of the next stage's layers: send on what the last layer here has returned."""

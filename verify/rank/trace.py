@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,10 +102,12 @@ def run(
     path = trace.path
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(_push(path, name)).remove)
-            stack.callback(module.register_forward_hook(_pop(path)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(_push, path, name)).remove)
+            stack.callback(module.register_forward_hook(partial(_pop, path)).remove)
         for name, first in _first_blocks(places.blocks, continued).items():
-            stack.callback(first.register_forward_pre_hook(_keep_input(trace, name, feed), with_kwargs=True).remove)
+            stack.callback(
+                first.register_forward_pre_hook(partial(_keep_input, trace, name, feed), with_kwargs=True).remove
+            )
         for name, module in {**places.others, **places.blocks}.items():
             instead = feed if name in places.blocks else None
             # First of all hooks: of what some modules return whole, a rank takes its part.
@@ -114,7 +117,7 @@ def run(
             for module in model.modules():
                 # A lookup does not round.
                 if next(module.parameters(recurse=False), None) is not None and not isinstance(module, nn.Embedding):
-                    stack.callback(module.register_forward_hook(_round_again(generator)).remove)
+                    stack.callback(module.register_forward_hook(partial(_round_again, generator)).remove)
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))
         stack.enter_context(_default_dtype(model.dtype))
@@ -154,29 +157,26 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-def _push(path: list[str], name: str) -> Callable[..., None]:
-    return lambda *_: path.append(name)
+def _push(path: list[str], name: str, *_: Any) -> None:
+    path.append(name)
 
 
-def _pop(path: list[str]) -> Callable[..., None]:
-    def pop(*_: Any) -> None:
-        path.pop()
-
-    return pop
+def _pop(path: list[str], *_: Any) -> None:
+    path.pop()
 
 
-def _keep_input(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in trace.states:
-            return None  # a block that runs more than once: what it takes then are results of blocks
-        hidden = args[0] if args else kwargs["hidden_states"]
-        trace.states[name] = _kept(hidden)
-        if feed is None:
-            return None
-        instead = feed[name].to(hidden)
-        return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
-
-    return hook
+def _keep_input(
+    trace: Trace, name: str, feed: Mapping[str, Tensor] | None, _: nn.Module, args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    if name in trace.states:
+        return None  # a block that runs more than once: what it takes then are results of blocks
+    hidden = args[0] if args else kwargs["hidden_states"]
+    trace.states[name] = _kept(hidden)
+    if feed is None:
+        return None
+    instead = feed[name].to(hidden)
+    return ((instead, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": instead})
 
 
 def _keep_output(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> Callable[..., Any]:
@@ -196,16 +196,13 @@ def _keep_output(trace: Trace, name: str, feed: Mapping[str, Tensor] | None) -> 
     return hook
 
 
-def _round_again(generator: torch.Generator) -> Callable[..., Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        first, *further = output if isinstance(output, tuple) else (output,)
-        if not (isinstance(first, Tensor) and first.is_floating_point()):
-            return output
-        by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
-        moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
-        return (moved, *further) if isinstance(output, tuple) else moved
-
-    return hook
+def _round_again(generator: torch.Generator, _: nn.Module, __: Any, output: Any) -> Any:
+    first, *further = output if isinstance(output, tuple) else (output,)
+    if not (isinstance(first, Tensor) and first.is_floating_point()):
+        return output
+    by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
+    moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
+    return (moved, *further) if isinstance(output, tuple) else moved
 
 
 def _kept(x: Tensor) -> Tensor:

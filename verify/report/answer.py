@@ -44,36 +44,6 @@ class OwnPlan:
         return "\n".join([title, *_some("", self.differences)])
 
 
-def in_words(
-    exact: Any, forward: Any, error: ReshardError | None, plan: OwnPlan | None = None, engine: Any = None,
-    of: str = "The forward",
-) -> str:  # fmt: skip
-    """The verdict in a few sentences, with the first tensor and the first layer that differ by name.
-
-    ``of`` is what ``error`` stopped after the bytes.
-    """
-    parts = []
-    if exact is not None and exact.verdict == "different":
-        parts.append(_difference_in_words(exact))
-    elif exact is not None:
-        by = f" by the plan {plan.name}" if plan is not None else ""
-        by = f" after a cast to {exact.cast}{by}" if exact.cast else by
-        parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
-        text = not_compared(exact.not_compared)
-        parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
-        if plan is not None and plan.differences != () and forward is None:
-            parts.append("Whether that plan is right, the forward alone can tell.")
-    if forward is not None:
-        parts.append(forward.verdict)
-        parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
-    if engine is not None:
-        parts.append(engine.verdict)
-    if error is not None:
-        what = of if exact is not None else "It"
-        parts.append(f"{what} could not be checked: {error.message}")
-    return " ".join(parts) or "Nothing was checked."
-
-
 def power_in_words(forward: Any) -> str:
     """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
     power = forward.power
@@ -247,10 +217,28 @@ class Answer(Result):
 
     @property
     def in_words(self) -> str:
-        """The verdict in a sentence or two."""
-        is_of_engine = self.engine_options is not None and (self.forward is not None or not self.wants_forward)
-        of = "The engine's run" if is_of_engine else "The forward"
-        return in_words(self.exact, self.forward, self.error, self.plan, self.engine, of)
+        """The verdict in a few sentences, with the first tensor and the first layer that differ by name."""
+        exact, forward, plan, parts = self.exact, self.forward, self.plan, list[str]()
+        if exact is not None and exact.verdict == "different":
+            parts.append(_difference_in_words(exact))
+        elif exact is not None:
+            by = f" by the plan {plan.name}" if plan is not None else ""
+            by = f" after a cast to {exact.cast}{by}" if exact.cast else by
+            parts.append(f"Every byte is the original's{by} ({_amount(exact)}).")
+            text = not_compared(exact.not_compared)
+            parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
+            if plan is not None and plan.differences != () and forward is None:
+                parts.append("Whether that plan is right, the forward alone can tell.")
+        if forward is not None:
+            parts.append(forward.verdict)
+            parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
+        if self.engine is not None:
+            parts.append(self.engine.verdict)
+        if self.error is not None:
+            is_of_engine = self.engine_options is not None and (forward is not None or not self.wants_forward)
+            of = "The engine's run" if is_of_engine else "The forward"
+            parts.append(f"{of if exact is not None else 'It'} could not be checked: {self.error.message}")
+        return " ".join(parts) or "Nothing was checked."
 
     @property
     def headline(self) -> str:

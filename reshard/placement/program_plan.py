@@ -201,6 +201,9 @@ def not_kept(format: Format) -> Mapping[str, str]:
         return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
     if format is OWN:
         return {}
+    if format.files.is_single:
+        why = "each tensor has one file, which any number of ranks loads"
+        return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why)
     reasons = {
         "pad_vocab_to": "it says itself what is padded",
         "refine_blocks": "its reader takes the scale blocks of config.json",

@@ -125,15 +125,17 @@ class Output:
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
         is_same = source.format.name == format.name
-        training = self._training = source.training if is_same else None
+        training = self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
-        self._carried = list(training.archives()) if training is not None and state is None else []
+        is_carried = training is not None and state is None and not format.files.is_single
+        self._carried = list(training.archives()) if training is not None and is_carried else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
+        self.states: list[Output] = [*self._states()] if format.files.is_single else []
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -141,7 +143,8 @@ class Output:
                 self._files[rank] += self._files_of(number)
         self._intact = list(self._intact_file())
         self.files = [file for files in (*self._files.values(), self._intact) for file in files]
-        self.states: list[Output] = [*self._states()] if training is not None and state is None else []
+        if not format.files.is_single:
+            self.states = [*self._states()]
         self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -219,11 +222,17 @@ class Output:
         zeros = {stored.name for stored, _ in computed if stored.atoms and Location(stored, 0).is_zero(rank)}
         constants |= {tensor.name: bytes(tensor.nbytes) for tensor in tensors if tensor.name in zeros}
         files = self.format.files
-        parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
+        if files.is_single:
+            masters = {tensor.name for of in self.states if of._kind == files.weights
+                       for file in of.files for tensor in file.tensors}  # fmt: skip
+            parts = [[tensor] for tensor in tensors if tensor.name not in masters]
+        else:
+            parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
         for number, part in enumerate(parts):
             if part or self.format.plain:
+                single = {"tensor": part[0].name, "kind": self._kind} if files.is_single else {}
                 name = files.name_of(
-                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts)
+                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts), **single
                 )
                 self._written[rank] += 1
                 file = self._file(name, rank, part)
@@ -233,12 +242,14 @@ class Output:
 
     def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of these tensors, in the container that its name tells."""
-        if self.format.files.is_distributed:
+        is_single = self.format.files.is_single
+        if self.format.files.is_distributed and not is_single:
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
             from formats.files.torch_zip import build_archive  # rarely needed
 
-            archive = build_archive(tensors, self.format.container.inside, self.format.container.entries)
+            inside, entries = self.format.container.inside, self.format.container.entries
+            archive = build_archive(tensors, inside, entries, is_single=is_single)
             return NewFile(
                 name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
             )
@@ -272,14 +283,35 @@ class Output:
         if tensors:
             yield _safetensors(INTACT_FILE, INTACT_RANK, tensors, {"format": "pt"})
 
-    # ---------------------------------------------------------------------------- a distributed checkpoint of torch's
+    # ------------------------------------------------------------------------------- a training program's checkpoint
+
+    @property
+    def _kind(self) -> str:
+        """What files of the model's tensors, or of a state, are called where each has one."""
+        files, kind = self.format.files, self._state.kind if self._state is not None else None
+        return files.weights if kind is None or kind in files.masters else kind
+
+    def _universal(self) -> Iterator[tuple[str, bytes]]:
+        from formats.files.universal import universal_documents  # rarely needed
+
+        shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
+        states = {tensor.name for of in self.states for file in of.files for tensor in file.tensors}
+        shared = {at.stored.name: self.arrangement.atoms[atom].stored.name for atom, at in self.arrangement.copies}
+        saved = self._training.saved if self._training is not None else None
+        return universal_documents(shapes, states, shared, saved)
 
     def _not_carried(self) -> tuple[str, ...]:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from reshard.source.opening_programs import in_general  # rarely needed
+        from formats.files.universal import is_setting  # rarely needed
+        from reshard.source.opening_programs import in_general
 
+        if self.format.files.is_single and self._training is not None:
+            parts = self._training.parts
+            states = {affix: names for affix, names in parts.states.items() if affix.kind is None}
+            rest = tuple(name for name in parts.rest if not is_setting(name))
+            return parts._replace(states=states, rest=rest).words()
         carried, of_constants = ({*map(in_general, part)} for part in (self._constants, self.source.constants))
         is_all = self._training is None
         return tuple(
@@ -288,14 +320,20 @@ class Output:
 
     def _states(self) -> Iterator[Output]:
         """What is re-sharded with the model: states of training, each kind on its own, on the mesh of the model."""
+        if self._training is None or self._state is not None:
+            return
         from reshard.placement.program_plan import program_plan  # rarely needed
         from reshard.source.opening_programs import states_of
 
+        rules = self.format.rules  # a tied tensor has one state, unless the run saved two
+        format = dataclasses.replace(
+            self.format, rules=dataclasses.replace(rules, lines=tuple(line for line in rules.lines if not line.also))
+        )
         for affix, of in states_of(self.source):
-            plan = program_plan(of.model, self.format, self.plan.mesh, padding=self.plan.padding or None)
-            yield Output(
-                of, plan, self.format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written
-            )
+            if self.format.files.is_single and affix.kind is None:
+                continue
+            plan = program_plan(of.model, format, self.plan.mesh, padding=self.plan.padding or None)
+            yield Output(of, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
@@ -385,7 +423,9 @@ class Output:
                 yield settings.file, json_bytes(program_config(settings, self.plan.model)) + b"\n"
             else:
                 self._check_own(settings, content)
-        for name, document in self.format.container.documents.items():
+        if files.is_single:
+            yield from ((files.place + name, content) for name, content in self._universal())
+        for name, document in self.format.container.documents.items() if not files.is_single else ():
             from formats.files.dcp import object_bytes  # rarely needed
 
             content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"

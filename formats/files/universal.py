@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 _SETTING = re.compile(r"(?:.*\.)?param_groups\.(\d+)\.(\w+)")
 _STEP = re.compile(r"(?:.*\.)?state\.(.+)\.step")
 _NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
-_MODEL: Mapping[str, object] = {
+_MODEL: dict[str, object] = {
     "module": {}, "buffer_names": [], "optimizer": None, "frozen_param_shapes": {}, "frozen_param_fragments": {},
     "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "dp_world_size": 1,
     "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_version": "0.19.8",
@@ -104,7 +104,7 @@ def _step_of(saved: Distributed) -> Step | None:
     infos = [info for name, whole in saved.tensors.items() if _STEP.fullmatch(name) for _, info in whole.chunks]
     contents = read_ranges([(info.file, info.offset, info.offset + info.nbytes) for info in infos])
     steps = [
-        Step(*struct.unpack(_NUMBERS[info.dtype], content), info.dtype, info.shape, content)
+        Step(struct.unpack(_NUMBERS[info.dtype], content)[0], info.dtype, info.shape, content)
         for info, content in zip(infos, contents, strict=True)
         if info.dtype in _NUMBERS and len(content) == struct.calcsize(_NUMBERS[info.dtype])
     ]

@@ -304,14 +304,8 @@ class Files:
         ``of`` has the tensor and the kind, where each has a file.
         """
         of_a_stage, rank_of_mesh = mesh.size // mesh.pp, rank % mesh.size
-        words: dict[str, int | str] = {
-            **of,
-            "rank": rank,
-            "ranks": mesh.size,
-            "part": part,
-            "pp": mesh.stage(rank_of_mesh),
-        }
-        words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
+        words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank_of_mesh)}
+        words |= {**of, "tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
         words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank_of_mesh).items()}
         words["folder"] = mesh.folder(rank_of_mesh)
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}

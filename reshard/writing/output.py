@@ -124,7 +124,7 @@ class Output:
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
-        is_same = source.format.name == format.name
+        is_same = source.format.name == format.name or self._has_names_of(source)
         training = self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
@@ -152,6 +152,13 @@ class Output:
     def identity(self) -> Identity:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
+
+    def _has_names_of(self, source: Source) -> bool:
+        """Whether a training program would find each tensor of the source under the same name, and its states."""
+        if source.training is None or not self.format.files.is_distributed:
+            return False
+        names, others = ({stored.name for stored in of.stored} for of in (self.arrangement, source.arrangement))
+        return names == others
 
     def all_files(self) -> list[NewFile]:
         """The weight files, also of states."""

@@ -38,11 +38,9 @@ RUNS: Sequence[tuple[str, str, int, str, int]] = (
     ("llama-tied", "zero-2", 2, "zero-2", 3),
     ("llama-tied", "zero-1 bf16", 3, "zero-1 bf16", 1),
     ("llama", "zero-3", 3, "zero-3", 2),
-    ("llama", "zero-2", 2, "zero-3", 3),
-    ("qwen3_moe", "zero-3", 2, "zero-2", 3),
+    ("qwen3_moe", "zero-2", 2, "zero-3", 3),
     ("qwen3_moe", "fsdp2", 2, "zero-2", 3),
-    ("qwen3_moe", "zero-2", 2, "fsdp2", 3),
-    ("llama-tied", "fsdp2", 3, "fsdp2", 2),
+    ("llama-tied", "zero-3", 3, "fsdp2", 2),
 )
 """The model; the program that saves, and its ranks; the program that goes on, and its ranks."""
 BATCH, LENGTH, STEPS = 6, 12, 2
@@ -55,7 +53,8 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9)}
 class Run:
     """A model in training, on one of several ranks."""
 
-    def __init__(self, kind: str, model: Path, world: int) -> None:
+    def __init__(self, kind: str, model: Path, world: int, decay: float) -> None:
+        """``decay`` is that of vectors: ZeRO-3 loads the settings of the first group for all."""
         from transformers import AutoModelForCausalLM
 
         self._is_bf16, self._world = kind.endswith("bf16"), world
@@ -63,7 +62,7 @@ class Run:
         self._net, self._engine = net, None
         groups = [
             {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": decay},
         ]
         if kind == "fsdp2":
             mesh = init_device_mesh("cpu", (world,))
@@ -83,7 +82,7 @@ class Run:
         settings = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": BATCH // world,
             "zero_optimization": {"stage": int(kind[5]), "stage3_param_persistence_threshold": 0},
-            "bf16": {"enabled": self._is_bf16}, "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": self._is_bf16}, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False, "checkpoint": {"load_universal": True},
         }  # fmt: skip
         self._engine, *_ = deepspeed.initialize(
@@ -125,7 +124,15 @@ class Run:
 
 
 def _work(
-    rank: int, world: int, port: int, kind: str, model: Path, source: Path | None, out: Path | None, losses: Path
+    rank: int,
+    world: int,
+    port: int,
+    kind: str,
+    decay: float,
+    model: Path,
+    source: Path | None,
+    out: Path | None,
+    losses: Path,
 ) -> None:
     """As one rank: go on from ``source``, or train and save to ``out``, then train; the losses of the last steps."""
     warnings.simplefilter("ignore")
@@ -138,7 +145,7 @@ def _work(
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
-    run = Run(kind, model, world)
+    run = Run(kind, model, world, decay)
     if source is not None:
         run.load(source)
     elif out is not None:
@@ -151,12 +158,14 @@ def _work(
     dist.destroy_process_group()
 
 
-def _train(kind: str, world: int, model: Path, losses: Path, source: Path | None, out: Path | None) -> torch.Tensor:
+def _train(
+    kind: str, world: int, decay: float, model: Path, losses: Path, source: Path | None, out: Path | None
+) -> torch.Tensor:
     """The losses of each sequence in the last steps."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_work, (world, port, kind, model, source, out, losses), world)  # raises for any
+    torch.multiprocessing.spawn(_work, (world, port, kind, decay, model, source, out, losses), world)  # raises for any
     parts = [json.loads(losses.with_suffix(f".{rank}").read_text()) for rank in range(world)]
     return torch.cat([torch.tensor(part, dtype=torch.float64) for part in parts], dim=1)
 
@@ -175,21 +184,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reshard-universal-") as temporary:
         for number, (name, before, ranks, after, others) in enumerate(RUNS):
             root = Path(temporary) / str(number)
-            model = zoo.save(name, root / "model")
-            unbroken = _train(before, ranks, model, root / "unbroken", None, root / "saved")
+            model, decay = zoo.save(name, root / "model"), 0.1 if after == "zero-3" else 0.0
+            unbroken = _train(before, ranks, decay, model, root / "unbroken", None, root / "saved")
             format = "dcp-transformers" if after == "fsdp2" else "deepspeed-universal"
             split(root / "saved", root / "ours", format=format, config=model)
-            resumed = _train(after, others, model, root / "resumed", root / "ours", None)
+            resumed = _train(after, others, decay, model, root / "resumed", root / "ours", None)
             first, second = (resumed - unbroken).abs().max(dim=1).values.tolist()
             is_same = first == 0 and (second < NOISE or after.endswith("bf16"))
             own = ""
             if before == after != "fsdp2":
                 _convert(root / "saved" / "global_step2", root / "own" / "global_step2_universal", int(before[5]))
-                is_equal = torch.equal(_train(after, others, model, root / "own-run", root / "own", None), resumed)
-                own, is_same = (
-                    f", {'as' if is_equal else 'NOT as'} from DeepSpeed's own converter",
-                    is_same and is_equal,
-                )
+                theirs = _train(after, others, decay, model, root / "theirs", root / "own", None)
+                own = f", {'as' if torch.equal(theirs, resumed) else 'NOT as'} from DeepSpeed's own converter"
+                is_same = is_same and torch.equal(theirs, resumed)
             verdict = "goes on as if unbroken" if is_same else "goes on as another run"
             print(
                 f"{name}: {before} on {ranks}, then {after} on {others}: {verdict} "

@@ -63,6 +63,7 @@ def universal_documents(
     Without settings there are as many empty groups as a run can have: it keeps its own. Raises MismatchError if the
     parameters are at different steps, and CheckpointError if a file cannot be read.
     """
+    tensors = dict(sorted(tensors.items()))  # whatever the route they came by
     step = _step_of(saved) if saved is not None and states else None
     groups = _groups_of(saved) if saved is not None and states else []
     members = [{*group.pop("params", ())} for group in groups]

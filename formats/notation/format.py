@@ -479,6 +479,12 @@ class Format:
     plain: bool = False
     _of: dict[str, Format] = field(init=False, repr=False, default_factory=dict)
 
+    @property
+    def of_states(self) -> Format:
+        """The format of an optimizer's states: a tied tensor has one, unless a run saved it once more."""
+        lines = tuple(line for line in self.rules.lines if not line.also)
+        return replace(self, rules=replace(self.rules, lines=lines))
+
     def of(self, config: Mapping[str, Any]) -> Format:
         """The format with the rules for a model of this config alone."""
         kind = self.types.name_of(config)

@@ -332,13 +332,10 @@ class Output:
         from reshard.placement.program_plan import program_plan  # rarely needed
         from reshard.source.opening_programs import states_of
 
-        rules = self.format.rules  # a tied tensor has one state, unless the run saved two
-        format = dataclasses.replace(
-            self.format, rules=dataclasses.replace(rules, lines=tuple(line for line in rules.lines if not line.also))
-        )
         for affix, of in states_of(self.source):
             if self.format.files.is_single and affix.kind is None:
                 continue
+            format = self.format if affix.kind in self.format.files.masters else self.format.of_states
             plan = program_plan(of.model, format, self.plan.mesh, padding=self.plan.padding or None)
             yield Output(of, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
@@ -476,6 +473,8 @@ class Output:
         small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
         configs = [record for record in small if not record.name.endswith(".index.json")]
         files = [file for part in (self, *self.states) for file in part._files[rank]]
+        if self.format.files.is_single:
+            files.sort(key=lambda file: file.name)
         yield from configs
         yield from (finished[file.name].record(file.name) for file in files + (self._intact if rank == 0 else []))
         yield from small[len(configs) :]

@@ -41,8 +41,11 @@ RUNS: Sequence[tuple[str, str, int, str, int]] = (
     ("qwen3_moe", "zero-2", 2, "zero-3", 3),
     ("qwen3_moe", "fsdp2", 2, "zero-2", 3),
     ("llama-tied", "zero-3", 3, "fsdp2", 2),
+    ("llama", "weights", 2, "zero-2", 2),
+    ("llama", "weights", 2, "zero-3", 2),
 )
-"""The model; the program that saves, and its ranks; the program that goes on, and its ranks."""
+"""The model; the program that saves, and its ranks; the program that goes on, and its ranks. Of weights alone, the run
+that begins with them is the unbroken one."""
 BATCH, LENGTH, STEPS = 6, 12, 2
 NOISE = 1e-5
 """The largest difference of losses of two runs in F32 that add gradients in another order; a step without the
@@ -53,12 +56,16 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9)}
 class Run:
     """A model in training, on one of several ranks."""
 
-    def __init__(self, kind: str, model: Path, world: int, decay: float) -> None:
+    def __init__(self, kind: str, model: Path, world: int, decay: float, *, is_resumed: bool) -> None:
         """``decay`` is that of vectors: ZeRO-3 loads the settings of the first group for all."""
         from transformers import AutoModelForCausalLM
 
         self._is_bf16, self._world = kind.endswith("bf16"), world
         net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        if is_resumed:
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.normal_()
         self._net, self._engine = net, None
         groups = [
             {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -98,7 +105,8 @@ class Run:
 
     def load(self, folder: Path) -> None:
         if self._engine is not None:
-            _, state = self._engine.load_checkpoint(str(folder))
+            has_states = any(folder.rglob("step.pt")) or any(folder.rglob("exp_avg.pt"))
+            _, state = self._engine.load_checkpoint(str(folder), load_optimizer_states=has_states)
             assert state.get("seen", [1, 2.5, "text"]) == [1, 2.5, "text"], state
             return
         model, optimizer = get_state_dict(self._net, self._optimizer)
@@ -145,7 +153,7 @@ def _work(
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
-    run = Run(kind, model, world, decay)
+    run = Run(kind, model, world, decay, is_resumed=source is not None)
     if source is not None:
         run.load(source)
     elif out is not None:
@@ -185,9 +193,11 @@ def main() -> None:
         for number, (name, before, ranks, after, others) in enumerate(RUNS):
             root = Path(temporary) / str(number)
             model, decay = zoo.save(name, root / "model"), 0.1 if after == "zero-3" else 0.0
-            unbroken = _train(before, ranks, decay, model, root / "unbroken", None, root / "saved")
+            is_alone = before == "weights"
+            first_kind, saved = (after, model) if is_alone else (before, root / "saved")
+            unbroken = _train(first_kind, ranks, decay, model, root / "unbroken", None, None if is_alone else saved)
             format = "dcp-transformers" if after == "fsdp2" else "deepspeed-universal"
-            split(root / "saved", root / "ours", format=format, config=model)
+            split(saved, root / "ours", format=format, config=None if is_alone else model)
             resumed = _train(after, others, decay, model, root / "resumed", root / "ours", None)
             first, second = (resumed - unbroken).abs().max(dim=1).values.tolist()
             is_same = first == 0 and (second < NOISE or after.endswith("bf16"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,16 @@ def test_several_processes_share_the_files(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out" / STEP) == contents(tmp_path / "whole" / STEP)
+
+
+def test_many_files_are_open_at_once(tmp_path: Path) -> None:
+    """More than a process may have by default: the limit is raised as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len([*Path("/dev/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, hard))
+    try:
+        split(store.checkpoint("llama-tied"), tmp_path / "out", format=AS)
+        merge(tmp_path / "out", tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raw(tmp_path / "merged") == raw(store.checkpoint("llama-tied"))

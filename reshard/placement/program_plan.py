@@ -126,7 +126,7 @@ def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
 
 def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
     """Raise PlanError if a program cannot take a model on these ranks."""
-    if not format.files.is_distributed and SETTINGS in model.config:
+    if (not format.files.is_distributed or format.files.is_single) and SETTINGS in model.config:
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format)
     _check_compared(model, format, mesh)

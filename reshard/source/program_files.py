@@ -84,7 +84,11 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
         files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
         return [files for files in files_of_ways if files]
-    files = _of_ranks(format, folder, [] if format.files.is_single else names)
+    if format.files.is_single:
+        names = []  # another program's states may be read as this, but are not called so
+        if not (folder / str(format.files.tracker)).is_file():
+            return []
+    files = _of_ranks(format, folder, names)
     return [files] if files else []
 
 

@@ -15,14 +15,16 @@ import torch.distributed.checkpoint as dcp
 
 from formats.errors import CheckpointError, MismatchError, SettingError
 from reshard.api import merge, split
+from reshard.publishing.staging import Staging
 from reshard.source.opening import open_source
 from tests import store
 from tests.golden import source
-from tests.marks import one_of_each
+from tests.marks import one_of_each, thorough
 from tests.oracles.torchfile import load_dcp, load_pt
 from tests.programs.test_dcp import raw
 from tests.programs.test_trainer_laws import save_zero, state_of
-from tests.programs.test_trainers import CASES, config_of, fixtures, given, numbers
+from tests.programs.test_trainers import CASES, config_of, fixtures, given, numbers, weights
+from tests.reshard.store_server import StoreServer
 from tests.support import command, contents
 from verify.bytes.exact import verify_exact
 
@@ -241,3 +243,37 @@ def test_many_files_are_open_at_once(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert raw(tmp_path / "merged") == raw(store.checkpoint("llama-tied"))
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, noted = "zero3-llama-w3", Staging.note_finished
+    split(given(case), tmp_path / "whole", format=AS, config=config_of(case))
+    names: list[str] = []
+
+    def stop(self: Staging, name: str, finished: Any) -> None:
+        noted(self, name, finished)
+        names.append(name)
+        if len(names) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "note_finished", stop)
+    with pytest.raises(KeyboardInterrupt, match="are kept"):
+        split(given(case), tmp_path / "out", format=AS, config=config_of(case))
+    assert not (tmp_path / "out").exists()
+    split(given(case), tmp_path / "out", format=AS, config=config_of(case))
+    assert len({*names}) == len(names)
+    assert contents(tmp_path / "out" / STEP) == contents(tmp_path / "whole" / STEP)
+
+
+@thorough
+def test_it_is_written_into_a_bucket_and_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = "zero2-qwen2-w3"
+    split(given(case), tmp_path / "local", format=AS, config=config_of(case))
+    (tmp_path / "bucket").mkdir()
+    with StoreServer(tmp_path / "bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        split(given(case), "s3://bucket/out", format=AS, config=config_of(case), cache_dir=tmp_path / "cache")
+        merge("s3://bucket/out", tmp_path / "merged", cache_dir=tmp_path / "cache")
+    assert contents(tmp_path / "bucket" / "out" / STEP) == contents(tmp_path / "local" / STEP)
+    assert raw(tmp_path / "merged") == weights(case)

@@ -105,8 +105,8 @@ class Run:
 
     def load(self, folder: Path) -> None:
         if self._engine is not None:
-            has_states = any(folder.rglob("step.pt")) or any(folder.rglob("exp_avg.pt"))
-            _, state = self._engine.load_checkpoint(str(folder), load_optimizer_states=has_states)
+            is_alone = self._engine.zero_optimization_stage() == 3 and not any(folder.rglob("exp_avg.pt"))
+            _, state = self._engine.load_checkpoint(str(folder), load_module_only=is_alone)
             assert state.get("seen", [1, 2.5, "text"]) == [1, 2.5, "text"], state
             return
         model, optimizer = get_state_dict(self._net, self._optimizer)

@@ -155,7 +155,7 @@ class Output:
 
     def _has_names_of(self, source: Source) -> bool:
         """Whether a training program would find each tensor of the source under the same name, and its states."""
-        if source.training is None or not self.format.files.is_distributed:
+        if source.training is None or not source.training.parts.states or not self.format.files.is_distributed:
             return False
         names, others = ({stored.name for stored in of.stored} for of in (self.arrangement, source.arrangement))
         return names == others

@@ -58,9 +58,11 @@ mutants: .venv/ready
 ENGINES ?= .engines
 # Megatron-Core needs it from 0.17 on
 PYTHON312 ?= python3.12
-engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/megatron-0.19/ready $(ENGINES)/torchtitan/ready
+engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/megatron-0.19/ready $(ENGINES)/torchtitan/ready \
+		$(ENGINES)/deepspeed/ready
 	$(BIN)/python -m tests.engines.load_dcp
 	$(ENGINES)/torchtitan/bin/python -m tests.engines.load_torchtitan
+	$(ENGINES)/deepspeed/bin/python -m tests.engines.load_universal
 	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron.jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m tests.engines.live_megatron --python $(ENGINES)/megatron/bin/python
@@ -95,10 +97,10 @@ $(ENGINES)/megatron-0.19/ready: tests/engines/megatron-0.19.txt
 	$(ENGINES)/megatron-0.19/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
-$(ENGINES)/torchtitan/ready: tests/engines/torchtitan.txt
-	$(PYTHON) -m venv $(ENGINES)/torchtitan
-	$(ENGINES)/torchtitan/bin/pip install --quiet --constraint constraints.txt --editable '.[verify]'
-	$(ENGINES)/torchtitan/bin/pip install --quiet --no-deps --requirement $<
+$(ENGINES)/torchtitan/ready $(ENGINES)/deepspeed/ready: $(ENGINES)/%/ready: tests/engines/%.txt
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINES)/$*/bin/pip install --quiet --constraint constraints.txt --editable '.[verify]'
+	DS_BUILD_OPS=0 $(ENGINES)/$*/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
 bench: .venv/ready

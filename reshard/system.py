@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,3 +136,12 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
     full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     hint = "free some space and run the same command again" if full else None
     return CheckpointError(f"cannot write {path}: {error.strerror or error}", hint)
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process have ``count`` files open, if the system lets it: by default it may have 1,024 or fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if resource.RLIM_INFINITY != soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,4 +1,4 @@
-"""Golden bytes: a hash of everything that is written, for 412 cases: models x quantization x formats x meshes.
+"""Golden bytes: a hash of everything that is written, for 431 cases: models x quantization x formats x meshes.
 
 ``python -m tests.golden`` compares the cases with ``tests/golden.txt`` and prints what differs; ``--write`` writes the
 table anew. The commit says why a line changes. ``tests/test_golden.py`` compares a sample.
@@ -72,7 +72,7 @@ TARGETS: Mapping[str, dict[str, Any]] = {
             ("megatron-local", {"tp": 1}),
             ("megatron-singleton", {"tp": 1}), ("megatron-legacy", {"tp": 2}), ("megatron-legacy", {"tp": 2, "pp": 2}),
             ("megatron-legacy-local", {"tp": 1}), ("megatron-legacy-sequential", {"tp": 1}), ("meta", {"tp": 2}),
-            ("mistral", {"tp": 1}), ("deepseek", {"tp": 2}),
+            ("mistral", {"tp": 1}), ("deepseek", {"tp": 2}), ("deepspeed-universal", {}),
         ]
     },
 }  # fmt: skip

@@ -109,7 +109,8 @@ FORMS: Mapping[str, dict[str, Any]] = {
     **{
         f"{form}-{tp}": {"tp": tp, "format": form}
         for form, tp in [
-            ("dcp", 1), ("dcp", 2), ("dcp-transformers", 2), ("deepseek", 2), ("megatron", 1), ("megatron", 2),
+            ("dcp", 1), ("dcp", 2), ("dcp-transformers", 2), ("deepseek", 2), ("deepspeed-universal", 1),
+            ("megatron", 1), ("megatron", 2),
             ("megatron-legacy", 1), ("megatron-legacy", 2), ("megatron-legacy-local", 1),
             ("megatron-legacy-sequential", 1), ("megatron-local", 2), ("megatron-singleton", 1), ("meta", 1),
             ("meta", 2), ("mistral", 1), ("sglang", 2), ("torchtitan", 1), ("torchtitan", 2), ("torchtitan-0.2", 1),
@@ -122,7 +123,7 @@ FORMS: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-SPELLED = ("dcp-transformers", "transformers")
+SPELLED = ("dcp-transformers", "deepspeed-universal", "transformers")
 """Forms with the names of transformers' classes: without a manifest, a merge has these."""
 FREE = re.compile("has no layer behind")
 """Why a route may be refused although the direct one is not."""

@@ -99,6 +99,9 @@ def ignored(made: Path, tmp_path: Path, name: str, line: list[str]) -> set[str]:
     return {option for option in found if (name, option) not in VACUOUS}
 
 
+WITHOUT_RANKS = {"huggingface", "deepspeed-universal"}
+
+
 @pytest.mark.parametrize("form", [pytest.param(form, marks=() if form in QUICK else thorough) for form in FORMS])
 def test_split(form: str | None, made: Path, tmp_path: Path) -> None:
     line = [
@@ -106,7 +109,7 @@ def test_split(form: str | None, made: Path, tmp_path: Path) -> None:
         "model",
         "out",
         *(["--as", form] if form else []),
-        *(["--tp", "4"] if form != "huggingface" else []),
+        *(["--tp", "4"] if form not in WITHOUT_RANKS else []),
     ]
     if command(*line, "--dry-run", cwd=made).returncode:  # the format is not for this model
         done = command(*line, "--pad-vocab-to", "24", cwd=made)
@@ -121,12 +124,12 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
     refused = {
         "--pad-vocab-to": form is not None,
         "--uneven": form is not None
-        and (format is None or not format.container.chunks or format.padding.to is not None),
+        and (format is None or form in WITHOUT_RANKS or not format.container.chunks or format.padding.to is not None),
         "--max-shard-size": format is not None and not format.files.has_parts,
         "--refine-blocks": form is not None,
         "--rank": form == "huggingface" or (format is not None and format.container.chunks),
     }
-    mesh = [] if form == "huggingface" else ["--tp", "2"]
+    mesh = [] if form in WITHOUT_RANKS else ["--tp", "2"]
     for option, is_refused in refused.items():
         value = [VALUES[option]] if option in VALUES else []
         done = command("split", "model", "out", *(["--as", form] if form else []), *mesh, option, *value, "--dry-run",

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(39, 7073, 739, 118),
-    "reshard": Size(112, 17832, 1711, 246),
-    "verify": Size(54, 7563, 711, 110),
+    "formats": Size(40, 7187, 749, 119),
+    "reshard": Size(112, 17910, 1716, 246),
+    "verify": Size(54, 7572, 711, 110),
 }
 
 _NOT_CODE = {

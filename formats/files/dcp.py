@@ -15,7 +15,8 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from typing import IO, NamedTuple
 
 from formats.documents import is_inside
@@ -97,7 +98,8 @@ class Distributed:
 
     ``keys`` has, for each name, the keys by which the saved dictionaries led to it. ``files`` has the sizes in bytes of
     all files that are referred to. ``objects`` are what is no tensor: where it lies, or what torch.save writes of it.
-    ``what`` says, in a few words, which program left it in another form than torch's.
+    ``what`` says, in a few words, which program left it in another form than torch's. ``extras`` are settings that it
+    has besides: those with the model, and those with its optimizer.
     """
 
     path: FilePath
@@ -106,6 +108,7 @@ class Distributed:
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[FilePath, int]
     what: str | None = None
+    extras: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 def read_distributed(folder: FilePath) -> Distributed:
@@ -353,8 +356,10 @@ def _of_safetensors(path: FilePath, request: _Request) -> TensorInfo:
     return info
 
 
-def read_object(blob: Blob) -> object:
+def read_object(blob: Blob | bytes) -> object:
     """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+    if isinstance(blob, bytes):
+        return open_archive("", BytesIO(blob), 0, len(blob)).read(TENSORS, "plain settings are read")
     with open_file(blob.file) as file:
         return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
 
@@ -432,15 +437,15 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
 
 def object_bytes(value: object) -> bytes:
     """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``)."""
-    return _filled(archive_of(value), b"")
+    return filled(archive_of(value), b"")
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
     """What torch.save writes of a tensor of these bytes."""
-    return _filled(tensor_archive(dtype, shape, len(content)), content)
+    return filled(tensor_archive(dtype, shape, len(content)), content)
 
 
-def _filled(archive: Archive, content: bytes) -> bytes:
+def filled(archive: Archive, content: bytes) -> bytes:
     """The bytes of an archive with at most one tensor."""
     data = bytearray(archive.size)
     for offset, part in (*archive.fixed, *((offset, content) for _, offset in archive.places)):

@@ -89,20 +89,24 @@ def build_archive(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
     inside: str | None = None,
     entries: Mapping[str, int | float] = {},
+    *,
+    is_single: bool = False,
 ) -> Archive:
     """The layout of a file of tensors (name, dtype, shape, bytes); with ``inside`` they are that entry, beside others.
 
+    With ``is_single`` it is the only tensor itself.
+
     Raises PlanError for a dtype that torch has not.
     """
-    state = {name: _tensor(i, name, dtype, shape) for i, (name, dtype, shape, _) in enumerate(tensors)}
-    saved = state if inside is None else {**entries, inside: state}
+    state = {name: pickled_tensor(i, name, dtype, shape) for i, (name, dtype, shape, _) in enumerate(tensors)}
+    saved = state if inside is None else {**entries, inside: next(iter(state.values())) if is_single else state}
     return archive_of(saved, [(name, nbytes) for name, _, _, nbytes in tensors])
 
 
 @lru_cache(maxsize=4096)
 def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
     """The layout of what torch.save writes of a tensor that is not in a dictionary; its name there is ``""``."""
-    return archive_of(_tensor(0, "", dtype, shape), [("", nbytes)])
+    return archive_of(pickled_tensor(0, "", dtype, shape), [("", nbytes)])
 
 
 def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
@@ -173,7 +177,7 @@ def _end(count: int, size: int, directory: int, end: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- the pickle
 
 
-def _tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
+def pickled_tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
     """A tensor in a storage of its own, as torch pickles it: what no kind of storage is for has one of bytes."""
     strides: list[int] = []
     count = 1

@@ -15,6 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
@@ -24,6 +25,7 @@ from formats.files.gathered import STATE, Gathered
 from formats.files.pickles import TENSORS, Tensor, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
+from formats.files.universal import PLACES
 from formats.store import FilePath, glob, read_ranges
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -37,6 +39,9 @@ _NAMES = TENSORS.with_classes(
 )
 _TOGETHER = "bring all files of one save together"
 _DEEP = 6
+_SETTINGS = "zero/optimizer_state.pt"
+_CARRIED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""The settings of an optimizer that are those of no group."""
 Shape = tuple[int, ...]
 
 
@@ -81,7 +86,11 @@ def read_zero(folder: FilePath) -> Distributed:
         files = [file.path for file in optimizers]
     _add_others(gathered, models, {name for group in groups for name in group} if optimizers or is_universal else set())
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
-    return gathered.finish(f"saved by DeepSpeed: {form}{step}", [*(file.path for file in models), *files])
+    saved = gathered.finish(f"saved by DeepSpeed: {form}{step}", [*(file.path for file in models), *files])
+    own = _read(folder / _SETTINGS).content if is_universal and (folder / _SETTINGS).is_file() else {}
+    own = optimizers[0].table("optimizer_state_dict") if optimizers else own
+    extras = {"model": {key: value for key, value in main.content.items() if key not in PLACES}}
+    return replace(saved, extras=extras | {"optimizer": {key: own[key] for key in _CARRIED if key in own}})
 
 
 # -------------------------------------------------------------------------------------------------------- the files
@@ -261,14 +270,19 @@ def _check_slices(
 def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]]) -> list[FilePath]:
     """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes."""
     files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
-    if (settings := folder / "zero" / "optimizer_state.pt").is_file():
+    steps = glob(folder, "zero/*/step.pt")
+    if (settings := folder / _SETTINGS).is_file():
         saved = _read(settings)
         files.append(settings)
-        _add_settings(gathered, [*saved.table("optimizer_state_dict").get("state", {}).values()], saved.content, groups)
+        inside = [] if steps else [*saved.table("optimizer_state_dict").get("state", {}).values()]
+        _add_settings(gathered, inside, saved.content, groups)
     for path in glob(folder, "zero/*/*.pt"):
         with torch_file(path) as archive:
             state = archive.read(_NAMES, "a tensor and its shape is read")
             value = state.get("param") if isinstance(state, dict) else state
+            if isinstance(value, int | float) and path in steps:
+                gathered.add_object((*STATE, path.parent.name, "step"), value)
+                continue
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a tensor")
             info = place_of(path, path, path.parent.name, value, *archive.locate(value.storage))

@@ -75,7 +75,7 @@ class Pattern:
 
 def numbered_names(pattern: str, names: Iterable[str]) -> list[tuple[str, dict[str, int]]]:
     """The names like ``pattern``, a format of Python's such as ``model_{rank:02d}.pt``, with the numbers in them."""
-    regex = re.compile(_NUMBER.sub(r"(?P<\1>[0-9]+)", re.escape(pattern)))
+    regex = re.compile(_NUMBER.sub(r"(?P<\1>[0-9]+)", re.sub(r"\\{(tensor|kind)\\}", "[^/]+", re.escape(pattern))))
     matches = ((name, regex.fullmatch(name)) for name in names)
     return [(name, {word: int(n) for word, n in match.groupdict().items()}) for name, match in matches if match]
 
@@ -252,6 +252,9 @@ class Files:
     ``name`` is the usual name, ``pp`` that with several pipeline stages, ``ep`` that with several ranks of experts,
     ``pp_ep`` that with both. If ``name`` cannot number several files, a rank that needs several has files named as in
     ``parts``, and an ``index``. All lie in ``folder``, which the file ``tracker`` names.
+
+    Where each ``{tensor}`` has a file of its own, ``weights`` is the ``{kind}`` of the model's; a state that is one of
+    ``masters`` takes its place. States of the optimizer have their own kinds.
     """
 
     name: str
@@ -262,6 +265,8 @@ class Files:
     index: str | None = None
     folder: str | None = None
     tracker: str | None = None
+    weights: str = ""
+    masters: tuple[str, ...] = ()
 
     def is_named(self, name: str) -> bool:
         """Whether a file's name is that of a weight file."""
@@ -275,8 +280,13 @@ class Files:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether they are the files of a torch distributed checkpoint (see ``formats.files.dcp``)."""
-        return self.name.endswith(".distcp")
+        """Whether a training program reads them, with its states (see ``formats.files.training``)."""
+        return self.name.endswith(".distcp") or self.is_single
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each tensor, and each state of one, has a file."""
+        return "{tensor}" in self.name
 
     @property
     def place(self) -> str:
@@ -288,11 +298,14 @@ class Files:
         both = self.pp_ep if pp and ep else None
         return both or (self.pp if pp else None) or (self.ep if ep else None) or self.name
 
-    def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1) -> str:
-        """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1."""
+    def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1, **of: str) -> str:
+        """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1.
+
+        ``of`` has the tensor and the kind, where each has a file.
+        """
         of_a_stage, rank_of_mesh = mesh.size // mesh.pp, rank % mesh.size
         words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank_of_mesh)}
-        words |= {"tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
+        words |= {**of, "tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
         words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank_of_mesh).items()}
         words["folder"] = mesh.folder(rank_of_mesh)
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
@@ -402,7 +415,8 @@ class Rules:
 
     With ``keep``, a tensor that no line covers keeps its name. ``further`` renames tensors of layers after the model's
     last (MTP); the first that covers a name is taken. A scalar that ``vectors`` matches is stored with shape ``[1]``.
-    ``numbered`` has the indices that each rank counts from 0.
+    ``numbered`` has the indices that each rank counts from 0. ``dtypes`` are wider dtypes, without loss, in which it
+    stores those of the model.
     """
 
     lines: tuple[Line, ...] = ()
@@ -415,6 +429,7 @@ class Rules:
     vectors: tuple[Pattern, ...] = ()
     numbered: tuple[str, ...] = ()
     keep: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
 
     def uses(self, name: str) -> Sequence[Use]:
@@ -463,6 +478,12 @@ class Format:
     same_ranks: bool = False
     plain: bool = False
     _of: dict[str, Format] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def of_states(self) -> Format:
+        """The format of an optimizer's states: a tied tensor has one, unless a run saved it once more."""
+        lines = tuple(line for line in self.rules.lines if not line.also)
+        return replace(self, rules=replace(self.rules, lines=lines))
 
     def of(self, config: Mapping[str, Any]) -> Format:
         """The format with the rules for a model of this config alone."""

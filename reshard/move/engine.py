@@ -24,7 +24,7 @@ from reshard.move.reading import Sums, TargetSet
 from reshard.publishing.journal import Finished, Moved, Read
 from reshard.source.source import SourceFile
 from reshard.store.threads import Shared, work_together
-from reshard.system import disk_errors, reserve
+from reshard.system import allow_open_files, disk_errors, reserve
 
 
 def move(
@@ -47,6 +47,7 @@ def move(
     function, files are removed that a next run cannot use. A thread that waits for a remote answer ends with that, and
     writes no more.
     """
+    allow_open_files(len(targets) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
     files, busy, sizes = _Files(options, sums, targets, finished, progress), bytearray(len(targets)), options.sizes
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
@@ -127,8 +128,10 @@ class _Files:
         return Moved(tuple(account.steps), self._options.sizes.step, written, self._reads(reads))
 
     def _reads(self, reads: Iterable[tuple[SourceFile, TargetSet, PartialSum]]) -> tuple[Read, ...]:
-        names = [target.name for target in self._targets]
-        return tuple(Read(of.name, frozenset(names[n] for n in wanted), part.to_text()) for of, wanted, part in reads)
+        return tuple(
+            Read(of.name, frozenset(self._targets[n].name for n in wanted), part.to_text())
+            for of, wanted, part in reads
+        )
 
     def take(self, account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
@@ -139,11 +142,12 @@ class _Files:
             self._targets[number].runs += runs
         for number, part in account.written.items():
             self._targets[number].sum.merge(part)
-        for file in (self._targets[number] for number in account.written):
+        for number in account.written:
+            file = self._targets[number]
             if file.crcs and file.sum.seen == file.size - file.late:
                 self._write_crcs(file)
             if file.sum.is_complete:
-                self._finish(file)
+                self._finish(number)
         self._progress(account.nbytes)
 
     def _write_crcs(self, target: TargetFile) -> None:
@@ -166,7 +170,8 @@ class _Files:
                     target.sum.add(offset, 4, sum_part(content, offset) if self._options.checksum else None)
         self._progress(target.late)
 
-    def _finish(self, target: TargetFile) -> None:
+    def _finish(self, number: int) -> None:
+        target = self._targets[number]
         opened, target.opened = target.opened, None
         assert opened is not None
         with disk_errors(target.path):
@@ -175,7 +180,7 @@ class _Files:
                     os.fsync(opened.fileno())
             target.staged.rename(target.path)
         checksum = target.sum.value() if self._options.checksum else None
-        reads = self._reads(self._sums.read_for(self._targets.index(target)))
+        reads = self._reads(self._sums.read_for(number))
         self._finished(target.name, Finished(target.size, checksum, reads))
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class Sums:
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[TargetSet, PartialSum]] = {file: {} for file in files}
+        self._of_target: dict[int, list[tuple[SourceFile, TargetSet]]] = {}
         self.traffic = Traffic()
         """What was requested of remote files."""
         for file in self.of:
@@ -55,12 +56,15 @@ class Sums:
 
     def add(self, file: SourceFile, targets: TargetSet, part: PartialSum) -> None:
         """Add the sum of bytes of a file that these targets wanted."""
-        self.of[file].setdefault(targets, PartialSum(file.size)).merge(part)
+        if targets not in self.of[file]:
+            self.of[file][targets] = PartialSum(file.size)
+            for number in targets:
+                self._of_target.setdefault(number, []).append((file, targets))
+        self.of[file][targets].merge(part)
 
     def read_for(self, number: int) -> Iterator[tuple[SourceFile, TargetSet, PartialSum]]:
         """The sums of what was read for a target: of all its bytes, once the target is complete."""
-        for file, sums in self.of.items():
-            yield from ((file, targets, total) for targets, total in sums.items() if number in targets)
+        return ((file, targets, self.of[file][targets]) for file, targets in self._of_target.get(number, ()))
 
     def checksum(self, file: SourceFile) -> str | None:
         """The checksum of a whole file; None if parts of it were not read."""

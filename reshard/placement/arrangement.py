@@ -155,6 +155,7 @@ class Arrangement:
             why = f"{len(parts)} tensors, which are not {first.slots} for each index"
             raise PlanError(f"'{name}' would be made of {why}")
         dtypes = {(part.portion.line.dtype if part.portion.line else None) or part.kind.dtype for part in ordered}
+        dtypes = {self.format.rules.dtypes.get(dtype, dtype) for dtype in dtypes}
         if len(dtypes) > 1:
             texts = " and ".join(sorted(dtypes))
             raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {texts}")

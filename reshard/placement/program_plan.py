@@ -126,7 +126,7 @@ def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
 
 def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
     """Raise PlanError if a program cannot take a model on these ranks."""
-    if not format.files.is_distributed and SETTINGS in model.config:
+    if (not format.files.is_distributed or format.files.is_single) and SETTINGS in model.config:
         from formats.notation.adapters import MERGE_IT
 
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
@@ -203,6 +203,9 @@ def not_kept(format: Format) -> Mapping[str, str]:
         return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
     if format is OWN:
         return {}
+    if format.files.is_single:
+        why = "each tensor has one file, which any number of ranks loads"
+        return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why)
     reasons = {
         "pad_vocab_to": "it says itself what is padded",
         "refine_blocks": "its reader takes the scale blocks of config.json",

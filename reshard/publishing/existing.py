@@ -169,6 +169,7 @@ def _is_of(format: Format, name: str) -> bool:
     """Whether this is the name of a file of a program's format."""
     fixed = {INTACT_FILE, format.files.tracker, format.files.index, format.settings.file if format.settings else None}
     inside = re.sub(f"^{_FOLDER}", "", name) if format.files.tracker is not None else name
+    inside = inside.removeprefix(format.files.place)
     documents = {*format.container.documents} | ({METADATA} if format.files.is_distributed else set())
     return name in fixed or inside in documents or format.files.is_named(inside)
 

@@ -482,7 +482,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
 
     Its tensors have the names of the model's. Raises CheckpointError, MismatchError and PlanError.
     """
-    training, format = source.training, source.format
+    training, format = source.training, source.format.of_states
     if training is None:
         return
     architecture, config = source.model.architecture, source.model.config
@@ -495,7 +495,12 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
-        yield affix, replace(source, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, intact={}, twice=twice)
+        yield (
+            affix,
+            replace(
+                source, format=format, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, intact={}, twice=twice
+            ),
+        )
 
 
 def with_unlike_constants(source: Source) -> Source:

@@ -55,14 +55,15 @@ def weights_folder(format: Format, folder: FilePath) -> FilePath:
 
     Raises CheckpointError if the tracker names a folder that is not there.
     """
-    if format.files.tracker is None or not (folder / format.files.tracker).is_file():
+    files = format.files
+    if files.is_single or files.tracker is None or not (folder / files.tracker).is_file():
         return folder
-    text = read_file(folder / format.files.tracker).decode("utf-8", "replace").strip()
+    text = read_file(folder / files.tracker).decode("utf-8", "replace").strip()
     name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
     if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
-        raise CheckpointError(f"{folder / format.files.tracker}: {brief(text)} is neither a number nor 'release'")
+        raise CheckpointError(f"{folder / files.tracker}: {brief(text)} is neither a number nor 'release'")
     if not (folder / name).is_dir():
-        raise CheckpointError(f"{folder / format.files.tracker} says {text}, and there is no folder {name}")
+        raise CheckpointError(f"{folder / files.tracker} says {text}, and there is no folder {name}")
     return folder / name
 
 
@@ -83,6 +84,10 @@ def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list
         ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
         files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
         return [files for files in files_of_ways if files]
+    if format.files.is_single:
+        names = []  # another program's states may be read as this, but are not called so
+        if not (folder / str(format.files.tracker)).is_file():
+            return []
     files = _of_ranks(format, folder, names)
     return [files] if files else []
 
@@ -335,6 +340,12 @@ class Affix(NamedTuple):
 
     prefix: str
     suffix: str
+
+    @property
+    def kind(self) -> str | None:
+        """What the state of an optimizer is called; None if it is of something else."""
+        of_optimizer = re.search(r"(?:^|\.)state\.(\w*)", self.prefix)
+        return (self.suffix[1:] or of_optimizer[1]) if of_optimizer is not None else None
 
 
 class Parts(NamedTuple):

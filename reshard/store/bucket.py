@@ -34,8 +34,8 @@ _LISTED_BY_NAME = (
 )  # fmt: skip
 """The names that are looked for behind a URL that cannot be listed."""
 _REQUESTS = 16
-_NAME = re.compile(r"(?:(?!\.)[^/\0]+/){0,2}(?:\.metadata|(?!\.)[^/\0]+)")
-"""Weights and side files lie at most two folders deep; no name leads out of the folder."""
+_NAME = re.compile(r"(?:(?!\.)[^/\0]+/){0,3}(?:\.metadata|(?!\.)[^/\0]+)")
+"""Weights and side files lie at most three folders deep; no name leads out of the folder."""
 _FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _NAMING = {
     "model.safetensors.index.json", "reshard.json", "config.json", "tokenizer_config.json", "processor_config.json",

@@ -125,16 +125,18 @@ class Output:
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
-        is_same = source.format.name == format.name
-        training = self._training = source.training if is_same else None
+        is_same = source.format.name == format.name or self._has_names_of(source)
+        training = self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
-        self._carried = list(training.archives()) if training is not None and state is None else []
+        is_carried = training is not None and state is None and not format.files.is_single
+        self._carried = list(training.archives()) if training is not None and is_carried else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
+        self.states: list[Output] = [*self._states()] if format.files.is_single else []
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -142,7 +144,8 @@ class Output:
                 self._files[rank] += self._files_of(number)
         self._intact = list(self._intact_file())
         self.files = [file for files in (*self._files.values(), self._intact) for file in files]
-        self.states: list[Output] = [*self._states()] if training is not None and state is None else []
+        if not format.files.is_single:
+            self.states = [*self._states()]
         self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -150,6 +153,13 @@ class Output:
     def identity(self) -> Identity:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
+
+    def _has_names_of(self, source: Source) -> bool:
+        """Whether a training program would find each tensor of the source under the same name, and its states."""
+        if source.training is None or not source.training.parts.states or not self.format.files.is_distributed:
+            return False
+        names, others = ({stored.name for stored in of.stored} for of in (self.arrangement, source.arrangement))
+        return names == others
 
     def all_files(self) -> list[NewFile]:
         """The weight files, also of states."""
@@ -213,11 +223,17 @@ class Output:
                    for stored, shape in stored_shapes]  # fmt: skip
         constants = self.arrangement.fixed_of(rank, self._constants)
         files = self.format.files
-        parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
+        if files.is_single:
+            masters = {tensor.name for of in self.states if of._kind == files.weights
+                       for file in of.files for tensor in file.tensors}  # fmt: skip
+            parts = [[tensor] for tensor in tensors if tensor.name not in masters]
+        else:
+            parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
         for number, part in enumerate(parts):
             if part or self.format.plain:
+                single = {"tensor": part[0].name, "kind": self._kind} if files.is_single else {}
                 name = files.name_of(
-                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts)
+                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts), **single
                 )
                 self._written[rank] += 1
                 file = self._file(name, rank, part)
@@ -227,12 +243,14 @@ class Output:
 
     def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of these tensors, in the container that its name tells."""
-        if self.format.files.is_distributed:
+        is_single = self.format.files.is_single
+        if self.format.files.is_distributed and not is_single:
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
             from formats.files.torch_zip import build_archive  # rarely needed
 
-            archive = build_archive(tensors, self.format.container.inside, self.format.container.entries)
+            inside, entries = self.format.container.inside, self.format.container.entries
+            archive = build_archive(tensors, inside, entries, is_single=is_single)
             return NewFile(
                 name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
             )
@@ -266,12 +284,34 @@ class Output:
         if tensors:
             yield _safetensors(INTACT_FILE, INTACT_RANK, tensors, {"format": "pt"})
 
-    # ---------------------------------------------------------------------------- a distributed checkpoint of torch's
+    # ------------------------------------------------------------------------------- a training program's checkpoint
+
+    @property
+    def _kind(self) -> str:
+        """What files of the model's tensors, or of a state, are called where each has one."""
+        files, kind = self.format.files, self._state.kind if self._state is not None else None
+        return files.weights if kind is None or kind in files.masters else kind
+
+    def _universal(self) -> Iterator[tuple[str, bytes]]:
+        from formats.files.universal import universal_documents  # rarely needed
+
+        shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
+        states = {tensor.name for of in self.states for file in of.files for tensor in file.tensors}
+        shared = {at.stored.name: self.arrangement.atoms[atom].stored.name for atom, at in self.arrangement.copies}
+        saved = self._training.saved if self._training is not None else None
+        return universal_documents(shapes, states, shared, saved)
 
     def _not_carried(self) -> tuple[str, ...]:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
+        from formats.files.universal import is_setting  # rarely needed
+
+        if self.format.files.is_single and self._training is not None:
+            parts = self._training.parts
+            states = {affix: names for affix, names in parts.states.items() if affix.kind is None}
+            rest = tuple(name for name in parts.rest if not is_setting(name))
+            return parts._replace(states=states, rest=rest).words()
         carried, of_constants = ({*map(without_numbers, part)} for part in (self._constants, self.source.constants))
         is_all = self._training is None
         return tuple(
@@ -280,14 +320,17 @@ class Output:
 
     def _states(self) -> Iterator[Output]:
         """What is re-sharded with the model: states of training, each kind on its own, on the mesh of the model."""
+        if self._training is None or self._state is not None:
+            return
         from reshard.placement.program_plan import program_plan  # rarely needed
         from reshard.source.opening_programs import states_of
 
         for affix, of in states_of(self.source):
-            plan = program_plan(of.model, self.format, self.plan.mesh, padding=self.plan.padding or None)
-            yield Output(
-                of, plan, self.format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written
-            )
+            if self.format.files.is_single and affix.kind is None:
+                continue
+            format = self.format if affix.kind in self.format.files.masters else self.format.of_states
+            plan = program_plan(of.model, format, self.plan.mesh, padding=self.plan.padding or None)
+            yield Output(of, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
@@ -377,7 +420,9 @@ class Output:
                 yield settings.file, json_bytes(program_config(settings, self.plan.model)) + b"\n"
             else:
                 self._check_own(settings, content)
-        for name, document in self.format.container.documents.items():
+        if files.is_single:
+            yield from ((files.place + name, content) for name, content in self._universal())
+        for name, document in self.format.container.documents.items() if not files.is_single else ():
             from formats.files.dcp import object_bytes  # rarely needed
 
             content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
@@ -421,6 +466,8 @@ class Output:
         small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
         configs = [record for record in small if not record.name.endswith(".index.json")]
         files = [file for part in (self, *self.states) for file in part._files[rank]]
+        if self.format.files.is_single:
+            files.sort(key=lambda file: file.name)
         yield from configs
         yield from (finished[file.name].record(file.name) for file in files + (self._intact if rank == 0 else []))
         yield from small[len(configs) :]

@@ -340,6 +340,9 @@ def _summary(
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float32, rounded once")
     notes += [source.note] if source.note else []
+    for dtype, wider in new.format.rules.dtypes.items():
+        if any(kind.dtype == dtype for kind in plan.model.kinds) and new.files:
+            notes.append(f"weights in {dtype} were cast to {wider}")
     if request.dtype is not None and new.states:
         notes.append("states of training keep their dtypes")
     return Summary(

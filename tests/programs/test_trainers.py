@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from formats.errors import MismatchError
 from formats.files.pickles import Global, Inert
-from formats.files.torch_zip import _tensor, archive_of
+from formats.files.torch_zip import archive_of, pickled_tensor
 from formats.files.training import read_training
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
@@ -270,7 +270,7 @@ def test_meshes_of_older_versions_of_torch(module: str, tmp_path: Path) -> None:
     old = module.endswith("_tensor")
     spec = f"{module}.placement_types" if old else f"{module}._dtensor_spec"
     for rank, rows in enumerate((numbers[:3], numbers[3:])):
-        local, ranks = _tensor(0, "a", "F32", rows.shape), _tensor(1, "mesh", "I32", (2,))
+        local, ranks = pickled_tensor(0, "a", "F32", rows.shape), pickled_tensor(1, "mesh", "I32", (2,))
         mesh = Inert("torch.distributed.device_mesh.DeviceMesh", (), {
             "device_type": "cuda", "mesh": ranks, "mesh_dim_names": ("fsdp",), "_coordinate_on_dim": [rank],
         })  # fmt: skip

@@ -33,7 +33,7 @@ from formats.files.sharded import (
 )
 from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
-from formats.store import FilePath, is_in, name_in, read_file, sorted_paths
+from formats.store import FilePath, glob, is_in, name_in, read_file, sorted_paths
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
@@ -172,6 +172,10 @@ def _records(shards: Source, plan: Plan, rank: int, manifest: Manifest) -> Itera
 def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
     """The names of a rank's files, in the order of a manifest."""
     weights, folder = [file.name for file in _files(shards, plan.mesh, rank)], plan.mesh.folder(rank)
+    if shards.format.files.is_single:
+        place = shards.format.files.place
+        names = (file.name for file in shards.files.values() if shards.format.files.is_named(file.name[len(place) :]))
+        weights = sorted(name for name in names if not name.endswith("/step.pt"))
     if not shards.format.plain:
         return [*weights, *([INTACT_FILE] if rank == 0 and shards.intact else [])]
     index = [f"{folder}/{INDEX}"] if len(weights) > 1 else []
@@ -314,7 +318,12 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
     inside = format.files.place
     for name, content in format.container.documents.items():
         contents[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
-    if format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
+        if format.files.is_single:  # it says how far a run is
+            contents[inside + name] = None
+    if format.files.is_single:
+        steps = glob(shards.path / inside, "*/*/step.pt")
+        contents |= {name_in(path, shards.path): None for path in steps}
+    elif format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
         contents[inside + METADATA] = None
     return contents
 

@@ -12,7 +12,7 @@ import pytest
 
 from formats.notation.format_file import all_formats, format_of
 from reshard.cli.commands import COMMANDS, cli
-from tests.marks import thorough
+from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, command, contents, write_checkpoint
 
 CONFIG = LLAMA | {"intermediate_size": 44, "vocab_size": 38, "hidden_size": 24}
@@ -137,12 +137,12 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
 
 @pytest.mark.parametrize(
     "line",
-    [
+    one_of_each([
         "merge shards out", "plan model", "plan model --tp 4", "plan model --as vllm --tp 4",
         "plan model --as dcp --tp 4", "plan model --tp-plan", "plan model --from fsdp2:2 --to vllm:tp2", "formats",
         "formats model", "models", "models llama", "inspect model", "inspect shards",
         "verify model shards --exact-only",
-    ],
+    ], lambda line: line.partition(" ")[0]),
 )  # fmt: skip
 def test_other_commands(line: str, made: Path, tmp_path: Path) -> None:
     name, *_ = line.split()

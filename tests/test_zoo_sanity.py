@@ -8,7 +8,7 @@ it in the wrong order, takes part in the reordering wrongly, and the outputs cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,12 @@ def test_the_same_name_gives_the_same_bytes(name: str, tmp_path: Path):
     assert first == second
 
 
-ONE_OF_EACH = zoo.one_of_each()
-OTHERS = [name for name in zoo.ZOO if name not in ONE_OF_EACH]
+def of_kinds(names: Iterable[str]) -> list[Any]:
+    """Models, those beside the kinds as thorough ones."""
+    return [each if each in zoo.KINDS else pytest.param(each, marks=thorough) for each in names]
 
 
-@pytest.fixture(scope="module", params=[*ONE_OF_EACH, *(pytest.param(each, marks=thorough) for each in OTHERS)])
+@pytest.fixture(scope="module", params=of_kinds(zoo.ZOO))
 def name(request: pytest.FixtureRequest) -> str:
     """A model of the zoo: all tests of one come before the next, so that its code is imported once."""
     return str(request.param)
@@ -152,9 +153,7 @@ def _is_model_of(config: Mapping[str, Any], plan: Plan, rank: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in zoo.KINDS else pytest.param(each, marks=thorough) for each in ONE_OF_EACH], indirect=True
-)
+@pytest.mark.parametrize("name", of_kinds(zoo.one_of_each()), indirect=True)
 def test_bytes_of_the_ranks_are_the_originals_and_the_way_back(name: str, tmp_path: Path):
     low = zoo.ZOO[name].degrees[0]
     source, shards = store.source(name), store.shards(name, tp=low)

@@ -24,16 +24,15 @@ from formats.notation.architecture_files import built_in_architectures
 from formats.notation.axes import Dim
 from formats.notation.format_file import format_of
 from formats.transformers_internals import concrete_class, model_class, placements, settings_of
-from reshard.api import merge, split
+from reshard.api import merge
 from reshard.mesh.degrees import valid_degrees
 from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
-from reshard.source.opening import open_source
 from tests import remote, store, zoo
 from tests.marks import thorough
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
-from tests.support import assert_boxes_make_up_the_tensors, contents, in_files, without_manifest
+from tests.support import assert_boxes_make_up_the_tensors, contents
 from verify.bytes.exact import verify_exact
 from verify.rank.trace import inputs_of, running
 from verify.rules import with_sound_config
@@ -162,26 +161,6 @@ def test_bytes_of_the_ranks_are_the_originals_and_the_way_back(name: str, tmp_pa
     assert zoo.loads(shards / f"rank-01-of-{low:02d}") == zoo.ZOO[name].loads_alone
     merge(shards, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(store.checkpoint(name))
-
-
-@thorough
-@pytest.mark.parametrize("kind", zoo.KINDS)
-def test_every_route_gives_the_same_bytes(kind: str, tmp_path: Path):
-    """From a checkpoint in several files, at three degrees and one."""
-    degrees = zoo.ZOO[kind].degrees
-    middle, high = degrees[len(degrees) // 2], degrees[-1]
-    original = in_files(store.checkpoint(kind), tmp_path / "original", 3)
-    before = contents(original)
-    for tp in {middle, high}:
-        split(original, tmp_path / f"tp{tp}", tp=tp)
-        assert verify_exact(open_source(original), tmp_path / f"tp{tp}").verdict == "same"
-    split(tmp_path / f"tp{high}", tmp_path / f"route-{middle}", tp=middle)
-    assert without_manifest(tmp_path / f"route-{middle}") == without_manifest(tmp_path / f"tp{middle}")
-    split(tmp_path / f"route-{middle}", tmp_path / "tp1", tp=1)
-    for shards in (f"tp{high}", "tp1"):
-        merge(tmp_path / shards, tmp_path / f"merged-{shards}")
-        assert contents(tmp_path / f"merged-{shards}") == before
-    assert contents(original) == before, "the source is never changed"
 
 
 @thorough

@@ -18,7 +18,7 @@ from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from tests import store
-from tests.marks import of_ranks, one_of_each
+from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command, contents
 from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
@@ -172,6 +172,7 @@ def _unlike(folder: Path, original: Path) -> list[str]:
     return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
 
 
+@thorough
 @of_ranks
 def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
     original = store.checkpoint("llama")

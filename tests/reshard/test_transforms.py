@@ -18,7 +18,7 @@ from reshard.source.access import Access
 from reshard.store.range_store import remote_of
 from reshard.transforms.opening import open_any
 from tests import peft_adapters, store
-from tests.marks import one_of_each
+from tests.marks import one_of_each, thorough
 from tests.reshard.store_server import StoreServer
 from tests.reshard.test_dequantize import quantized
 from tests.support import change_tensor, command, contents
@@ -160,6 +160,7 @@ def test_ranks_that_differ_are_refused(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@thorough
 def test_shards_in_a_bucket(made: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     split(made / "bf16", tmp_path / "store/shards", tp=2, **ONE)

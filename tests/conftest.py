@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -19,6 +20,9 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 settings.register_profile("full", deadline=None, suppress_health_check=CHECKS)
 settings.register_profile("quick", deadline=None, suppress_health_check=CHECKS, max_examples=25)
 
+QUICK = "not thorough"
+"""The marks of ``make test``."""
+
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,7 +32,7 @@ gc.set_threshold(500_000, 50, 50)
 
 def pytest_configure(config: pytest.Config) -> None:
     """One store for all processes: those that run the tests are started after this."""
-    settings.load_profile("quick" if config.option.markexpr == "not thorough" else "full")
+    settings.load_profile("quick" if config.option.markexpr == QUICK else "full")
     if not any("tests/gpu" in argument for argument in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is found is the same on each machine
     if not hasattr(config, "workerinput"):
@@ -52,9 +56,22 @@ def _write_to_memory() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What needs a GPU runs if it is asked for by name."""
-    is_named = any("tests/gpu" in argument for argument in config.args)
-    return True if collection_path.name == "gpu" and not is_named else None
+    """What needs a GPU runs if it is asked for by name. ``make test`` imports no file of thorough tests alone."""
+    if collection_path.name == "gpu" and not any("tests/gpu" in argument for argument in config.args):
+        return True
+    is_test = config.option.markexpr == QUICK and collection_path.match("test_*.py")
+    return True if is_test and re.search(r"^pytestmark = .*\bthorough\b", collection_path.read_text(), re.M) else None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """``make test`` makes no items of the thousands of cases of functions that are thorough."""
+    marks = getattr(obj, "pytestmark", ()) if collector.config.option.markexpr == QUICK else ()
+    return [] if isinstance(marks, list) and any(mark.name == "thorough" for mark in marks) else None
+
+
+def pytest_collection_finish() -> None:
+    """What all tests import stays: no collection looks through it again."""
+    gc.freeze()
 
 
 _ROOM = 4 << 30  # bytes, of which the tests need less than one half

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -167,25 +166,6 @@ def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[st
     finally:
         os.chdir(before)
         signal.signal(signal.SIGINT, handler)
-
-
-def in_files(checkpoint: Path, folder: Path, count: int) -> Path:
-    """A checkpoint of one file, written anew into ``folder`` in several files with an index, as transformers does."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(checkpoint / "model.safetensors")
-    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("model.safetensors"))
-    names, weight_map = sorted(tensors), {}
-    count = min(count, len(names))
-    for i in range(count):
-        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-        part = {name: tensors[name] for name in names[len(names) * i // count : len(names) * (i + 1) // count]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return folder
 
 
 def assert_boxes_make_up_the_tensors(plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,10 @@ def test_no_message_names_what_an_installation_lacks() -> None:
     """The pages of docs/ are not in the wheel, and no index has a package of our name."""
     root = Path(__file__).parents[1]
     files = [file for package in ("formats", "reshard", "verify") for file in (root / package).rglob("*.py")]
-    every = {file: [*texts(ast.parse(file.read_text()))] for file in files}
+    contents = {file: file.read_text() for file in files}
+    every = {
+        file: [*texts(ast.parse(text))] for file, text in contents.items() if re.search("docs/|install|Hub id", text)
+    }
     assert len(files) > 200 and any("Hub id" in text for found in every.values() for text in found)
     assert [
         (file.name, text)

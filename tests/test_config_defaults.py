@@ -9,9 +9,11 @@ import pytest
 from formats.notation.architecture import CONFIG_DEFAULTS
 from formats.notation.architecture_files import find_architecture
 from reshard.model.model import AxisSizes
+from tests.marks import thorough
 from tools.config_defaults import table
 
 
+@thorough
 def test_the_file_says_what_transformers_says():
     assert CONFIG_DEFAULTS.read_text() == table(), "run make docs"
 

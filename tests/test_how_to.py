@@ -11,7 +11,7 @@ import pytest
 
 from reshard.api import split
 from tests import peft_adapters, store
-from tests.marks import thorough
+from tests.marks import one_of_each, thorough
 from tests.programs.oracles import checkpoint
 from tests.programs.test_megatron import golden
 from tests.support import LLAMA, command, result_of, write_checkpoint
@@ -66,7 +66,7 @@ def megatron(case: str, options: Sequence[str], folder: Path, *numbers: str) -> 
     return lines_of("megatron-to-vllm", RUN=run, MODEL=model, **paths)
 
 
-@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("form", one_of_each(RUNS))
 def test_from_megatron_to_vllm(form: str, tmp_path: Path) -> None:
     case, options, mesh = RUNS[form]
     lines = megatron(case, options, tmp_path)

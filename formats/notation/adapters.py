@@ -212,7 +212,7 @@ _WHOLE = ("{whole}",)
 _BIAS = "base_layer.bias"
 _GROUPED, _LAYOUTS = "grouped_by_expert", {"grouped_by_expert", "rank_major"}
 """What Unsloth notes of B's columns (``lora_B_layout``): an expert's lie together, or as PEFT has them."""
-_KEY = re.compile(r"(?:\w|-|\\[.d]|\.\*|\.|[|()^$+])+")
+_KEY = re.compile(r"(?:\w|-|\(\?:|\\[.d]|\.\*|\.|[|()^$+])+")
 _MOST_REPEATS = 4
 
 
@@ -221,8 +221,8 @@ class Settings:
     """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others.
 
     ``alphas`` and ``alpha`` likewise; ``stabilised``: alpha is divided by the root of the rank. ``targets`` are
-    parameters; ``modules`` are ends of names, None where a pattern or nothing names them; ``layers`` are the only ones.
-    ``grouped``: of the B of a stack, the columns of an expert lie together.
+    parameters; ``modules`` are ends of names or a pattern of whole names, None where nothing names them, ``excluded``
+    likewise; ``layers`` are the only ones. ``grouped``: of the B of a stack, the columns of an expert lie together.
     """
 
     rank: int
@@ -233,8 +233,8 @@ class Settings:
     alpha: float | None = None
     alphas: Mapping[str, float] = field(default_factory=dict)
     stabilised: bool = False
-    modules: tuple[str, ...] | None = None
-    excluded: tuple[str, ...] = ()
+    modules: tuple[str, ...] | re.Pattern[str] | None = None
+    excluded: tuple[str, ...] | re.Pattern[str] | None = None
     layers: tuple[int, ...] | None = None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
@@ -257,14 +257,14 @@ class Settings:
         )
 
     def names(self, module: str) -> bool:
-        """Whether PEFT would wrap a module of this name. What a pattern names is not looked up."""
-        if _ends(module, self.excluded):
+        """Whether PEFT would wrap a module of this name."""
+        if self.excluded is not None and _fits(module, self.excluded):
             return False
-        if self.modules is None or module in self.modules:
+        if self.modules is None or (not isinstance(self.modules, re.Pattern) and module in self.modules):
             return True
         of_targets = (f".{target}".rpartition(".")[0] for target in self.targets)
         of_layer = self.layers is None or not {*map(str, self.layers)}.isdisjoint(module.split("."))
-        return of_layer and (_ends(module, self.modules) or any(f"{prefix}." in f".{module}." for prefix in of_targets))
+        return of_layer and (_fits(module, self.modules) or any(f"{prefix}." in f".{module}." for prefix in of_targets))
 
     def key_of(self, place: str, target: Adapted) -> str:
         """The name that ``rank_pattern`` and ``alpha_pattern`` are matched against; ``place``: prefix of A and B."""
@@ -294,8 +294,8 @@ def settings_of(content: object, where: object) -> Settings:
             alpha=_find(document, "lora_alpha", number),
             alphas=_patterns(document, "alpha_pattern", where, number),
             stabilised=_find(document, "use_rslora", truth) or False,
-            modules=_find(document, "target_modules", _names),
-            excluded=_find(document, "exclude_modules", _names) or (),
+            modules=_names(document.get("target_modules"), "target_modules"),
+            excluded=_names(document.get("exclude_modules"), "exclude_modules"),
             layers=_find(document, "layers_to_transform", _indices),
         )
     except Unfit as error:
@@ -306,9 +306,22 @@ def _find(document: Mapping[str, Any], name: str, reader: Reader[T | None]) -> T
     return optional(reader)(document.get(name), name)
 
 
-def _names(value: object, where: str) -> tuple[str, ...] | None:
-    """Ends of names; None for a pattern."""
-    return None if isinstance(value, str) else items(text)(value, where)
+def _names(value: object, where: str) -> tuple[str, ...] | re.Pattern[str] | None:
+    """Ends of names, or a pattern; None for "all-linear", and for a pattern that might be slow."""
+    if not isinstance(value, str):
+        return optional(items(text))(value, where)
+    if value.lower() == "all-linear" or not _is_quick(value):
+        return None
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise Unfit(f"{where}: {brief(value)}: {error}") from None
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression has only what is matched soon, whatever the name."""
+    is_read = len(pattern) <= 1000 and _KEY.fullmatch(pattern) is not None and not re.search(r"\)[*+]", pattern)
+    return is_read and pattern.count("*") + pattern.count("+") <= _MOST_REPEATS
 
 
 def _indices(value: object, where: str) -> tuple[int, ...] | None:
@@ -319,8 +332,7 @@ def _patterns(document: Mapping[str, Any], name: str, where: object, reader: Rea
     """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
     table = _find(document, name, mapping(reader)) or {}
     for key in table:
-        repeats = key.count("*") + key.count("+")
-        if len(key) > 1000 or _KEY.fullmatch(key) is None or repeats > _MOST_REPEATS or re.search(r"\)[*+]", key):
+        if not _is_quick(key):
             raise PlanError(f"{where}: adapter_config.json: {name} has the pattern {brief(key)}, which is not read")
         try:
             re.compile(key)
@@ -351,8 +363,10 @@ def module_of(name: str) -> str:
     return re.sub(r"(\.base_layer)*(\.lora_.*)?$", "", name.removeprefix(PREFIX))
 
 
-def _ends(name: str, ends: Sequence[str]) -> bool:
-    return any(f".{name}".endswith(f".{end}") for end in ends)
+def _fits(name: str, names: Sequence[str] | re.Pattern[str]) -> bool:
+    if isinstance(names, re.Pattern):
+        return names.fullmatch(name) is not None
+    return any(f".{name}".endswith(f".{end}") for end in names)
 
 
 @dataclass(frozen=True)

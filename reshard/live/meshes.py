@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 
 from formats.errors import PlanError
 from formats.mesh import MOST_RANKS
@@ -23,6 +25,8 @@ TRAINERS: Mapping[str, str] = {
     "megatron": "megatron",
 }  # fmt: skip
 """The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
+MOST_PARTS = 1 << 22
+"""The parts of tensors that all ranks of a trainer may hold together: they are planned one by one, in half a minute."""
 
 
 @dataclass(frozen=True)
@@ -103,28 +107,35 @@ def trainer_state(model: Model, target: Target) -> LiveState:
         )
     arrangement = arranged(model, target)
     whole = {part.name: part.geometry.shape(0) for part in on_mesh(arrangement.plan.unsplit, target.format).stored}
+    count = target.ranks * len(arrangement.stored)
+    if count > MOST_PARTS:
+        raise PlanError(
+            f"'{target}': {target.ranks:,} ranks would hold {count:,} parts of tensors",
+            f"a push is planned for at most {MOST_PARTS:,}, here of {MOST_PARTS // len(arrangement.stored):,} ranks",
+        )
     inner = arrangement.plan.mesh.size
-    runs_of: dict[tuple[Geometry, int], Runs | None] = {}
-    ranks: list[list[Slice]] = [[] for _ in range(target.replicas * target.fsdp * inner)]
+    ranks: list[list[Slice]] = [[] for _ in range(target.ranks)]
+
+    @cache
+    def runs_of(geometry: Geometry) -> Sequence[Runs | None]:
+        """What each rank holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
+        of_inner: list[list[Runs | None]] = []
+        for rank in range(inner):
+            dims = geometry.dims(rank)
+            runs = None if dims is None else tuple(tuple(of) for of in dims)
+            parts: list[Runs | None] = [runs] * target.fsdp
+            if runs and target.fsdp > 1:
+                parts = [(cut(runs[0], target.fsdp, number), *runs[1:]) for number in range(target.fsdp)]
+            of_inner.append(parts)
+        return [*chain.from_iterable(zip(*of_inner, strict=True))] * target.replicas
+
     again = {atom.stored.name for _, atom in arrangement.copies}  # a tied parameter comes once
     for stored in arrangement.stored:
         geometry, shape = stored.geometry, whole[stored.name]
         assert shape is not None
-        for number, parts in enumerate(() if stored.constant or stored.name in again else ranks):
-            if (geometry, number) not in runs_of:
-                runs_of[geometry, number] = _runs(geometry, number, inner, target.fsdp)
-            runs = runs_of[geometry, number]
+        if stored.constant or stored.name in again:
+            continue
+        for parts, runs in zip(ranks, runs_of(geometry), strict=True):
             if runs is not None:
                 parts.append(Slice(stored.name, stored.dtype, shape, runs))
     return LiveState(target.format, ranks)
-
-
-def _runs(geometry: Geometry, number: int, inner: int, fsdp: int) -> Runs | None:
-    """What rank ``number`` holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
-    dims = geometry.dims(number % inner)
-    if dims is None:
-        return None
-    runs = [tuple(of) for of in dims]
-    if runs and fsdp > 1:
-        runs[0] = cut(runs[0], fsdp, number // inner % fsdp)
-    return tuple(runs)

@@ -19,7 +19,7 @@ from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame
 from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
-from tests import store
+from tests import store, zoo
 from tests.delta.test_patch import EMBED, NORM, ONE, signed, tuned
 from tests.support import LLAMA, command, contents, write_checkpoint
 
@@ -138,7 +138,7 @@ def test_what_slime_has_no_place_for(base: Path, tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_read_in_another_order(tmp_path: Path) -> None:
     """gpt-oss has gate and up row by row, Megatron one after the other: a change is stored as such, not the tensor."""
-    before = store.checkpoint("gpt_oss")
+    before = zoo.save("gpt_oss", tmp_path / "before", settings={"num_hidden_layers": 1})
     (file,) = before.glob("*.safetensors")
     name = next(name for name in read_header(file).tensors if name.endswith("experts.gate_up_proj"))
     last = tuned(before, tmp_path / "after", {name: [(1, 1), (77, 2)]})

@@ -18,6 +18,7 @@ import pytest
 from formats.errors import CheckpointError
 from reshard.api import diff, split
 from tests import store
+from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, upload
 from tests.support import change_tensor, command, contents, write_checkpoint
 
@@ -51,6 +52,7 @@ def server(base: Path, delta: Path, tmp_path: Path) -> Iterator[StoreServer]:
         yield server
 
 
+@thorough
 def test_a_bucket_and_a_web_server(server: StoreServer, tuned: Path, tmp_path: Path) -> None:
     cold = ("--cache-dir", tmp_path / "cache")
     for number, place in enumerate(("s3://bucket", f"{server.url}/bucket")):

@@ -23,7 +23,7 @@ from reshard.text import human_bytes
 from tests import zoo
 from tests.live.combinations import SOURCES, TARGETS, walk, wrong
 from tests.marks import one_of_each
-from tests.support import command
+from tests.support import LLAMA, command, write_checkpoint
 
 MODELS = (
     "llama", "mixtral", "llama-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "gpt_neox", "falcon-7b", "bloom",
@@ -154,6 +154,15 @@ def test_more_ranks_than_a_plan_ends_for_are_refused(text: str, llama: Path) -> 
     for ends in ((text, "vllm:tp1"), ("fsdp2:2", text)):
         done = command("plan", llama, "--from", ends[0], "--to", ends[1])
         assert (done.returncode, "ranks\nHint: give degrees of at most 100,000 ranks" in done.stderr) == (2, True)
+
+
+def test_more_parts_than_a_plan_ends_for_are_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", config=LLAMA | {"num_hidden_layers": 5})
+    done = command("plan", model, "--from", "fsdp2:100000", "--to", "vllm:tp2")
+    assert (done.returncode, *done.stderr.splitlines()) == (
+        2, "Error: 'fsdp2:100000': 100,000 ranks would hold 4,800,000 parts of tensors",
+        "Hint: a push is planned for at most 4,194,304, here of 87,381 ranks",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -26,7 +27,7 @@ from reshard.source.inspect import inspect
 from reshard.source.program_files import Affix, parts_of
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
-from tests.marks import of_ranks
+from tests.marks import of_ranks, one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.reshard.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
@@ -117,10 +118,13 @@ def test_without_a_config_the_hint_says_what_to_give(tmp_path: Path) -> None:
     assert "with --config DIR" in done.stderr
 
 
+PREFIXES = ["", "model.", "state_dict.", "state_dict.model.", "app.model.", "module.", "model.module."]
+
+
 @pytest.mark.parametrize(
-    "prefix", ["", "model.", "state_dict.", "state_dict.model.", "app.model.", "module.", "model.module."]
+    ("prefix", "wrapper"),
+    one_of_each(itertools.product(PREFIXES, ["", "_orig_mod."]), lambda case: (case[0].count("."), case[1])),
 )
-@pytest.mark.parametrize("wrapper", ["", "_orig_mod."])
 def test_keys_of_trainers(prefix: str, wrapper: str, tmp_path: Path) -> None:
     original = write_checkpoint(tmp_path / "original")
     state: dict[str, Any] = {}

@@ -68,7 +68,7 @@ def test_smaller_scale_blocks_are_neither_written_for_a_program_nor_advised(form
     split(source, tmp_path / "out", tp=8, refine_blocks=True)
 
 
-@pytest.mark.parametrize(("model", "method"), REFUSED)
+@pytest.mark.parametrize(("model", "method"), one_of_each(REFUSED, REFUSED.__getitem__))
 def test_what_vllm_has_otherwise_is_refused(model: str, method: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", model, method)
     why = rf"tensor '\S+' has no place in the format 'vllm': .*{REFUSED[model, method]}"

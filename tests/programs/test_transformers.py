@@ -18,7 +18,7 @@ from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
 from tests import store
-from tests.marks import of_ranks
+from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command, contents
 from tests.zoo import class_of
 from verify.bytes.exact import verify_exact
@@ -38,6 +38,8 @@ MESHES = [
     ("gpt_oss", {"tp": 2}),
     ("t5", {"tp": 2}),
 ]
+QUICK = {"qwen3_moe", "phi3", "gpt2"}
+"""Experts, packed, and the input first."""
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,7 +56,7 @@ def _loaded(folder: Path, **more: Any) -> Any:
     return class_of(folder).from_pretrained(folder, dtype=torch.float32, **more)
 
 
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
+@pytest.mark.parametrize(("name", "mesh"), one_of_each(MESHES, lambda case: case[0] if case[0] in QUICK else None))
 def test_transformers_loads_it_and_the_way_back_restores_every_byte(
     name: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:
@@ -71,7 +73,10 @@ def test_transformers_loads_it_and_the_way_back_restores_every_byte(
     assert all(torch.equal(merged[key], wanted.state_dict()[key]) for key in merged.keys() - whole.keys())  # tied
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    one_of_each(["llama", "gemma2", "qwen3_moe", "deepseek_v3", "phi3", "gpt2"], lambda n: n if n in QUICK else None),
+)
 def test_logits_are_the_originals(name: str, tmp_path: Path) -> None:
     original = store.checkpoint(name)
     split(original, tmp_path / "out", tp=2, format="transformers")
@@ -167,6 +172,7 @@ def _unlike(folder: Path, original: Path) -> list[str]:
     return [name for name, tensor in whole.items() if not torch.equal(state[name].full_tensor(), tensor)]
 
 
+@thorough
 @of_ranks
 def test_tp_2_of_transformers_reads_what_is_for_tp_4(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
@@ -192,7 +198,7 @@ def test_torch_consolidates_it(tmp_path: Path) -> None:
     assert _equal(_tensors(tmp_path / "joined"), whole)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "phi3"])
+@pytest.fixture(scope="module", params=one_of_each(["llama", "qwen3_moe", "phi3"]))
 def written(
     request: pytest.FixtureRequest, fork_server: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:

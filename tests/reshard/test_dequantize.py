@@ -35,6 +35,7 @@ from reshard.transforms.opening import open_any
 from reshard.transforms.tensors import ComputedFile
 from tests import store
 from tests.dequantize import METHODS, Stored
+from tests.marks import thorough
 from tests.reshard.store_server import StoreServer
 from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
 from tests.reshard.test_quantized import dequantize as by_definition
@@ -480,6 +481,7 @@ def test_odd_ranges_of_a_file(source: Path, plain: Path, tmp_path: Path) -> None
         assert bytes(read(begin, end)) == data[begin:end]
 
 
+@thorough
 def test_a_checkpoint_in_a_bucket(source: Path, plain: Path, tmp_path: Path) -> None:
     """Ranges of the quantized files are fetched, about half as many bytes as are written."""
     shutil.copytree(source, tmp_path / "store/model")

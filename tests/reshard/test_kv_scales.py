@@ -66,17 +66,16 @@ def test_scales_of_heads_go_where_the_heads_go(kind, config, output, keys):
             assert [(run.offset, run.length) for run in runs[0]] == [(5 * full[0] // 8, 1)], name
 
 
-@pytest.mark.parametrize("file", sorted(BUILT_IN.glob("*.toml")), ids=lambda file: file.stem)
-def test_every_attention_that_is_split_has_a_weight_that_takes_its_heads_in(file):
-    architecture = load_architecture(file)
-    dealt = {axis for family in architecture.families["tp"] for axis in family}
-    for name, rules in architecture.tensors.items():
+def test_every_attention_that_is_split_has_a_weight_that_takes_its_heads_in():
+    architectures = [load_architecture(file) for file in sorted(BUILT_IN.glob("*.toml"))]
+    for architecture, (name, rules) in ((each, line) for each in architectures for line in each.tensors.items()):
+        dealt = {axis for family in architecture.families["tp"] for axis in family}
         attention, _, projection = name.removesuffix(".weight").rpartition(".")
         if projection in {"q_proj", "k_proj", "qkv_proj", "query_key_value"} and rules[0].shapes[0].axes & dealt:
             place = ".".join("0" if word.startswith("{") else word for word in attention.split("."))
             around = architecture.around(place)
             found = next(match.template for match in around if any(map(takes_heads, match.rules[0].shapes)))
-            assert attention.startswith(found.removesuffix(".weight").rpartition(".")[0]), name
+            assert attention.startswith(found.removesuffix(".weight").rpartition(".")[0]), (architecture.name, name)
 
 
 def test_a_scale_for_each_head_there_and_back(tmp_path):

@@ -286,8 +286,11 @@ def test_an_adapter_has_tensors_and_its_config_names_them(tmp_path: Path) -> Non
     other = tmp_path / "other"
     shutil.copytree(peft_adapters.made("llama", "linear"), other)
     config = json.loads((other / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["down_proj", "proj"]}))
-    for adapter, message in ((empty, "has no tensors"), (other, r"gate_proj\.lora_A\.weight' is of a module that")):
+    pattern = shutil.copytree(other, tmp_path / "pattern")
+    for folder, modules in ((other, ["down_proj", "proj"]), (pattern, r".*\.(down|up)_proj")):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": modules}))
+    strange = r"gate_proj\.lora_A\.weight' is of a module that"
+    for adapter, message in ((empty, "has no tensors"), (other, strange), (pattern, strange)):
         with pytest.raises(PlanError, match=message):
             merge(base, tmp_path / "out", adapter=adapter)
         for forms in ({"tp": 2}, {"format": "peft-per-expert"}):
@@ -303,6 +306,10 @@ NAMES: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 0},
     {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"], "layers_to_transform": [0]},
     {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    {"target_modules": r".*\.(?:q|up)_proj"},
+    {"target_modules": r"model\.layers\.\d+\.self_attn\.(q_proj|k_proj)"},
+    {"target_modules": "q_proj|model.layers.1.mlp.up_proj"},
+    {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.1\..*"},
 ]
 
 
@@ -314,7 +321,7 @@ def test_a_config_names_the_modules_that_peft_wraps(settings: dict[str, Any]) ->
     config = LoraConfig(**settings)
     named = settings_of({"peft_type": "LORA", "r": 1, **settings}, "here")
     modules = {name.rpartition(".")[0] for name in tensors(store.checkpoint("llama"))}
-    wrapped = {module for module in modules if check_target_module_exists(config, module) is True}
+    wrapped = {module for module in modules if check_target_module_exists(config, module)}
     assert {module for module in modules if named.names(module)} == wrapped
     assert wrapped
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from formats.quantization.methods import block_size
 from formats.store import open_file
 from reshard.api import split
 from tests.fuzz import Outcome, most_memory, run
+from tests.marks import one_of_each
 from tests.support import LLAMA, contents, llama_tensors, write_checkpoint, write_file
 
 
@@ -218,11 +221,17 @@ def test_json_that_would_fail_later(source: Path, tmp_path: Path, value: str) ->
     assert not (tmp_path / "out.partial").exists(), "nothing has been moved"
 
 
+def crossed(keys: list[str], values: list[str]) -> list[Any]:
+    """Each value of each key: in ``make test`` all values of the first key, and the first value of all keys."""
+    return one_of_each(itertools.product(keys, values), lambda case: case[case[0] == keys[0]])
+
+
 @pytest.mark.parametrize(
-    "value", ["Infinity", '"9"', "null", "[]", "{}", "true", "1e400", "-1", "99999999999999999999", DEEP]
-)
-@pytest.mark.parametrize(
-    "key", ["size", "rank", "sizes", "padding", "mesh", "max_shard_size", "source", "side_files", "blocks"]
+    ("key", "value"),
+    crossed(
+        ["size", "rank", "sizes", "padding", "mesh", "max_shard_size", "source", "side_files", "blocks"],
+        ["Infinity", '"9"', "null", "[]", "{}", "true", "1e400", "-1", "99999999999999999999", DEEP],
+    ),
 )
 def test_a_manifest_of_wrong_types(shards: Path, tmp_path: Path, key: str, value: str) -> None:
     path = shards / "reshard.json"
@@ -237,22 +246,12 @@ def test_a_manifest_of_wrong_types(shards: Path, tmp_path: Path, key: str, value
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "Infinity",
-        '"9"',
-        "null",
-        "[]",
-        "true",
-        "1e400",
-        "-1",
-        "[[0, 1e9]]",
-        "[[0, 9000000000]]",
-        MANY_PLACES,
-        DEEP,
-    ],
+    ("key", "value"),
+    crossed(
+        ["rank", "sizes", "padding", "mesh", "source", "plan", "places"],
+        ["Infinity", '"9"', "null", "[]", "true", "1e400", "-1", "[[0, 1e9]]", "[[0, 9000000000]]", MANY_PLACES, DEEP],
+    ),
 )
-@pytest.mark.parametrize("key", ["rank", "sizes", "padding", "mesh", "source", "plan", "places"])
 def test_shard_metadata_of_wrong_types(shards: Path, tmp_path: Path, key: str, value: str) -> None:
     (shards / "reshard.json").unlink()
     path = shards / "rank-00-of-02/model.safetensors"

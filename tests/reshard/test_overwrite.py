@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -14,11 +15,14 @@ from reshard.api import merge, split
 from reshard.publishing.existing import Existing, Read
 from reshard.store.staging_names import PUBLISHED, UNFINISHED
 from tests import store
+from tests.marks import one_of_each
 from tests.programs import oracles
 from tests.support import contents, write_checkpoint
 
+QUICK = {"huggingface", "vllm", "dcp", "meta"}
+"""One form of each container, beside our own."""
 MODELS = {"deepseek": "deepseek_v3", "mistral": "mixtral", "torchtitan": "qwen3_moe", "torchtitan-live": "qwen3_moe"}
-FORMS = [None, "huggingface", *all_formats()]
+FORMS = one_of_each([None, "huggingface", *all_formats()], lambda form: form if form in QUICK else None)
 
 
 @pytest.fixture
@@ -90,8 +94,13 @@ def test_a_second_mount_of_the_same_folder(
 # ------------------------------------------------------------------------------------------------- a user's own files
 
 
-@pytest.mark.parametrize("own", ["thesis.txt", "mine/data", "rank-00-of-02/notes.md", "mine.safetensors", "README.md"])
-@pytest.mark.parametrize("form", [None, "huggingface", "vllm", "dcp"])
+OWN = ["thesis.txt", "mine/data", "rank-00-of-02/notes.md", "mine.safetensors", "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("form", "own"),
+    one_of_each(itertools.product([None, "huggingface", "vllm", "dcp"], OWN), lambda case: case[0] or case[1]),
+)
 def test_a_users_own_file_is_named_and_stays(form: str | None, own: str, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     split(source, tmp_path / "shards", tp=2)

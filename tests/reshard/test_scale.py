@@ -16,6 +16,7 @@ from tests.marks import thorough
 from tests.support import LLAMA, change_tensor, result_of, write_checkpoint
 
 
+@thorough
 def test_deepseek_v3_is_planned(tmp_path):
     tensors = list(deepseek_v3_tensors())
     assert len(tensors) > 90_000

@@ -163,13 +163,18 @@ def test_a_language_model_beside_towers_is_split_as_it_is_alone(tmp_path):
 
 def test_every_dtype_passes_untouched(tmp_path):
     """Random bits in every dtype of the format: NaN payloads, negative zeros, values that no arithmetic would keep."""
-    config = LLAMA | {"num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 8}
-    for dtype in DTYPE_BITS:
-        folder = write_checkpoint(tmp_path / dtype, config=config, dtype=dtype)
-        split(folder, tmp_path / f"{dtype}-4", tp=4)
-        split(tmp_path / f"{dtype}-4", tmp_path / f"{dtype}-8", tp=8)
-        merge(tmp_path / f"{dtype}-8", tmp_path / f"{dtype}-merged")
-        assert contents(tmp_path / f"{dtype}-merged") == contents(folder)
+    config = LLAMA | {"num_hidden_layers": len(DTYPE_BITS), "intermediate_size": 32, "head_dim": 8}
+    folder = write_checkpoint(tmp_path / "source", config=config)
+    dtypes = {f"layers.{layer}.": dtype for layer, dtype in enumerate(DTYPE_BITS)}
+    tensors = [
+        (name, next((each for at, each in dtypes.items() if at in name), "BF16"), shape)
+        for name, _, shape in llama_tensors(config)
+    ]
+    write_file(folder / "model.safetensors", tensors)
+    split(folder, tmp_path / "4", tp=4)
+    split(tmp_path / "4", tmp_path / "8", tp=8)
+    merge(tmp_path / "8", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(folder)
 
 
 def test_elements_smaller_than_a_byte_are_not_cut(tmp_path):

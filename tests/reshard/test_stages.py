@@ -19,6 +19,7 @@ from reshard.mesh.stages import even_stages, is_layered, layers_at
 from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
 from tests import remote, store
+from tests.marks import one_of_each
 from tests.support import LLAMA, command, contents, llama_tensors, without_manifest, write_checkpoint, write_file
 from verify.bytes.exact import verify_exact
 
@@ -93,16 +94,19 @@ def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last(tmp_path: Path, 
 
 # ------------------------------------------------------------------------------------------------------------- bytes
 
-MESHES = [
-    {"pp": 2},
-    {"pp": 5},
-    {"pp": 2, "tp": 2},
-    {"pp": 3, "tp": 4, "pp_layers": (1, 3, 1)},
-    {"pp": 3, "pp_layers": (1, 1, 3)},
-]
+MESHES = one_of_each(
+    [
+        {"pp": 2},
+        {"pp": 5},
+        {"pp": 2, "tp": 2},
+        {"pp": 3, "tp": 4, "pp_layers": (1, 3, 1)},
+        {"pp": 3, "pp_layers": (1, 1, 3)},
+    ],
+    len,
+)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_merge_restores_the_files(llama: Path, tmp_path: Path, mesh: dict) -> None:
     split(llama, tmp_path / "out", **mesh)
     assert verify_exact(open_source(llama), tmp_path / "out").verdict == "same"
@@ -111,7 +115,7 @@ def test_a_merge_restores_the_files(llama: Path, tmp_path: Path, mesh: dict) -> 
     assert contents(tmp_path / "merged") == contents(llama)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_without_the_manifest_all_tensors_are_restored(tmp_path: Path, mesh: dict) -> None:
     model = write_checkpoint(tmp_path / "model", config=FIVE)
     split(model, tmp_path / "out", **mesh)
@@ -122,7 +126,7 @@ def test_without_the_manifest_all_tensors_are_restored(tmp_path: Path, mesh: dic
     assert verify_exact(open_source(model), tmp_path / "out").verdict == "same"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_from_any_mesh_to_any_other(llama: Path, tmp_path: Path, mesh: dict) -> None:
     split(llama, tmp_path / "tp4", tp=4)
     split(llama, tmp_path / "direct", **mesh)
@@ -141,7 +145,7 @@ def test_ranks_are_written_one_by_one_and_loaded_without_files(llama: Path, tmp_
     assert found.keys() == names_on(tmp_path / "out", "pp-01-of-02-tp-01-of-02")
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 2, "ep": 2}, {"pp": 2, "ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", one_of_each([{"pp": 2, "ep": 2, "tp": 2}, {"pp": 2, "ep": 2}]))
 @pytest.mark.parametrize("same_ranks", [False, True])
 def test_with_experts(tmp_path: Path, mesh: dict, same_ranks: bool) -> None:
     mesh = {**mesh, "tp": 2, "same_ranks": True} if same_ranks else mesh
@@ -253,7 +257,7 @@ def check_layers(found: Plan) -> None:
             assert number in at or (stage == found.mesh.pp - 1 and number >= at.stop), name
 
 
-@pytest.mark.parametrize("name", remote.REMOTE)
+@pytest.mark.parametrize("name", one_of_each(remote.REMOTE, lambda name: remote.REMOTE[name].degrees))
 def test_every_other_model_is_staged(name: str) -> None:
     folder = store.made(f"remote-{name}", lambda part: remote.save(name, part))
     model = open_source(folder).model

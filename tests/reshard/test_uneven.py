@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +29,7 @@ from tests.support import (
     LLAMA,
     assert_boxes_make_up_the_tensors,
     change_tensor,
+    command,
     contents,
     without_manifest,
     without_sums,
@@ -82,7 +81,7 @@ def test_gpt_oss_goes_to_eight_ranks_in_whole_blocks(mxfp4, tmp_path):
 # experts by name are columns and rows, each of its own
 @pytest.mark.parametrize(
     "name, packing",
-    one_of_each([case for case in CASES if case.values[1] != PACKINGS[2]], lambda case: case[0].partition("-")[0]),
+    one_of_each([case for case in CASES if case.values[1] != PACKINGS[2]], lambda case: case[1]),
 )
 def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     """Of every method: 15 blocks are 8 + 7 and 7 x 2 + 1. Only what cuts no block may be even. The bytes at the most
@@ -333,13 +332,11 @@ def test_bytes_of_the_smallest_rank_are_compared(mxfp4, tmp_path):
     assert str(wrong) == "rank-07-of-08/config.json: 'intermediate_size' is 64, expected 32"
 
 
-# ------------------------------------------------------------------------------------------------ the installed command
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def reshard(*arguments: object, code: int = 0) -> tuple[str, str]:
-    run = subprocess.run(
-        [sys.executable, "-m", "reshard", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    run = command(*map(str, arguments))
     assert run.returncode == code, run.stderr
     return run.stdout, run.stderr
 

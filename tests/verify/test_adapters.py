@@ -105,7 +105,8 @@ def damaged(source: Path, folder: Path, fault: Callable[[dict[str, torch.Tensor]
     return folder
 
 
-@pytest.mark.parametrize("name", one_of_each(["llama", "mixtral"]))
+@thorough
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_another_adapter_is_different(name: str, tmp_path: Path) -> None:
     kind, faults = ("linear", FAULTS) if name == "llama" else ("experts", (dropped, scaled, another))
     source, outs = peft_adapters.made(name, kind), {}

@@ -15,6 +15,7 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.writing.output import Tensor, partition
 from tests import store
+from tests.marks import one_of_each
 from tests.reshard.test_split import write_fp8
 from verify.bytes import reading, views
 from verify.bytes.comparison import no_progress
@@ -40,7 +41,7 @@ READ: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", [*READ, "refined"])
-@pytest.mark.parametrize("chunk", [2 << 20, 5000])
+@pytest.mark.parametrize("chunk", one_of_each([5000, 2 << 20]))
 def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as all tensors of the original and of the shards have, their checksums included."""
     if case == "refined":

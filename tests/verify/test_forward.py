@@ -18,7 +18,7 @@ from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import store, zoo
-from tests.marks import thorough
+from tests.marks import one_of_each, thorough
 from tests.verify.faults import inject
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
@@ -206,15 +206,16 @@ WRONG = [
 ]
 
 
-def test_wrong_shards_are_not_and_the_place_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", one_of_each([WRONG[:3], WRONG[3:]]))
+def test_wrong_shards_are_not_and_the_place_is_named(wrong: list[tuple[str, str, str]], tmp_path: Path) -> None:
     jobs = []
-    for name, fault, _ in WRONG:
+    for name, fault, _ in wrong:
         original, shards = pairs([name], 2, "bfloat16")[0]
         damaged = tmp_path / f"{name}-{fault}"
         shutil.copytree(shards.path, damaged)
         assert inject(fault, damaged, original)
         jobs.append((original, open_source(damaged)))
-    for (name, fault, place), report in zip(WRONG, run_forwards(jobs, QUICK), strict=True):
+    for (name, fault, place), report in zip(wrong, run_forwards(jobs, QUICK), strict=True):
         assert not report.is_same, (name, fault)
         assert report.first == place, (name, fault, report.verdict)
         assert place in report.verdict

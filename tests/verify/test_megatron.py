@@ -15,7 +15,7 @@ from tests.programs.test_megatron import CASES, DISTINCT, DISTRIBUTED, FORMS, go
 from verify.bytes.exact import open_shards, verify_exact
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case.split("-")[0]))
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case.split("-")[1]))
 def test_legacy_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Path) -> None:
     model, spec, _ = case.split("-", 2)
     original = open_source(checkpoint("megatron", model))
@@ -27,7 +27,7 @@ def test_legacy_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Pat
     assert found.verdict == "same", found
 
 
-@pytest.mark.parametrize("case", one_of_each(DISTINCT, lambda case: case.split("-")[0]))
+@pytest.mark.parametrize("case", one_of_each(DISTINCT, lambda case: case.split("-")[1]))
 def test_torch_dist_is_the_same_with_and_without_a_manifest(case: str, tmp_path: Path) -> None:
     model, spec, _ = case.split("-", 2)
     original = open_source(checkpoint("megatron", model))

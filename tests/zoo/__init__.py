@@ -94,7 +94,8 @@ def save(
 
 # one of each kind of packing, attention, norm, experts and mixer
 KINDS = ("llama-biases", "llama-tied", "qwen3", "olmo2", "phi3", "gpt_neox", "gpt2", "bloom", "falcon-7b",
-         "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert", "bamba", "codegen")  # fmt: skip
+         "gemma3_text", "stablelm-norms", "mixtral", "gpt_oss", "deepseek_v3", "bert", "bamba", "codegen", "mamba2",
+         "qwen3_next", "t5", "llama4_text")  # fmt: skip
 
 
 @cache

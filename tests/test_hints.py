@@ -73,7 +73,7 @@ def test_names_are_completed() -> None:
         ("convert a b", "No such command 'convert'", "did you mean 'split'?"),
         ("shard a b", "No such command 'shard'", "did you mean 'split'?"),
         ("push a b", "No such command 'push'", "reshard.live pushes weights between running programs"),
-        ("quantize a b", "No such command 'quantize'", "reshard does not quantize"),
+        ("quantize a b", "No such command 'quantize'", "reshard split --quantize fp8-block"),
         ("upload a b", "No such command 'upload'", "'hf upload ORG/NAME OUT' puts a folder on the Hub"),
         ("gguf a b", "No such command 'gguf'", "convert_hf_to_gguf.py of llama.cpp"),
         ("split a b --as gguf", "'gguf' is no format that is written here", "convert_hf_to_gguf.py of llama.cpp"),

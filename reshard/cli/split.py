@@ -27,6 +27,7 @@ from reshard.cli.options import (
     option,
     padding_options,
     patch_option,
+    quantize_option,
     rank,
     request_of,
     writing_options,
@@ -91,6 +92,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
         "note": summary.note,
+        "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
         "load": summary.load,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
@@ -118,6 +120,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @dequantize_option
+@quantize_option
 @cast_option
 @patch_option
 @option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
@@ -167,6 +170,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
 @click.argument("source", metavar="SHARDS", type=Place())
 @click.argument("out", type=NewFolder())
 @option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
+@quantize_option
 @cast_option
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options

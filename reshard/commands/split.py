@@ -99,6 +99,7 @@ def split(request: SplitRequest) -> Summary:
 _NOT_OF_ADAPTERS = {
     "dequantize": "the bytes of an adapter are moved",
     "adapter": "it is a format of adapters, not of what they are merged into",
+    "quantize": "the bytes of an adapter are moved",
     "dtype": "the bytes of an adapter are moved",
     "patch": "it is a format of adapters",
     "max_shard_size": "it has one file",
@@ -129,12 +130,13 @@ def merge(request: WriteRequest) -> Summary:
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
     manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
-    full checkpoint in safetensors only with ``patch``, ``dequantize``, ``adapter`` or ``dtype``. Raises ReshardError;
-    ``out`` exists only if it is complete.
+    full checkpoint in safetensors only with ``patch``, ``dequantize``, ``adapter``, ``quantize`` or ``dtype``. Raises
+    ReshardError; ``out`` exists only if it is complete.
     """
     began, opened = start(request), open_any(request.source, request)
     is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
-    if is_full and not (request.deltas or request.dequantize or request.adapter is not None or request.dtype):
+    is_computed = request.deltas or request.dequantize or request.adapter is not None
+    if is_full and not (is_computed or request.quantize or request.dtype):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",

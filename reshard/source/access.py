@@ -34,7 +34,8 @@ class Access(HubAccess):
     another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
     ranges. ``patch`` is a delta, or several in order, that are put on the source first. With ``dequantize`` weights of
     8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had
-    been merged into it. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, weights are cast to it.
+    been merged into it. ``quantize`` (``fp8-block``): then weights are read as if they were in 8-bit floats with scales
+    for blocks. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, other weights are cast to it.
     """
 
     plan_file: Path | None = None
@@ -43,6 +44,7 @@ class Access(HubAccess):
     patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
+    quantize: str | None = None
     dtype: str | None = None
 
     @property

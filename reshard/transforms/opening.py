@@ -31,11 +31,13 @@ def open_converted(source: str | Path, access: Access, name: str) -> Source:
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open what ``find`` has found, patched, then dequantized, then with the adapter in it, then cast. Raises
-    ReshardError.
+    """Open what ``find`` has found, patched, dequantized, with the adapter in it, quantized, cast, in this order.
+    Raises ReshardError.
     """
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
-    is_part = bool(access.deltas or access.dequantize or access.adapter is not None)  # what comes of it is complete
+    is_part = bool(
+        access.deltas or access.dequantize or access.adapter is not None or access.quantize
+    )  # what comes of it is complete
     opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
@@ -61,6 +63,12 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.adapter import add_adapter  # numpy
 
         opened = transformed(add_adapter(opened, find(access.adapter, hub, Weights.FILES)))
+    if access.quantize is not None:
+        from reshard.transforms.quantize import quantize  # numpy
+
+        quantized = quantize(opened, access.quantize)
+        note = "; ".join(filter(None, (opened.note, quantized.note)))
+        opened = replace(transformed(quantized.store), note=note, error=quantized.error)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 

@@ -133,6 +133,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     return replace(
         summary, written=written.nbytes, complete=complete, fetched=written.traffic.fetched,
         tried_again=summary.tried_again + written.traffic.again,
+        error=new.source.error() if new.source.error is not None else None,
         spent=Spent(opening, written.moving, publishing),
     )  # fmt: skip
 

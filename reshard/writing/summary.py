@@ -79,6 +79,10 @@ class Summary(Result):
     left_behind: tuple[str, ...] = ()
     note: str | None = None
     load: str | None = None
+    error: tuple[str, float] | None = None
+    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
+    relative to that of its numbers.
+    """
     spent: Spent | None = None
     """None if nothing was to be written."""
 
@@ -125,6 +129,9 @@ def _paragraph(summary: Summary) -> str:
     if summary.left_behind:
         parts.append(f"left behind: {', '.join(summary.left_behind)}, which the output has no place for")
     parts += [summary.note] if summary.note else []
+    if summary.error is not None:
+        name, error = summary.error
+        parts.append(f"the largest relative error of a weight is {error:.2%} (root mean square, {name})")
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 

@@ -4,8 +4,8 @@
     print(reshard.verify("model", "out"))
 
 Each command is a function; its arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
-``split``, ``merge`` and ``patch`` write, ``load`` returns one rank's tensors, ``tensors`` all, ``verify`` and
-``profile`` run the model. ``str`` of a result is what the command prints. Every error is a ``ReshardError``.
+``split``, ``merge``, ``patch`` and ``average`` write, ``load`` returns one rank's tensors, ``tensors`` all, ``verify``
+and ``profile`` run the model. ``str`` of a result is what the command prints. Every error is a ``ReshardError``.
 ``reshard.live`` pushes weights between running processes.
 """
 
@@ -20,12 +20,13 @@ from reshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from formats.errors import ReshardError, SettingError
-    from reshard.api import diff, inspect, load, merge, patch, plan, split, tensors
+    from reshard.api import average, diff, inspect, load, merge, patch, plan, split, tensors
     from reshard.live.meshes import Target
     from verify.api import profile, verify
 
 _PLACES = {
-    **dict.fromkeys(("diff", "inspect", "load", "merge", "patch", "plan", "split", "tensors"), "reshard.api"),
+    **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
+    **dict.fromkeys(("patch", "plan", "split", "tensors"), "reshard.api"),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
     "SettingError": "formats.errors",
     "ReshardError": "formats.errors",
@@ -36,6 +37,7 @@ __all__ = [
     "ReshardError",
     "SettingError",
     "Target",
+    "average",
     "diff",
     "inspect",
     "load",

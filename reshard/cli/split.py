@@ -30,6 +30,7 @@ from reshard.cli.options import (
     quantize_option,
     rank,
     request_of,
+    weights,
     writing_options,
 )
 from reshard.cli.printing import Progress, print_json, print_lines, print_path
@@ -221,3 +222,41 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
     from reshard.commands.split import PatchRequest, patch
 
     carry_out(patch, request_of(PatchRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+
+
+@click.command(
+    "average",
+    cls=Command,
+    examples={
+        "reshard average model tuned mean": "the mean of two checkpoints of one model",
+        "reshard average model tuned out mixed --weights 0.5,0.3,0.2": "three, one of them split over ranks",
+        "reshard average model tuned served-mean --tp 2 --as vllm": "in the format that vLLM loads",
+    },
+)
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
+@option("--weights", group=Group.WHAT, type=Value("weights", weights), metavar="W,W,..",
+        help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
+@mesh_options
+@format_option("The format to write: see 'reshard formats'.")
+@quantize_option
+@cast_option
+@padding_options
+@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the files of A.")
+@writing_options
+def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+    """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
+
+    Each may have any form that 'reshard formats' lists. The mean of each element is computed in float32, in the order
+    of the checkpoints, and rounded once: to the dtype that it has in A, or to --dtype. Tensors that are not of floats
+    must be the same in all. Without --tp (--ep, --pp) or --as, OUT is one full checkpoint with the files of A.
+    """
+    if len(sources) < 3:
+        raise click.UsageError("give two checkpoints or more, and OUT")
+    check_degrees(options)
+    without_numpys_threads()
+    from reshard.commands.split import AverageRequest, average
+
+    first, *others, place = sources
+    out = NewFolder().convert(place, None, None)
+    request = request_of(AverageRequest, options, source=first, others=others, out=out, quiet=quiet or as_json)
+    carry_out(average, request, progress, as_json=as_json, quiet=quiet)

@@ -135,8 +135,7 @@ def merge(request: WriteRequest) -> Summary:
     """
     began, opened = start(request), open_any(request.source, request)
     is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
-    is_computed = request.deltas or request.dequantize or request.adapter is not None
-    if is_full and not (is_computed or request.quantize or request.dtype):
+    if is_full and not (request.is_changed or request.dtype):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",
@@ -163,3 +162,30 @@ def patch(request: PatchRequest) -> Summary:
     Raises ReshardError; a delta for another base is refused before anything is written.
     """
     return merge(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageRequest(SplitRequest):
+    """What ``average`` takes: ``source`` is the first checkpoint, ``others`` are the others, each in any form.
+
+    ``weights`` are those of the first and of the others, which sum to 1; by default all are equal.
+    """
+
+    others: Sequence[str | Path] = field(repr=False)  # a URL may have a password
+    weights: Sequence[float] | None = None
+
+    @property
+    def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]]:
+        """The others, and all weights."""
+        count = 1 + len(self.others)
+        return self.others, self.weights or (1 / count,) * count
+
+
+def average(request: AverageRequest) -> Summary:
+    """Write the weighted mean of checkpoints of one model: without a degree or a format as one full checkpoint.
+
+    It is computed in float32, in their order, and rounded once to the dtypes of the first, or to ``dtype``. Raises
+    ReshardError; ``out`` exists only if it is complete.
+    """
+    is_split = request.format is not None or request.mesh.size > 1
+    return split(request) if is_split else merge(request)

@@ -52,6 +52,16 @@ class Access(HubAccess):
         """The deltas that are put on the source, in their order."""
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the source is read as another checkpoint, but for a cast."""
+        return bool(self.averaged or self.deltas or self.dequantize or self.adapter is not None or self.quantize)
+
+    @property
+    def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]] | None:
+        """The checkpoints with which the source is averaged before all else, and the weights of it and of them."""
+        return None
+
 
 def find(source: str | Path, access: HubAccess, weights: Weights) -> FilePath:
     """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. Raises

@@ -9,8 +9,9 @@ from formats.errors import CheckpointError
 from formats.notation.adapters import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
+from reshard.model.model import Model
 from reshard.source.access import Access, HubAccess, find
-from reshard.source.opening import open_source
+from reshard.source.opening import open_source, recognise
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.selection import Weights
@@ -30,14 +31,26 @@ def open_converted(source: str | Path, access: Access, name: str) -> Source:
     return open_source(StoredPath(convert(open_source(path, config=access.config), adapter_format(name))))
 
 
+def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
+    """Open a checkpoint of the same model as another: files of a program that do not say which are read as ``model``.
+
+    Raises ReshardError.
+    """
+    recognised = recognise(path)
+    if recognised.kind != "program" or recognised.manifest is not None:
+        return open_found(path, replace(access, config=None))
+    if model is None or access.config is not None:
+        return open_found(path, access)
+    return open_source(path, plan_file=access.plan_file, model=model)
+
+
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open what ``find`` has found, patched, dequantized, with the adapter in it, quantized, cast, in this order.
+    """Open what ``find`` has found: averaged, patched, dequantized, with the adapter in it, quantized, then cast.
+
     Raises ReshardError.
     """
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
-    is_part = bool(
-        access.deltas or access.dequantize or access.adapter is not None or access.quantize
-    )  # what comes of it is complete
+    is_part = access.is_changed  # what comes of it is complete
     opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
@@ -51,6 +64,13 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
         return replace(source, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
 
+    if access.averaged is not None:
+        from reshard.transforms.average import average  # numpy
+
+        others, factors = access.averaged
+        alike = Access(plan_file=access.plan_file, download=access.download, **vars(hub))
+        sources = [opened, *(open_beside(find(o, hub, Weights.RANGES), alike, opened.model) for o in others)]
+        opened = transformed(average(sources, factors, wide=access.dtype is not None))
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy
 

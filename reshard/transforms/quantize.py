@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from formats.files.safetensors import DTYPE_BITS
 from formats.notation.adapters import SETTINGS as ADAPTER
 from formats.quantization.dequantizing import PACKED
 from formats.quantization.quantizing import BLOCK, SETTINGS, what_stays
-from formats.quantization.settings import method_of, quantization_settings
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.text import plural
@@ -31,6 +31,7 @@ from reshard.transforms.tensors import (
     Computed,
     Opened,
     Tensor,
+    is_quantized,
     laid_anew,
     store_of,
     tensors_of,
@@ -43,60 +44,46 @@ _CODES = ArrayCache(32 << 20)
 """Rows of blocks that were computed last: the next range may begin within one."""
 
 
-class Scales(Computed):
-    """The scales of a weight: ``what`` has its name, its dtype and its numbers of rows and columns."""
+class InBlocks(Computed):
+    """A weight in 8-bit floats, or its scales: ``what`` has its name, dtype, rows and columns, and whether its scales.
+
+    ``lost`` gets the sums of squares of what was lost and of the numbers, for each row of blocks that is read.
+    """
+
+    lost: NDArray[np.float64]
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Compute them."""
-        width = -(-self.what[3] // BLOCK) * 4
-        return _range(begin, end, width, lambda band: self.band(opened, band)[1].view(np.uint8))
+        _, _, _, columns, is_scales = self.what
+        width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
+        first, rows = begin // width, [np.empty(0, np.uint8)]
+        for number in range(first, -(-end // width)):
+            compute = partial(self._row, opened, number)
+            rows.append(compute() if is_scales else _CODES.get((opened.codes, self, number), compute))
+        return np.concatenate(rows).data[begin - first * width : end - first * width]
 
-    def band(self, opened: Opened, number: int) -> tuple[memoryview, NDArray[np.float32]]:
-        """The bytes of the weight in a row of blocks, and its scales. Raises MismatchError if they are not finite."""
-        (weight,), (name, dtype, rows, columns) = self.inputs, self.what
+    def _row(self, opened: Opened, number: int) -> NDArray[np.uint8]:
+        """The bytes of a row of blocks. Raises MismatchError if a number is not finite."""
+        name, dtype, rows, columns, is_scales = self.what
         unit = columns * DTYPE_BITS[dtype] // 8
         first, last = number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit
-        content = memoryview(weight.read(opened, first, last))
+        content = memoryview(self.inputs[0].read(opened, first, last))
         scales = opened.block_scales(content, dtype, columns)
         if not np.isfinite(scales).all():
             why = f"tensor '{name}' has numbers that are not finite, or too large for float32"
             raise MismatchError(f"{why}: it has no scale", "the checkpoint is damaged, or its training diverged")
-        return content, scales
-
-
-class Codes(Computed):
-    """A weight in 8-bit floats: ``what`` has the ``Scales``'. ``errors`` gets what is lost in each row of blocks."""
-
-    def __init__(self, scales: Scales) -> None:
-        super().__init__(scales.inputs, scales.what)
-        self.__dict__.update(scales=scales, errors=np.zeros((-(-self.what[2] // BLOCK), 2)))
-
-    scales: Scales
-    errors: NDArray[np.float64]
-
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Compute them."""
-
-        def compute(number: int) -> NDArray[np.uint8]:
-            content, scales = self.scales.band(opened, number)
-            codes, self.errors[number] = opened.codes(content, self.what[1], self.what[3], scales)
-            return codes
-
-        def band(number: int) -> NDArray[np.uint8]:
-            return _CODES.get((opened.codes, self, number), lambda: compute(number))
-
-        return _range(begin, end, BLOCK * self.what[3], band)
-
-
-def _range(begin: int, end: int, width: int, band: Callable[[int], NDArray[np.uint8]]) -> Bytes:
-    """Bytes ``begin`` to ``end`` of a tensor whose rows of blocks have ``width`` bytes."""
-    first = begin // width
-    parts = [band(number) for number in range(first, -(-end // width))]
-    return np.concatenate([np.empty(0, np.uint8), *parts]).data[begin - first * width : end - first * width]
+        if is_scales:
+            return scales.view(np.uint8)
+        codes, self.lost[number] = opened.codes(content, dtype, columns, scales)
+        return codes
 
 
 class Quantized(NamedTuple):
-    """A checkpoint of 8-bit floats, what its reader must know, and what was lost of the weights read so far."""
+    """A checkpoint of 8-bit floats, and what its reader must know.
+
+    ``error`` says of the weights that were read so far which has lost most, and the root mean square of that relative
+    to that of its numbers.
+    """
 
     store: RangeStore
     note: str
@@ -113,11 +100,9 @@ def quantize(source: Source, name: str) -> Quantized:
         raise refused("quantize", str(name), f"the form is {NAME}")
     if ADAPTER in source.model.config:
         raise refused("quantize", name, "an adapter keeps its dtypes", advice="give it as you merge the adapter")
-    config, stays, dtypes = source.model.config, what_stays()[0], {t.name: t.dtype for t in source.model.tensors}
-    settings, scheme = quantization_settings(config), source.model.sizes.scheme
-    if settings or any(scheme.companion(*entry, dtypes) for entry in dtypes.items()):
-        method = f" ({method_of(settings)})" if settings else ""
-        raise CheckpointError(f"{source.path} is quantized already{method}", "--dequantize makes BF16 of fp8 first")
+    config, stays = source.model.config, what_stays()[0]
+    if is_quantized(source):
+        raise CheckpointError(f"{source.path} is quantized already", "--dequantize makes BF16 of fp8 first")
     shown_by = what_stays()[1].get(type_of := str(config.get("model_type")).removesuffix("_text"))
     if shown_by is None:
         raise PlanError(
@@ -126,7 +111,7 @@ def quantize(source: Source, name: str) -> Quantized:
         )
     contents, codes, modules, stay = (
         dict[str, Tensor](),
-        dict[str, Codes](),
+        dict[str, InBlocks](),
         list[str](),
         dict.fromkeys(stays.values(), 0),
     )
@@ -143,11 +128,11 @@ def quantize(source: Source, name: str) -> Quantized:
             why = "published fp8 checkpoints have a matrix for each expert" if len(tensor.shape) == 3 else "no weight"
             raise PlanError(f"{what} cannot be quantized to {NAME}: {why}")
         else:
-            scales = Scales((tensor.content,), (key, tensor.dtype, *tensor.shape))
-            grid = tuple(-(-size // BLOCK) for size in tensor.shape)
-            codes[key] = Codes(scales)
+            grid, of = tuple(-(-size // BLOCK) for size in tensor.shape), (key, tensor.dtype, *tensor.shape)
+            codes[key] = InBlocks((tensor.content,), (*of, False))
+            codes[key].__dict__["lost"] = np.zeros((grid[0], 2))
             contents[key] = Tensor(PACKED, tensor.shape, codes[key])
-            contents[f"{key}_scale_inv"] = Tensor("F32", grid, scales)
+            contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*of, True)))
     listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
     whole = whole_of(source)
@@ -157,11 +142,10 @@ def quantize(source: Source, name: str) -> Quantized:
     kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
     note = f"{plural(len(codes), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
     note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"
-    return Quantized(store, note, lambda: _largest(codes))
 
+    def error() -> tuple[str, float] | None:
+        sums = {name: content.lost.sum(axis=0) for name, content in codes.items()}
+        errors = [(math.sqrt(lost / total), name) for name, (lost, total) in sums.items() if total]
+        return max(errors)[::-1] if errors else None
 
-def _largest(codes: dict[str, Codes]) -> tuple[str, float] | None:
-    """The weight with the largest root mean square of what was lost, relative to that of its numbers; None: unread."""
-    sums = {name: content.errors.sum(axis=0) for name, content in codes.items()}
-    errors = [(math.sqrt(lost / total), name) for name, (lost, total) in sums.items() if total]
-    return max(errors)[::-1] if errors else None
+    return Quantized(store, note, error)

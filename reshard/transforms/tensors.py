@@ -34,6 +34,7 @@ from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
 from formats.quantization.quantizing import Error, codes_of, scales_of
+from formats.quantization.settings import quantization_settings
 from formats.store import FilePath, local_path, open_file, unreadable
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
@@ -376,7 +377,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     """
     if source.cast is not None:
         before = tensors_of(source.cast.source)
-        found = {name: _rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
+        found = {name: rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
         return found | {second: found[first] for second, first in source.aliases.items()}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
     found, gathered = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
@@ -394,6 +395,13 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     return found | {second: found[first] for second, first in source.aliases.items()}
 
 
+def is_quantized(source: Source) -> bool:
+    """Whether config.json has settings of quantization, or some tensor belongs to a quantized weight."""
+    dtypes, scheme = {tensor.name: tensor.dtype for tensor in source.model.tensors}, source.model.sizes.scheme
+    settings = quantization_settings(source.model.config)
+    return bool(settings) or any(scheme.companion(*entry, dtypes) for entry in dtypes.items())
+
+
 class Rounded(Computed):
     """A tensor that is cast (``what``)."""
 
@@ -406,7 +414,8 @@ class Rounded(Computed):
         return found.reshape(-1).data[begin - first * change.after :][: end - begin]
 
 
-def _rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """A tensor that is cast."""
     if tensor.dtype == dtype:
         return tensor
     change = Change(name, tensor.dtype, dtype, None, dtype)

@@ -33,7 +33,7 @@ from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import clear_leftovers
 from reshard.system import Share
-from reshard.text import human_bytes
+from reshard.text import human_bytes, plural
 from reshard.version import __version__
 from reshard.writing.output import NewFile, Output
 from reshard.writing.summary import Progress, Spent, State, Summary, no_progress
@@ -196,6 +196,12 @@ def _summary(
         tensors = len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
     full = source.model.sizes.of({})
     notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
+    if request.averaged is not None:
+        others, weights = request.averaged
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        notes.insert(
+            0, f"it is the mean with {plural(len(others), 'other')}, weights {shown}, in float32, rounded once"
+        )
     if request.dequantize:
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.files.numbers import CODES, as_float32
+from formats.numbers import CODES, as_float32
 from formats.quantization.dequantizing import e4m3_values
 
 BLOCK = 128

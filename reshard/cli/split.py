@@ -30,7 +30,6 @@ from reshard.cli.options import (
     quantize_option,
     rank,
     request_of,
-    weights,
     writing_options,
 )
 from reshard.cli.printing import Progress, print_json, print_lines, print_path
@@ -228,14 +227,14 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
     "average",
     cls=Command,
     examples={
-        "reshard average model tuned mean": "the mean of two checkpoints of one model",
-        "reshard average model tuned out mixed --weights 0.5,0.3,0.2": "three, one of them split over ranks",
-        "reshard average model tuned served-mean --tp 2 --as vllm": "in the format that vLLM loads",
+        "reshard average model out mean": "the mean of two checkpoints of one model, each in any form",
+        "reshard average model out out8 mixed --weights 0.5,0.3,0.2": "of three, with weights",
+        "reshard average model out served-mean --tp 2 --as vllm": "in the format that vLLM loads",
     },
 )
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
-@option("--weights", group=Group.WHAT, type=Value("weights", weights), metavar="W,W,..",
-        help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
+@option("--weights", group=Group.WHAT, type=Value("weights", lambda text: tuple(map(float, text.split(",")))),
+        metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @quantize_option

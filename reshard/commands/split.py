@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,5 +187,5 @@ def average(request: AverageRequest) -> Summary:
     It is computed in float32, in their order, and rounded once to the dtypes of the first, or to ``dtype``. Raises
     ReshardError; ``out`` exists only if it is complete.
     """
-    is_split = request.format is not None or request.mesh.size > 1
-    return split(request) if is_split else merge(request)
+    is_full = request.format is None and request.mesh.size == 1
+    return split(replace(request, format=HUGGING_FACE.name) if is_full else request)

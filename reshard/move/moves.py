@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.numbers import CODES, as_float32, round_to
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
 from formats.files.sharded import INTACT_FILE
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
+from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetPlace

@@ -17,9 +17,9 @@ from formats.documents import read_config
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
 from formats.files.checksum import check_unchanged, stamps_in, stamps_of
-from formats.files.numbers import CODES, as_float32
 from formats.files.safetensors import TensorInfo, read_header
 from formats.notation.format_file import Factor
+from formats.numbers import CODES, as_float32
 from formats.store import FilePath, location_of
 from reshard.source.low_rank import Product, changes_of
 from reshard.source.source import Source

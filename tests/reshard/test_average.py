@@ -189,7 +189,7 @@ def test_weights_that_are_none(weights: str, tmp_path: Path) -> None:
     whys = (
         "there are 3 checkpoints: give one for each",
         "they do not sum to 1",
-        "could not convert string to float: 'a'",
+        "could not convert string to float",
     )
     assert any(why in done.stderr for why in whys)
 

@@ -56,11 +56,13 @@ class InBlocks(Computed):
         """Compute them."""
         _, _, _, columns, is_scales = self.what
         width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
-        first, rows = begin // width, [np.empty(0, np.uint8)]
-        for number in range(first, -(-end // width)):
+        content = np.empty(end - begin, np.uint8)
+        for number in range(begin // width, -(-end // width)):
             compute = partial(self._row, opened, number)
-            rows.append(compute() if is_scales else _CODES.get((opened.codes, self, number), compute))
-        return np.concatenate(rows).data[begin - first * width : end - first * width]
+            row = compute() if is_scales else _CODES.get((opened.codes, self, number), compute)
+            at = number * width - begin  # where the row begins in the range
+            content[max(at, 0) : at + width] = row[max(-at, 0) : end - begin - at]
+        return content.data
 
     def _row(self, opened: Opened, number: int) -> NDArray[np.uint8]:
         """The bytes of a row of blocks. Raises MismatchError if a number is not finite."""
@@ -103,7 +105,7 @@ def quantize(source: Source, name: str) -> Quantized:
     config, stays = source.model.config, what_stays()[0]
     if is_quantized(source):
         raise CheckpointError(f"{source.path} is quantized already", "--dequantize makes BF16 of fp8 first")
-    shown_by = what_stays()[1].get(type_of := str(config.get("model_type")).removesuffix("_text"))
+    shown_by = what_stays()[1].get(type_of := str(config.get("model_type")))
     if shown_by is None:
         raise PlanError(
             f"no published checkpoint says which weights of '{type_of}' stay as they are in {NAME}",

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from formats.errors import ReshardError
 from formats.notation.adapters import SETTINGS
 from formats.quantization.quantizing import codes_of, scales_of, what_stays
-from reshard.api import load, merge, split
+from reshard.api import diff, load, merge, split
 from reshard.source.access import Access
 from reshard.source.opening import open_source
 from reshard.transforms.opening import open_any
 from reshard.transforms.quantize import quantize
 from tests import store
-from tests.marks import one_of_each
+from tests.marks import one_of_each, thorough
 from tests.published import PUBLISHED, full_tensors
 from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint
 from verify.api import verify
@@ -190,7 +190,8 @@ def test_one_rank_in_memory() -> None:
 def test_a_cast_is_of_what_stays(tmp_path: Path) -> None:
     """The weights are quantized from their own dtype."""
     wide = model(torch.float32)
-    merge(wide, tmp_path / "out", dtype="bf16", **FP8)
+    note = merge(wide, tmp_path / "out", dtype="bf16", **FP8).note
+    assert note is not None and "7 weights were quantized" in note and "weights were cast to bf16" in note
     before, after = (load_file(folder / "model.safetensors") for folder in (wide, tmp_path / "out"))
     for name, tensor in before.items():
         if f"{name}_scale_inv" in after:
@@ -214,7 +215,27 @@ def test_verify_computes_the_original_anew(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--quantize is not possible: bytes alone can be compared" in done.stderr
 
 
+def test_it_comes_after_a_delta(tmp_path: Path) -> None:
+    merge(model(torch.float32), tmp_path / "tuned", dtype="bf16", **ONE)
+    change_tensor(tmp_path / "tuned/model.safetensors", "model.layers.0.mlp.up_proj.weight", at=5)
+    merge(model(torch.float32), tmp_path / "base", dtype="bf16", **ONE)
+    diff(tmp_path / "base", tmp_path / "tuned", out=tmp_path / "delta")
+    merge(tmp_path / "base", tmp_path / "one", patch=tmp_path / "delta", **FP8)
+    merge(tmp_path / "tuned", tmp_path / "two", **FP8)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
 # ---------------------------------------------------------------------------------------------------------- what stays
+
+
+def test_a_tied_head_is_named(tmp_path: Path) -> None:
+    """An engine makes it from the embeddings, and must not ask for its scales."""
+    write_checkpoint(tmp_path / "model", config=CONFIG | {"tie_word_embeddings": True})
+    tensors = load_file(model() / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+    config = open_any(tmp_path / "model", Access(quantize="fp8-block")).read_config()
+    assert config["quantization_config"]["modules_to_not_convert"] == ["model.embed_tokens", "lm_head"]
 
 
 SAME = [name for name, of in PUBLISHED.items() if of.config.get("model_type") in what_stays()[1]]
@@ -228,13 +249,15 @@ def test_what_stays_is_what_is_not_quantized_in_a_published_checkpoint(name: str
             assert stays == (tensor.dtype != "F8_E4M3"), tensor.name
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "qwen3_5_moe", pytest.param("qwen3_next", marks=thorough)])
 def test_routers_and_heads_stay(name: str) -> None:
     found = open_any(store.checkpoint(name), Access(quantize="fp8-block"))
     dtypes = {tensor.name: tensor.dtype for tensor in found.model.tensors if len(tensor.shape) > 1}
     ends = ("embed_tokens", "lm_head", "mlp.gate", "_expert_gate", "eh_proj", "head.head", "conv1d", "_ba", "mtp.fc")
+    ends += ("in_proj_a", "in_proj_b")
     for key, dtype in dtypes.items():
-        expected = "F32" if key.removesuffix(".weight").endswith((*ends, "_scale_inv")) else "F8_E4M3"
+        stays = ".visual." in key or key.removesuffix(".weight").endswith((*ends, "_scale_inv"))
+        expected = "F32" if stays else "F8_E4M3"
         assert dtype == expected, key
 
 

@@ -54,7 +54,7 @@ class InBlocks(Computed):
 
     def read(self, opened: Opened, begin: int, end: int) -> Bytes:
         """Compute them."""
-        _, _, _, columns, is_scales = self.what
+        *_, columns, is_scales = self.what
         width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
         content = np.empty(end - begin, np.uint8)
         for number in range(begin // width, -(-end // width)):
@@ -111,12 +111,8 @@ def quantize(source: Source, name: str) -> Quantized:
             f"no published checkpoint says which weights of '{type_of}' stay as they are in {NAME}",
             f"the types are {', '.join(what_stays()[1])}",
         )
-    contents, codes, modules, stay = (
-        dict[str, Tensor](),
-        dict[str, InBlocks](),
-        list[str](),
-        dict.fromkeys(stays.values(), 0),
-    )
+    contents, codes, modules = dict[str, Tensor](), dict[str, InBlocks](), list[str]()
+    stay = dict.fromkeys(stays.values(), 0)
     for key, tensor in tensors_of(source).items():
         contents[key] = tensor
         if len(tensor.shape) < 2:

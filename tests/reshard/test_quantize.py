@@ -144,6 +144,20 @@ def test_one_full_checkpoint(tmp_path: Path) -> None:
     )
 
 
+def test_ragged_blocks_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """No weight has a whole number of blocks, and some have several."""
+    source = store.checkpoint("deepseek_v3", "bfloat16")
+    merge(source, tmp_path / "out", **FP8)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    weights = [name for name in before if f"{name}_scale_inv" in after]
+    assert len(weights) > 10 and any(after[f"{name}_scale_inv"].numel() > 1 for name in weights)
+    for name in weights:
+        codes, scale = by_torch(before[name])
+        assert torch.equal(after[name].view(torch.uint8), codes.view(torch.uint8)), name
+        assert torch.equal(after[f"{name}_scale_inv"], scale)
+    assert verify(source, tmp_path / "out", quantize="fp8-block", exact_only=True).verdict == "same"
+
+
 FORMS: list[dict[str, Any]] = [
     {"tp": 2}, {"tp": 2, "format": "vllm"}, {"format": "dcp"}, {"tp": 4, "refine_blocks": True}
 ]  # fmt: skip

@@ -37,7 +37,7 @@ _WORDS = {
 SYNONYMS = {word: meant for meant, words in _WORDS.items() for word in words.split()}
 """A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
 
-_QUANTIZE = "reshard does not quantize: quantize with llm-compressor, say, and split the result"
+_QUANTIZE = "'reshard split --quantize fp8-block' does, to fp8; for another form llm-compressor does, say"
 _HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
 _GGUF = "convert_hf_to_gguf.py of llama.cpp makes GGUF of a Hugging Face folder, which 'reshard merge' writes"
 _OUT = "the output is an argument: reshard split SOURCE OUT"

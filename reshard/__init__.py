@@ -4,9 +4,9 @@
     print(reshard.verify("model", "out"))
 
 Each command is a function; its arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
-``split``, ``merge`` and ``patch`` write, ``load`` returns one rank's tensors and ``rank_config`` its config,
-``tensors`` all tensors; ``verify`` and ``profile`` run the model. ``str`` of a result is what the command prints. Every
-error is a ``ReshardError``.
+``split``, ``merge``, ``patch`` and ``average`` write, ``load`` returns one rank's tensors and ``rank_config`` its
+config, ``tensors`` all tensors; ``verify`` and ``profile`` run the model. ``str`` of a result is what the command
+prints. Every error is a ``ReshardError``.
 ``reshard.live`` pushes weights between running processes.
 """
 
@@ -23,15 +23,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from formats.errors import ReshardError, SettingError
-    from reshard.api import diff, inspect, load, merge, patch, plan, rank_config, split, tensors
+    from reshard.api import average, diff, inspect, load, merge, patch, plan, rank_config, split, tensors
     from reshard.live.meshes import Target
     from reshard.live.state_dict import state_dict
     from verify.api import profile, verify
 
 _PLACES = {
-    **dict.fromkeys(
-        ("diff", "inspect", "load", "merge", "patch", "plan", "rank_config", "split", "tensors"), "reshard.api"
-    ),
+    **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
+    **dict.fromkeys(("patch", "plan", "rank_config", "split", "tensors"), "reshard.api"),
     **dict.fromkeys(("profile", "verify"), "verify.api"),
     "state_dict": "reshard.live.state_dict",
     "SettingError": "formats.errors",
@@ -43,6 +42,7 @@ __all__ = [
     "ReshardError",
     "SettingError",
     "Target",
+    "average",
     "diff",
     "inspect",
     "load",

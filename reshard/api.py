@@ -9,6 +9,7 @@ from reshard.commands import split as _split
 from reshard.commands.fields import by_fields
 from reshard.writing.rewrite import WriteRequest
 
+average = by_fields(_split.AverageRequest, _split.average)
 diff = by_fields(_diff.DiffRequest, _diff.diff)
 inspect = by_fields(_inspect.InspectRequest, _inspect.inspect)
 load = by_fields(_load.LoadRequest, _load.load)

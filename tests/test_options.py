@@ -26,7 +26,8 @@ VALUES = {
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--compute-dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
-    "--dtype": "fp32", "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
+    "--dtype": "fp32", "--quantize": "fp8-block",
+    "--weights": "0.25,0.75", "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {
@@ -144,7 +145,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
         "merge shards out", "plan model", "plan model --tp 4", "plan model --as vllm --tp 4",
         "plan model --as dcp --tp 4", "plan model --tp-plan", "plan model --from fsdp2:2 --to vllm:tp2", "formats",
         "formats model", "models", "models llama", "inspect model", "inspect shards",
-        "verify model shards --exact-only",
+        "verify model shards --exact-only", "average model shards mean",
     ], lambda line: line.partition(" ")[0]),
 )  # fmt: skip
 def test_other_commands(line: str, made: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class VerifyRequest(Access, RunSettings):
             raise refused("engine", self.engine, "the engine is vllm")
         if self.engine is None and self.engine_python is not None:
             raise refused("engine_python", None, "no engine is asked for", instead=({"engine": None},))
-        computed = next((name for name in ("dequantize", "patch", "dtype") if getattr(self, name)), None)
+        computed = next((name for name in ("dequantize", "patch", "quantize", "dtype") if getattr(self, name)), None)
         if computed is not None and (not self.exact_only or self.engine is not None):
             advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
@@ -184,11 +184,11 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
     try:
         original, place, shards = _open(request)
         prove(answer, original, shards, request.plan_file, display, crew, lambda: _unmerged(request, original))
-        if answer.exit_code == 1 and _lost_quantization(original, place, shards):
-            answer.notes.append(
-                "The original is quantized, these are not. If they were split with --dequantize, give it here, too."
-            )
-        if answer.exit_code == 1 and (dtype := _other_dtype(original, shards)) is not None:
+        if answer.exit_code == 1 and (option := _other_quantization(original, place, shards)) is not None:
+            theirs = "The original is quantized, these are not", "These are quantized, the original is not"
+            what = theirs[option != "--dequantize"]
+            answer.notes.append(f"{what}. If they were split with {option}, give it here, too.")
+        elif answer.exit_code == 1 and (dtype := _other_dtype(original, shards)) is not None:
             answer.notes.append(
                 f"These have weights in {dtype}, the original has none. If it was cast, give --dtype {dtype}, too."
             )
@@ -245,14 +245,13 @@ def _other_dtype(original: Source, shards: Source | ExactReport) -> str | None:
     return next((name for name, dtype in CASTS.items() if dtype in theirs - own), None)
 
 
-def _lost_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> bool:
-    """Whether the original's config has settings of quantization, and that of the shards in ``path`` has none."""
-    if not quantization_settings(original.model.config):
-        return False
+def _other_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> str | None:
+    """The option with which shards in ``path`` were split, if one of them and their original is quantized."""
     with suppress(ReshardError):  # it was said what is wrong with them
         config = shards.read_config() if isinstance(shards, Source) else read_config(path / "config.json")
-        return not quantization_settings(config)
-    return False
+        is_quantized, was = (bool(quantization_settings(of)) for of in (config, original.model.config))
+        return None if is_quantized == was else "--dequantize" if was else "--quantize fp8-block"
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------------- profile

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import PlanError
+from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import OF_ATTENTION, is_of_activations
 from formats.quantization.methods import method_of, quantization_settings, scheme_of
 
@@ -158,12 +159,8 @@ E4M3_VALUES = _table()
 
 def scales_from(content: memoryview, dtype: str, grid: Grid) -> NDArray[np.float32]:
     """The scales of a weight as float32, those of each matrix below each other. Raises PlanError for other dtypes."""
-    if dtype == "F32":
-        scales = np.frombuffer(content, "<f4").copy()
-    elif dtype == "F16":
-        scales = np.frombuffer(content, "<f2").astype(np.float32)
-    elif dtype == "BF16":
-        scales = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype in CODES:
+        scales = as_float32(np.frombuffer(content, CODES[dtype]), dtype)
     elif dtype == "F8_E8M0":
         codes = np.frombuffer(content, np.uint8)
         scales = np.ldexp(1.0, np.minimum(codes, 254).astype(np.int32) - 127).astype(np.float32)
@@ -179,30 +176,14 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
     ``scales`` are those of the whole weight, as ``scales_from`` gives them.
     """
     rounded = np.empty(codes.size, np.uint16)
-    first, last = (_row_of_scales(element, grid) for element in (begin, begin + max(1, codes.size) - 1))
-    is_finite = np.isfinite(scales[first : last + 1]).all()
     with np.errstate(all="ignore"):
         for band, start, column, count, width in _bands(begin, begin + codes.size, grid):
             across = np.repeat(scales[band], grid.block_columns)[column : column + width]
             at = slice(start - begin, start - begin + count * width)
             numbers = E4M3_VALUES[codes[at].reshape(count, width)]
             numbers *= across
-            if not is_finite:
-                numbers[np.isnan(numbers)] = np.nan  # one NaN, which rounding leaves a NaN
-            bits = numbers.view(np.uint32)
-            rounding = bits >> 16
-            rounding &= 1
-            rounding += 0x7FFF  # to the nearest, of two as near the even one
-            bits += rounding
-            bits >>= 16
-            rounded[at].reshape(count, width)[...] = bits
+            round_to(numbers.reshape(-1), "BF16", 0x7FC0, rounded[at])
     return rounded
-
-
-def _row_of_scales(element: int, grid: Grid) -> int:
-    """The row of scales that an element of a weight has."""
-    matrix, inner = divmod(element // grid.columns, grid.rows)
-    return matrix * grid.shape[0] + inner // grid.block_rows
 
 
 def _bands(begin: int, end: int, grid: Grid) -> Iterator[tuple[int, int, int, int, int]]:

@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": ("reshard.cli.verify:verify_command", "Prove that shards are the same model as the original."),
     "diff": ("reshard.cli.diff:diff_command", "Show which tensors of two checkpoints differ."),
     "patch": ("reshard.cli.split:patch_command", "Put a delta, which diff wrote, on its base."),
+    "average": ("reshard.cli.split:average_command", "Write the weighted mean of checkpoints."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
     "live": ("reshard.cli.live:live_command", "Push weights between running processes: try it, check it."),
     "merge": ("reshard.cli.split:merge_command", "Merge ranks into one full checkpoint again."),

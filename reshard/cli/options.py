@@ -268,6 +268,10 @@ cast_option = option(
 dequantize_option = option(
     "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
 )
+quantize_option = option(
+    "--quantize", group=Group.WHAT, type=Value("form", known=lambda: ["fp8-block"]), metavar="fp8-block",
+    help="Turn weights into fp8 in blocks, with scales.",
+)  # fmt: skip
 patch_option = option("--patch", group=Group.WHAT, type=Place(), multiple=True, metavar="DELTA",
                       help="First put a DELTA of 'diff' on it (repeatable).")  # fmt: skip
 download_option = option(

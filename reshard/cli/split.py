@@ -27,6 +27,7 @@ from reshard.cli.options import (
     option,
     padding_options,
     patch_option,
+    quantize_option,
     rank,
     request_of,
     writing_options,
@@ -90,6 +91,7 @@ def _document(summary: Summary, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
         "note": summary.note,
+        "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
         "load": summary.load,
         "left_behind": list(summary.left_behind),
         "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
@@ -117,6 +119,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @mesh_options
 @format_option("The format to write: see 'reshard formats'.")
 @dequantize_option
+@quantize_option
 @cast_option
 @patch_option
 @option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
@@ -166,6 +169,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
 @click.argument("source", metavar="SHARDS", type=Place())
 @click.argument("out", type=NewFolder())
 @option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
+@quantize_option
 @cast_option
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
@@ -216,3 +220,41 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
     from reshard.commands.split import PatchRequest, patch
 
     carry_out(patch, request_of(PatchRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+
+
+@click.command(
+    "average",
+    cls=Command,
+    examples={
+        "reshard average model out mean": "the mean of two checkpoints of one model, each in any form",
+        "reshard average model out out8 mixed --weights 0.5,0.3,0.2": "of three, with weights",
+        "reshard average model out served-mean --tp 2 --as vllm": "in the format that vLLM loads",
+    },
+)
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
+@option("--weights", group=Group.WHAT, type=Value("weights", lambda text: tuple(map(float, text.split(",")))),
+        metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
+@mesh_options
+@format_option("The format to write: see 'reshard formats'.")
+@quantize_option
+@cast_option
+@padding_options
+@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the files of A.")
+@writing_options
+def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+    """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
+
+    Each may have any form that 'reshard formats' lists. The mean of each element is computed in float32, in the order
+    of the checkpoints, and rounded once: to the dtype that it has in A, or to --dtype. Tensors that are not of floats
+    must be the same in all. Without --tp (--ep, --pp) or --as, OUT is one full checkpoint with the files of A.
+    """
+    if len(sources) < 3:
+        raise click.UsageError("give two checkpoints or more, and OUT")
+    check_degrees(options)
+    without_numpys_threads()
+    from reshard.commands.split import AverageRequest, average
+
+    first, *others, place = sources
+    out = NewFolder().convert(place, None, None)
+    request = request_of(AverageRequest, options, source=first, others=others, out=out, quiet=quiet or as_json)
+    carry_out(average, request, progress, as_json=as_json, quiet=quiet)

@@ -30,6 +30,7 @@ from reshard.cli.options import (
     json_option,
     option,
     patch_option,
+    quantize_option,
     quiet_option,
     report_option,
     request_of,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         help="Also run SHARDS in the engine they are for.")  # fmt: skip
 @patch_option
 @dequantize_option
+@quantize_option
 @cast_option
 @option("--plan", "plan_file", group=Group.WHERE, type=FILE, metavar="FILE",
         help="The file with which SHARDS were split.")  # fmt: skip

@@ -9,10 +9,10 @@ from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.move.jobs import Progress, no_progress
-from reshard.source.opening import Access, Place, find, open_source, recognise
+from reshard.source.opening import Access, Place, find, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
-from reshard.transforms.opening import open_found
+from reshard.transforms.opening import open_beside
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,8 @@ def open_both(a: Place, b: Place, access: Access) -> tuple[Source, Source]:
     has_models = [side.kind != "program" or side.manifest is not None for side in recognised]
     opened: list[Source] = []
     access, dtype = replace(access, dtype=None), access.dtype
-    for path, has_model in sorted(zip(paths, has_models, strict=True), key=lambda side: not side[1]):
-        if opened and not has_model and access.config is None:
-            opened.append(open_source(path, plan_file=access.plan_file, model=opened[0].model))
-        else:
-            opened.append(open_found(path, replace(access, config=None if has_model else access.config)))
+    for path, _ in sorted(zip(paths, has_models, strict=True), key=lambda side: not side[1]):
+        opened.append(open_beside(path, access, opened[0].model if opened else None))
     if dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 

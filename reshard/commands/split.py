@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ def split(request: SplitRequest) -> Summary:
 _NOT_OF_ADAPTERS = {
     "dequantize": "the bytes of an adapter are moved",
     "adapter": "it is a format of adapters, not of what they are merged into",
+    "quantize": "the bytes of an adapter are moved",
     "dtype": "the bytes of an adapter are moved",
     "patch": "it is a format of adapters",
     "max_shard_size": "it has one file",
@@ -128,12 +129,12 @@ def merge(request: WriteRequest) -> Summary:
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
     manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
-    full checkpoint in safetensors only with ``patch``, ``dequantize``, ``adapter`` or ``dtype``. Raises ReshardError;
-    ``out`` exists only if it is complete.
+    full checkpoint in safetensors only with ``patch``, ``dequantize``, ``adapter``, ``quantize`` or ``dtype``. Raises
+    ReshardError; ``out`` exists only if it is complete.
     """
     began, opened = start(request), open_any(request.source, request)
     is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
-    if is_full and not (request.deltas or request.dequantize or request.adapter is not None or request.dtype):
+    if is_full and not (request.is_changed or request.dtype):
         raise CheckpointError(
             f"{request.source} is a full checkpoint, there is nothing to merge",
             "give the folder that 'reshard split' wrote",
@@ -160,3 +161,30 @@ def patch(request: PatchRequest) -> Summary:
     Raises ReshardError; a delta for another base is refused before anything is written.
     """
     return merge(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageRequest(SplitRequest):
+    """What ``average`` takes: ``source`` is the first checkpoint, ``others`` are the others, each in any form.
+
+    ``weights`` are those of the first and of the others, which sum to 1; by default all are equal.
+    """
+
+    others: Sequence[str | Path] = field(repr=False)  # a URL may have a password
+    weights: Sequence[float] | None = None
+
+    @property
+    def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]]:
+        """The others, and all weights."""
+        count = 1 + len(self.others)
+        return self.others, self.weights or (1 / count,) * count
+
+
+def average(request: AverageRequest) -> Summary:
+    """Write the weighted mean of checkpoints of one model: without a degree or a format as one full checkpoint.
+
+    It is computed in float32, in their order, and rounded once to the dtypes of the first, or to ``dtype``. Raises
+    ReshardError; ``out`` exists only if it is complete.
+    """
+    is_full = request.format is None and request.mesh.size == 1
+    return split(replace(request, format=HUGGING_FACE.name) if is_full else request)

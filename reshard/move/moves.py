@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from formats.files.sharded import INTACT_FILE
 from formats.notation.architecture import without_numbers
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
+from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetPlace
@@ -143,11 +144,8 @@ def conversion(name: str, dtype: str, target: str, function: str | None, cast: s
 
 # --------------------------------------------------------------------------------------------------------------- casts
 
-_CODES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CAST_AT_A_TIME = 1 << 16
 """So many elements: with what is computed of them they stay in the processor's cache."""
-_INFINITE = {"F16": 65520.0, "BF16": float(np.array(0x7F7F8000, "<u4").view("<f4"))}
-"""The smallest float32 that is rounded to infinity."""
 
 
 def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
@@ -156,49 +154,21 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
     """
     if dtype == target:  # a program stores all as float32, say
         return block
-    codes = np.ascontiguousarray(block).reshape(-1).view(_CODES[dtype])
-    found = np.empty(codes.size, _CODES[target])
+    codes = np.ascontiguousarray(block).reshape(-1).view(CODES[dtype])
+    found = np.empty(codes.size, CODES[target])
     for begin in range(0, codes.size, _CAST_AT_A_TIME):
         here = slice(begin, begin + _CAST_AT_A_TIME)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = _as_float32(codes[here], dtype)
+            values = as_float32(codes[here], dtype)
             is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
             if target == "F32":
                 found[here] = values
             else:
-                is_lost |= _round(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
+                is_lost |= round_to(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
         if is_lost:
             why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
             raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)
     return found.view(np.uint8).reshape(*block.shape[:-1], found.itemsize)
-
-
-def _as_float32(codes: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    if dtype == "BF16":
-        return (codes.astype("<u4") << np.uint32(16)).view("<f4")
-    values: NDArray[np.float32] = codes.astype("<f4", copy=False)
-    if dtype == "F16" and (nan := np.isnan(values)).any():  # numpy may leave a signalling NaN as it is
-        values.view("<u4")[nan] |= np.uint32(0x400000)
-    return values
-
-
-def _round(values: NDArray[np.float32], target: str, nan_of_bf16: int, out: NDArray[Any]) -> bool:
-    """Round values to 16 bits. Returns whether a finite value became infinite."""
-    bits, limit = values.view("<u4"), _INFINITE[target]
-    if target == "F16":
-        out[:] = values
-    else:
-        rounded = bits >> np.uint32(16)
-        rounded &= np.uint32(1)
-        rounded += bits
-        rounded += np.uint32(0x7FFF)
-        out[:] = rounded.view("<u2")[1::2]  # the upper halves
-    if -limit < values.min() and values.max() < limit:  # also false for a NaN
-        return False
-    if (nan := np.isnan(values)).any():
-        sign, payload = bits[nan] >> np.uint32(16) & np.uint32(0x8000), bits[nan] >> np.uint32(13) & np.uint32(0x1FF)
-        out.view("<u2")[nan] = nan_of_bf16 if target == "BF16" else sign | payload | np.uint32(0x7E00)
-    return bool((np.isfinite(values) & (np.abs(values) >= limit)).any())
 
 
 # ------------------------------------------------------------------------------------------------------- scale blocks

@@ -69,7 +69,8 @@ class Access(HubAccess):
     another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
     ranges. ``patch`` is a delta, or several in order, that are put on the source first. With ``dequantize`` weights of
     8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had
-    been merged into it. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, weights are cast to it.
+    been merged into it. ``quantize`` (``fp8-block``): then weights are read as if they were in 8-bit floats with scales
+    for blocks. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, other weights are cast to it.
     """
 
     plan_file: Path | None = None
@@ -78,12 +79,23 @@ class Access(HubAccess):
     patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
+    quantize: str | None = None
     dtype: str | None = None
 
     @property
     def deltas(self) -> tuple[str | Path, ...]:
         """The deltas that are put on the source, in their order."""
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the source is read as another checkpoint, but for a cast."""
+        return bool(self.averaged or self.deltas or self.dequantize or self.adapter is not None or self.quantize)
+
+    @property
+    def averaged(self) -> tuple[Sequence[Place], Sequence[float]] | None:
+        """The checkpoints with which the source is averaged before all else, and the weights of it and of them."""
+        return None
 
 
 def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:

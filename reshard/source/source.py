@@ -141,6 +141,8 @@ class Source:
     """What a reader of an output must know: changes of the given config.json, or what was cast."""
     twice: Mapping[str, str] = field(default_factory=dict)
     """The second names of tied tensors in its files, each with the first."""
+    error: Callable[[], tuple[str, float] | None] | None = None
+    """Of weights that are quantized as they are read: that with the largest relative error so far, and the error."""
     cast: Cast | None = None
     """What it is cast to. Then ``unsplit`` has the dtypes to which those of ``plan`` are cast."""
 

@@ -19,6 +19,7 @@ from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
 from formats.files.checksum import check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import TensorInfo, read_header
 from formats.notation.format_file import Factor
+from formats.numbers import CODES, as_float32
 from formats.store import FilePath, location_of
 from reshard.source.low_rank import Product, changes_of
 from reshard.source.source import Source
@@ -134,9 +135,7 @@ def _sum(block: NDArray[Any], name: str, dtype: str, a: Floats, b: Floats, scale
 
 
 def _widened(numbers: NDArray[Any], dtype: str) -> Floats:
-    if dtype == "BF16":
-        return (numbers.astype("<u4") << 16).view("<f4")
-    return np.ascontiguousarray(numbers).view("<f2" if dtype == "F16" else "<f4").astype("<f4")
+    return as_float32(np.ascontiguousarray(numbers).view(CODES[dtype]), dtype)
 
 
 def _rounded(values: Floats, dtype: str) -> NDArray[Any]:
@@ -153,11 +152,9 @@ def _rounded(values: Floats, dtype: str) -> NDArray[Any]:
 _SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
+@np.errstate(over="ignore")  # the sum is checked
 def _floats(content: Bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
-    if dtype == "F64":
-        with np.errstate(over="ignore"):  # the sum is checked
-            return np.frombuffer(content, "<f8").astype("<f4").reshape(shape)
-    return _widened(np.frombuffer(content, f"<u{_SIZES[dtype]}"), dtype).reshape(shape)
+    return as_float32(np.frombuffer(content, CODES[dtype]), dtype).reshape(shape)
 
 
 def add_adapter(source: Source, adapter: FilePath) -> RangeStore:

@@ -43,7 +43,8 @@ def cast(source: Source, name: str) -> Source:
             else:
                 new[kind] = replace(kind, dtype=dtype)
     how = ", rounded to nearest even" if any(DTYPE_BITS[old.dtype] >= DTYPE_BITS[dtype] for old in new) else ""
-    notes = [f"weights were cast to {word}{how}" if new else f"no weight is in another dtype than {word}"]
+    notes = [source.note] if source.note else []
+    notes += [f"weights were cast to {word}{how}" if new else f"no weight is in another dtype than {word}"]
     if stay:
         shown = listed([f"{template} ({plural(count, 'tensor')})" for template, count in stay.items()], 5)
         notes.append(f"the model keeps these in float32, and they stay: {shown}")

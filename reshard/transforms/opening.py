@@ -9,7 +9,8 @@ from formats.errors import CheckpointError
 from formats.notation.architecture import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
-from reshard.source.opening import Access, HubAccess, Place, find, open_source
+from reshard.model.model import Model
+from reshard.source.opening import Access, HubAccess, Place, find, open_source, recognise
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 
@@ -31,12 +32,26 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
     return open_source(StoredPath(convert(open_source(path, config=access.config), adapter_format(name))))
 
 
+def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
+    """Open a checkpoint of the same model as another: files of a program that do not say which are read as ``model``.
+
+    Raises ReshardError.
+    """
+    recognised = recognise(path)
+    if recognised.kind != "program" or recognised.manifest is not None:
+        return open_found(path, replace(access, config=None))
+    if model is None or access.config is not None:
+        return open_found(path, access)
+    return open_source(path, plan_file=access.plan_file, model=model)
+
+
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
-    """Open what ``find`` has found, patched, then dequantized, then with the adapter in it, then cast. Raises
-    ReshardError.
+    """Open what ``find`` has found: averaged, patched, dequantized, with the adapter in it, quantized, then cast.
+
+    Raises ReshardError.
     """
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
-    is_part = bool(access.deltas or access.dequantize or access.adapter is not None)  # what comes of it is complete
+    is_part = access.is_changed  # what comes of it is complete
     opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
@@ -50,6 +65,13 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
         return replace(source, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
 
+    if access.averaged is not None:
+        from reshard.transforms.average import average  # numpy
+
+        others, factors = access.averaged
+        alike = Access(plan_file=access.plan_file, download=access.download, **vars(hub))
+        sources = [opened, *(open_beside(find(o, hub, Weights.RANGES), alike, opened.model) for o in others)]
+        opened = transformed(average(sources, factors, wide=access.dtype is not None))
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy
 
@@ -62,6 +84,12 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.adapter import add_adapter  # numpy
 
         opened = transformed(add_adapter(opened, find(access.adapter, hub, Weights.FILES)))
+    if access.quantize is not None:
+        from reshard.transforms.quantize import quantize  # numpy
+
+        quantized = quantize(opened, access.quantize)
+        note = "; ".join(filter(None, (opened.note, quantized.note)))
+        opened = replace(transformed(quantized.store), note=note, error=quantized.error)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 

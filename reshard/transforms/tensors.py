@@ -14,10 +14,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, pars
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.dequantizing import Grid, dequantize, scales_from
+from formats.quantization.methods import quantization_settings
+from formats.quantization.quantizing import Error, codes_of, scales_of
 from formats.store import FilePath, local_path, open_file, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
@@ -52,6 +56,8 @@ _STEP = 1 << 20
 Bytes = bytes | memoryview
 Scales = Callable[[memoryview, str, Grid], NDArray[Any]]
 Numbers = Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]]
+BlockScales = Callable[[memoryview, str, int], NDArray[np.float32]]
+Codes = Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]]
 
 
 @dataclass(frozen=True)
@@ -131,21 +137,33 @@ class ArrayCache:
         self.limit = limit
         self._lock = threading.Lock()
         self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
+        self._making = dict[object, Future[NDArray[Any]]]()
         self.nbytes = 0
 
     def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array of this key, made unless it is kept."""
+        """The array of this key, made unless it is kept: who asks first makes it, the others wait."""
+        future = Future[NDArray[Any]]()
         with self._lock:
             if key in self._arrays:
                 self._arrays.move_to_end(key)
                 return self._arrays[key]
-        array = make()
+            making = self._making.setdefault(key, future)
+        if making is not future:
+            return making.result()
+        try:
+            array = make()
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            future.set_exception(error)
+            raise
         with self._lock:
-            if key not in self._arrays:  # another thread may have made the same
-                self._arrays[key] = array
-                self.nbytes += array.nbytes
+            del self._making[key]
+            self._arrays[key] = array
+            self.nbytes += array.nbytes
             while len(self._arrays) > 1 and self.nbytes > self.limit:
                 self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
+        future.set_result(array)
         return array
 
 
@@ -155,11 +173,15 @@ class ArrayCache:
 class Opened:
     """The files that contents read, each opened when it is first needed.
 
-    ``scales`` and ``numbers`` are the arithmetic of dequantized weights: verify has its own.
+    ``scales`` and ``numbers`` are the arithmetic of dequantized weights, ``block_scales`` and ``codes`` that of those
+    that are quantized: verify has its own.
     """
 
-    def __init__(self, scales: Scales = scales_from, numbers: Numbers = dequantize) -> None:
-        self.scales, self.numbers = scales, numbers
+    def __init__(
+        self, scales: Scales = scales_from, numbers: Numbers = dequantize, block_scales: BlockScales = scales_of,
+        codes: Codes = codes_of,
+    ) -> None:  # fmt: skip
+        self.scales, self.numbers, self.block_scales, self.codes = scales, numbers, block_scales, codes
         self._lock, self._reads = threading.Lock(), dict[Remote, Read]()
 
     def __call__(self, file: Remote) -> Read:
@@ -346,7 +368,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     """
     if source.cast is not None:
         before = tensors_of(source.cast.source)
-        found = {name: _rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
+        found = {name: rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
         return found | {second: found[first] for second, first in source.aliases.items()}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
     found, gathered = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
@@ -364,6 +386,13 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     return found | {second: found[first] for second, first in source.aliases.items()}
 
 
+def is_quantized(source: Source) -> bool:
+    """Whether config.json has settings of quantization, or some tensor belongs to a quantized weight."""
+    dtypes, scheme = {tensor.name: tensor.dtype for tensor in source.model.tensors}, source.model.sizes.scheme
+    settings = quantization_settings(source.model.config)
+    return bool(settings) or any(scheme.companion(*entry, dtypes) for entry in dtypes.items())
+
+
 class Rounded(Computed):
     """A tensor that is cast (``what``)."""
 
@@ -376,7 +405,8 @@ class Rounded(Computed):
         return found.reshape(-1).data[begin - first * change.after :][: end - begin]
 
 
-def _rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """A tensor that is cast."""
     if tensor.dtype == dtype:
         return tensor
     change = Change(name, tensor.dtype, dtype, None, dtype)
@@ -404,15 +434,19 @@ def whole_of(source: Source) -> Whole:
     return Whole(files, merged.documents, source.side_files)
 
 
-def laid_anew(whole: Whole, tensors: Mapping[str, Tensor]) -> tuple[list[ComputedFile], dict[str, bytes]]:
+def laid_anew(
+    whole: Whole, tensors: Mapping[str, Tensor], beside: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[ComputedFile], dict[str, bytes]]:
     """The files and the index with these tensors in place of those of the same names; a file of none of them is none.
 
-    Elements are aligned: the largest come first.
+    Elements are aligned: the largest come first. ``beside`` has new tensors by the names of those whose file they are
+    in.
     """
     files = list[ComputedFile]()
     for file in whole.files:
         before = parse_header(file.header, Path(file.name), None)
-        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in before.tensors if name in tensors]
+        names = [name for old in before.tensors for name in (old, beside.get(old)) if name in tensors]
+        kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in names if name is not None]
         if kinds:
             kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
             header = build_header(kinds, before.metadata)
@@ -423,7 +457,7 @@ def laid_anew(whole: Whole, tensors: Mapping[str, Tensor]) -> tuple[list[Compute
     total = sum(file.size - len(file.header) for file in files)
     for name, content in whole.index.items():
         weight_map: dict[str, str] = json.loads(content)["weight_map"]
-        kept = {tensor: file for tensor, file in weight_map.items() if tensor in there}
+        kept = {name: file for old, file in weight_map.items() for name in (old, beside.get(old)) if name in there}
         index[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
     return files, index
 

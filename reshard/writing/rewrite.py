@@ -105,6 +105,10 @@ class Summary(Result):
     left_behind: tuple[str, ...] = ()
     note: str | None = None
     load: str | None = None
+    error: tuple[str, float] | None = None
+    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
+    relative to that of its numbers.
+    """
     spent: Spent | None = None
     """None if nothing was to be written."""
 
@@ -151,6 +155,9 @@ def _paragraph(summary: Summary) -> str:
     if summary.left_behind:
         parts.append(f"left behind: {', '.join(summary.left_behind)}, which the output has no place for")
     parts += [summary.note] if summary.note else []
+    if summary.error is not None:
+        name, error = summary.error
+        parts.append(f"the largest relative error of a weight is {error:.2%} (root mean square, {name})")
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
@@ -273,6 +280,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     return replace(
         summary, written=written.nbytes, complete=complete, fetched=written.traffic.fetched,
         tried_again=summary.tried_again + written.traffic.again,
+        error=new.source.error() if new.source.error is not None else None,
         spent=Spent(opening, written.moving, publishing),
     )  # fmt: skip
 
@@ -335,6 +343,12 @@ def _summary(
         tensors = len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
     full = source.model.sizes.of({})
     notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
+    if request.averaged is not None:
+        others, weights = request.averaged
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        notes.insert(
+            0, f"it is the mean with {plural(len(others), 'other')}, weights {shown}, in float32, rounded once"
+        )
     if request.dequantize:
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:

@@ -23,6 +23,7 @@ from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.notation.axes import Run
 from formats.quantization.dequantizing import Grid
+from formats.quantization.quantizing import Error
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
@@ -132,10 +133,10 @@ class Files:
     def _fetched(self, file: SourceFile, begin: int) -> Array:
         """A block of a file that lies elsewhere; the last is shorter. Raises CheckpointError, MismatchError."""
         if file.path not in self._opened:
-            from reshard.transforms.tensors import Opened  # rarely needed
+            from reshard.transforms.tensors import Opened  # rarely needed, and with the arithmetic of the proof
 
             assert file.remote is not None
-            self._opened.setdefault(file.path, Opened(_scales, _bits)(file.remote))  # with the arithmetic of the proof
+            self._opened.setdefault(file.path, Opened(_scales, _bits, _block_scales, _codes)(file.remote))
         if begin >= file.size:
             raise CheckpointError(f"{file.path} has no byte {begin}")
         return np.frombuffer(self._opened[file.path](begin, min(begin + BLOCK, file.size)), np.uint8)
@@ -156,7 +157,7 @@ class Files:
             return self._open[path]
 
 
-# ------------------------------------------------------------------------------------------------ dequantized originals
+# ------------------------------------------------------------------------------- dequantized and quantized originals
 
 
 Numbers = NDArray[np.float64]
@@ -201,6 +202,33 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
             rounded[at:end] = nearest(product.astype(np.float32))
         at = end
     return rounded
+
+
+def _rows_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float32]:
+    """Rows of a weight that is to be quantized."""
+    codes = np.frombuffer(content, f"<u{DTYPE_BITS[dtype] // 8}")
+    return cast(codes, dtype, "F32").view(np.float32).reshape(-1, columns)
+
+
+def _block_scales(content: memoryview, dtype: str, columns: int) -> NDArray[np.float32]:
+    """A block's largest magnitude in units of 448; of zeros 1."""
+    values = _rows_of(content, dtype, columns)
+    blocks = [np.abs(values[:, begin : begin + 128]).max() for begin in range(0, columns, 128)]
+    return np.array([max(size / np.float32(448), 2.0**-126) if size else 1 for size in blocks], np.float32)
+
+
+def _codes(
+    content: memoryview, dtype: str, columns: int, scales: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], Error]:
+    """The nearest numbers of E4M3 to value / scale; of two as near, that with the even code."""
+    values = _rows_of(content, dtype, columns)
+    quotients = (values / scales[np.arange(columns) // 128]).astype(np.float64)
+    sizes = np.minimum(np.abs(quotients), 448)
+    above = np.searchsorted(_VALUES[:127], sizes)
+    below = np.maximum(above - 1, 0)
+    to_below, to_above = sizes - _VALUES[below], _VALUES[above] - sizes
+    codes = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
+    return (codes + 128 * np.signbit(quotients)).astype(np.uint8).reshape(-1), Error(0, 0)
 
 
 def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -1,0 +1,42 @@
+"""Floats of 16 bits and more as float32, and float32 rounded to them: bit for bit as torch's CPU kernels have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CODES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""The types of numpy that hold the elements of these dtypes."""
+_INFINITE = {"F16": 65520.0, "BF16": float(np.array(0x7F7F8000, "<u4").view("<f4"))}
+"""The smallest float32 that is rounded to infinity."""
+
+
+def as_float32(codes: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """The values of elements, of which ``codes`` has the type of ``CODES``; those of F32 are not copied."""
+    if dtype == "BF16":
+        return (codes.astype("<u4") << np.uint32(16)).view("<f4")
+    values: NDArray[np.float32] = codes.astype("<f4", copy=False)
+    if dtype == "F16" and (nan := np.isnan(values)).any():  # numpy may leave a signalling NaN as it is
+        values.view("<u4")[nan] |= np.uint32(0x400000)
+    return values
+
+
+def round_to(values: NDArray[np.float32], target: str, nan_of_bf16: int, out: NDArray[Any]) -> bool:
+    """Round values to 16 bits, to nearest, ties to even. Returns whether a finite value became infinite."""
+    bits, limit = values.view("<u4"), _INFINITE[target]
+    if target == "F16":
+        out[:] = values
+    else:
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += bits
+        rounded += np.uint32(0x7FFF)
+        out[:] = rounded.view("<u2")[1::2]  # the upper halves
+    if -limit < values.min() and values.max() < limit:  # also false for a NaN
+        return False
+    if (nan := np.isnan(values)).any():
+        sign, payload = bits[nan] >> np.uint32(16) & np.uint32(0x8000), bits[nan] >> np.uint32(13) & np.uint32(0x1FF)
+        out.view("<u2")[nan] = nan_of_bf16 if target == "BF16" else sign | payload | np.uint32(0x7E00)
+    return bool((np.isfinite(values) & (np.abs(values) >= limit)).any())

@@ -1,0 +1,116 @@
+"""``average``: the weighted mean of checkpoints of one model, each in any form. It is computed as it is read.
+
+Each element is ``w1 * x1 + w2 * x2 + ...`` in float32, products and sums rounded one after the other, in the order in
+which the checkpoints are given, and then rounded once to the dtype of the first, to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from formats.errors import CheckpointError, MismatchError, PlanError, refused
+from formats.notation.architecture import SETTINGS
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.transforms.tensors import (
+    Bytes,
+    Computed,
+    Opened,
+    Tensor,
+    computed,
+    is_quantized,
+    laid_anew,
+    rounded,
+    store_of,
+    tensors_of,
+    whole_of,
+)
+
+_AT_ONCE = 1 << 18
+"""So many elements are read and computed at a time."""
+_FLOATS = {"F32", "F16", "BF16"}
+
+
+class Mean(Computed):
+    """The mean of tensors in float32: ``what`` has the name and the weights."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Compute it. Raises MismatchError where it is not finite."""
+        name, weights = self.what
+        first, last = begin // 4, -(-end // 4)  # a range may begin or end within an element
+        means = np.zeros(last - first, np.float32)
+        for at in range(first, last, _AT_ONCE):
+            till = min(at + _AT_ONCE, last)
+            total = means[at - first : till - first]
+            with np.errstate(over="ignore", invalid="ignore"):
+                for number, (content, weight) in enumerate(zip(self.inputs, weights, strict=True)):
+                    product = np.frombuffer(content.read(opened, 4 * at, 4 * till), "<f4") * np.float32(weight)
+                    total[:] = total + product if number else product
+            if not np.isfinite(total).all():
+                raise MismatchError(f"the mean of tensor '{name}' is not finite")
+        return means.view(np.uint8).data[begin - 4 * first :][: end - begin]
+
+
+class Same(Computed):
+    """A tensor that is not of floats, the same in all inputs: ``what`` has its name and dtype."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Read and compare them. Raises MismatchError."""
+        one, *others = (content.read(opened, begin, end) for content in self.inputs)
+        if any(bytes(one) != bytes(other) for other in others):
+            raise MismatchError(f"tensor '{self.what[0]}' ({self.what[1]}) differs, and only floats have a mean")
+        return one
+
+
+def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) -> RangeStore:
+    """The weighted mean of checkpoints as a store: in the dtypes and files of the first or, if ``wide``, in float32.
+
+    Raises SettingError for weights that are not one for each or do not sum to 1; CheckpointError for adapters,
+    quantized checkpoints and other tensors; PlanError for another dtype or shape.
+    """
+    if len(weights) != len(sources):
+        raise refused("weights", tuple(weights), f"there are {len(sources)} checkpoints: give one for each")
+    if not all(map(math.isfinite, weights)) or abs(math.fsum(weights) - 1) > 1e-6:
+        raise refused("weights", tuple(weights), "they do not sum to 1")
+    for source in sources:
+        if (is_adapter := SETTINGS in source.model.config) or is_quantized(source):
+            what = "an adapter: the mean of its factors is not that of their products" if is_adapter else "quantized"
+            raise CheckpointError(f"{source.path} is {what}", "average full checkpoints of floats")
+    first, *_ = sources
+    own = dict.fromkeys(tensor.name for tensor in first.model.tensors)
+    for other in sources[1:]:
+        if differing := min(own.keys() ^ {tensor.name for tensor in other.model.tensors}, default=None):
+            has, lacks = (first, other) if differing in own else (other, first)
+            raise CheckpointError(f"{has.path} has tensor '{differing}', and {lacks.path} does not: not one model")
+    tables, contents = [tensors_of(source) for source in sources], dict[str, Tensor]()
+    for name in own:
+        tensors = [table[name] for table in tables]
+        for tensor, source in zip(tensors, sources, strict=True):
+            if tensor.shape != tensors[0].shape or (tensor.dtype != tensors[0].dtype and tensor.dtype not in _FLOATS):
+                ours, theirs = (f"{of.dtype} {list(of.shape)}" for of in (tensors[0], tensor))
+                raise PlanError(f"tensor '{name}' is {ours} in {first.path} and {theirs} in {source.path}")
+        contents[name] = _mean(name, tensors, tuple(weights))
+        if not wide:
+            contents[name] = rounded(name, contents[name], tensors[0].dtype)
+    contents |= {second: contents[name] for second, name in first.aliases.items()}
+    whole = whole_of(first)
+    files, index = laid_anew(whole, contents)
+    if not wide:  # the same dtypes, in the same places
+        files = [computed(file, {name: contents[name].content for name in contents}) for file in whole.files]
+        index = dict(whole.index)
+    title = f"the mean of {' and '.join(source.location for source in sources)}"
+    return store_of(first, title, files, {**whole.sides, **index})
+
+
+def _mean(name: str, tensors: Sequence[Tensor], weights: tuple[float, ...]) -> Tensor:
+    """The mean of one tensor in float32; that of integers is what all have. Raises PlanError for F64."""
+    first = tensors[0]
+    if first.dtype == "F64":
+        raise PlanError(f"tensor '{name}' is F64: a mean is computed in float32", "merge each with --dtype fp32 first")
+    if first.dtype not in _FLOATS:
+        return first._replace(content=Same(tuple(tensor.content for tensor in tensors), (name, first.dtype)))
+    inputs = tuple(rounded(name, tensor, "F32").content for tensor in tensors)
+    return Tensor("F32", first.shape, Mean(inputs, (name, weights)))

@@ -1,0 +1,149 @@
+"""``--quantize fp8-block``: the weights of a checkpoint as 8-bit floats in blocks, with a scale for each block.
+
+A row of blocks, all 128 rows of it, is computed at a time, when codes or scales in it are read. So nothing depends on
+where a rank's part ends, and a weight is read twice: for its scales, which stand first in a file, and for its codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.documents import json_bytes
+from formats.errors import CheckpointError, MismatchError, PlanError, refused
+from formats.files.checkpoint import CONFIG
+from formats.files.safetensors import DTYPE_BITS
+from formats.notation.architecture import SETTINGS as ADAPTER
+from formats.numbers import CODES
+from formats.quantization.dequantizing import PACKED
+from formats.quantization.quantizing import BLOCK, SETTINGS, what_stays
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.text import plural
+from reshard.transforms.tensors import (
+    ArrayCache,
+    Bytes,
+    Computed,
+    Opened,
+    Tensor,
+    is_quantized,
+    laid_anew,
+    store_of,
+    tensors_of,
+    whole_of,
+)
+
+NAME = "fp8-block"
+"""What ``--quantize`` calls it."""
+_CODES = ArrayCache(32 << 20)
+"""Rows of blocks that were computed last: the next range may begin within one."""
+
+
+class InBlocks(Computed):
+    """A weight in 8-bit floats, or its scales: ``what`` has its name, dtype, rows and columns, and whether its scales.
+
+    ``lost`` gets the sums of squares of what was lost and of the numbers, for each row of blocks that is read.
+    """
+
+    lost: NDArray[np.float64]
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Compute them."""
+        *_, columns, is_scales = self.what
+        width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
+        content = np.empty(end - begin, np.uint8)
+        for number in range(begin // width, -(-end // width)):
+            compute = partial(self._row, opened, number)
+            row = compute() if is_scales else _CODES.get((opened.codes, self, number), compute)
+            at = number * width - begin  # where the row begins in the range
+            content[max(at, 0) : at + width] = row[max(-at, 0) : end - begin - at]
+        return content.data
+
+    def _row(self, opened: Opened, number: int) -> NDArray[np.uint8]:
+        """The bytes of a row of blocks. Raises MismatchError if a number is not finite."""
+        name, dtype, rows, columns, is_scales = self.what
+        unit = columns * DTYPE_BITS[dtype] // 8
+        first, last = number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit
+        content = memoryview(self.inputs[0].read(opened, first, last))
+        scales = opened.block_scales(content, dtype, columns)
+        if not np.isfinite(scales).all():
+            why = f"tensor '{name}' has numbers that are not finite, or too large for float32"
+            raise MismatchError(f"{why}: it has no scale", "the checkpoint is damaged, or its training diverged")
+        if is_scales:
+            return scales.view(np.uint8)
+        codes, self.lost[number] = opened.codes(content, dtype, columns, scales)
+        return codes
+
+
+class Quantized(NamedTuple):
+    """A checkpoint of 8-bit floats, and what its reader must know.
+
+    ``error`` says of the weights that were read so far which has lost most, and the root mean square of that relative
+    to that of its numbers.
+    """
+
+    store: RangeStore
+    note: str
+    error: Callable[[], tuple[str, float] | None]
+
+
+def quantize(source: Source, name: str) -> Quantized:
+    """A checkpoint as if its weights were in fp8 blocks.
+
+    Raises SettingError for another name than ``fp8-block``, CheckpointError if it is quantized already, and PlanError
+    for a model of which it is not known what stays, and for experts in one tensor.
+    """
+    if name != NAME:
+        raise refused("quantize", str(name), f"the form is {NAME}")
+    if ADAPTER in source.model.config:
+        raise refused("quantize", name, "an adapter keeps its dtypes", advice="give it as you merge the adapter")
+    config, stays = source.model.config, what_stays()[0]
+    if is_quantized(source):
+        raise CheckpointError(f"{source.path} is quantized already", "--dequantize makes BF16 of fp8 first")
+    shown_by = what_stays()[1].get(type_of := str(config.get("model_type")))
+    if shown_by is None:
+        raise PlanError(
+            f"no published checkpoint says which weights of '{type_of}' stay as they are in {NAME}",
+            f"the types are {', '.join(what_stays()[1])}",
+        )
+    contents, codes, modules = dict[str, Tensor](), dict[str, InBlocks](), list[str]()
+    stay = dict.fromkeys(stays.values(), 0)
+    for key, tensor in tensors_of(source).items():
+        contents[key] = tensor
+        if len(tensor.shape) < 2:
+            continue
+        kept = next((what for part, what in stays.items() if part in key), None)
+        if kept is not None:
+            modules.append(key.removesuffix(".weight"))
+            stay[kept] += 1
+        elif len(tensor.shape) != 2 or not key.endswith(".weight") or tensor.dtype not in CODES:
+            what = f"tensor '{key}' ({tensor.dtype}, {list(tensor.shape)})"
+            why = "published fp8 checkpoints have a matrix for each expert" if len(tensor.shape) == 3 else "no weight"
+            raise PlanError(f"{what} cannot be quantized to {NAME}: {why}")
+        else:
+            grid, of = tuple(-(-size // BLOCK) for size in tensor.shape), (key, tensor.dtype, *tensor.shape)
+            codes[key] = InBlocks((tensor.content,), (*of, False))
+            codes[key].__dict__["lost"] = np.zeros((grid[0], 2))
+            contents[key] = Tensor(PACKED, tensor.shape, codes[key])
+            contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*of, True)))
+    listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too
+    document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
+    whole = whole_of(source)
+    files, index = laid_anew(whole, contents, {key: f"{key}_scale_inv" for key in codes})
+    sides = {**whole.sides, CONFIG: json_bytes(document) + b"\n"}
+    store = store_of(source, f"{source.location} (in {NAME})", files, {**sides, **index})
+    kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
+    note = f"{plural(len(codes), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
+    note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"
+
+    def error() -> tuple[str, float] | None:
+        sums = {name: content.lost.sum(axis=0) for name, content in codes.items()}
+        errors = [(math.sqrt(lost / total), name) for name, (lost, total) in sums.items() if total]
+        return max(errors)[::-1] if errors else None
+
+    return Quantized(store, note, error)

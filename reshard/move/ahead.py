@@ -56,7 +56,7 @@ class Ahead:
     """The ranges of remote files that are under way. The first step requested is the first to be read."""
 
     def __init__(self) -> None:
-        self._threads = Threads(REQUESTS)
+        self._threads, self._computing = Threads(REQUESTS), Threads(1)
         self._open: dict[SourceFile, Read] = {}
         self._steps: list[Step] = []
         self._fetched, self._again = 0, tried_again()
@@ -100,7 +100,8 @@ class Ahead:
         """Cancel requests that have not begun."""
         for part in (part for step in self._steps for parts in step.parts.values() for part in parts):
             part.content.cancel()
-        self._threads.close()
+        for threads in (self._threads, self._computing):
+            threads.close()
 
     def _find(self, file: SourceFile, offset: int) -> Part | None:
         for step in self._steps:
@@ -114,8 +115,10 @@ class Ahead:
         assert file.remote is not None
         if file not in self._open:
             self._open[file] = file.remote.open()
-        self._fetched += file.remote.over_network(end - begin)
-        return Part(begin, end, self._threads.submit(self._open[file], begin, end))
+        fetched = file.remote.over_network(end - begin)
+        self._fetched += fetched
+        threads = self._threads if fetched else self._computing  # more at a time would only take more memory
+        return Part(begin, end, threads.submit(self._open[file], begin, end))
 
 
 def _cut(ranges: Iterable[Range]) -> Iterator[Range]:

@@ -261,6 +261,7 @@ def test_the_api_is_in_the_page() -> None:
 DEMO = {
     "split": ["split model out --tp 4", "split model other --tp 4 --dry-run", "split out engine --tp 2 --as vllm"],
     "merge": ["merge out merged"],
+    "average": ["average model out mean"],
     "plan": [
         "plan model",
         "plan model --tp 8",
@@ -289,7 +290,7 @@ def test_each_key_of_json_is_in_the_page(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", JSON.read_text(), re.MULTILINE | re.DOTALL))
     assert sections.keys() == DEMO.keys() == {name for name, _ in commands()}
-    sections["merge"] = sections["patch"] = sections["split"]
+    sections["merge"] = sections["patch"] = sections["average"] = sections["split"]
     for command, lines in DEMO.items():
         for line in lines:
             if "damaged" in line:

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reshard.source.access import Access
 from safetensors.torch import load_file, save_file
 
 from formats.errors import ReshardError
 from formats.notation.adapters import SETTINGS
 from formats.quantization.quantizing import codes_of, scales_of, what_stays
 from reshard.api import diff, load, merge, split
-from reshard.source.opening import open_source
+from reshard.source.opening import Access, open_source
 from reshard.transforms.opening import open_any
 from reshard.transforms.quantize import quantize
 from tests import store

@@ -241,7 +241,7 @@ class Structure:
             elif planned is not None and at != (chunk := planned.get(files[number].rank)):
                 gives = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
                 wrong[number] = f"{info.file}: has {_range(at)} of '{name}', {gives}"
-        present = {files[number].rank for number in chunks}
+        present = {files[number].rank for number in chunks} if planned is not None else set[int]()
         for number, at in (planned or {}).items():
             if number not in present:
                 names = [file.path.name for file in files if file.rank == number]

@@ -338,15 +338,22 @@ class _Planning:
         from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
         key = (from_spread, to_spread, item)
         if key not in self._ways:
-            shapes = (piece.shape for side in (from_spread, to_spread) for of in side.pieces.values() for piece in of)
-            largest = max(map(math.prod, shapes), default=0)
-            windows = _windows(from_spread.full, -(-largest * item // self._bucket))
+            total, count = math.prod(from_spread.full), 1
+            while True:
+                windows = _windows(from_spread.full, count)
+                blocks_in = [tuple(_blocks(from_spread, to_spread, window)) for window in windows]
+                most = max(map(_most, blocks_in), default=0) * item
+                if most <= self._bucket or len(windows) < count:
+                    break
+                count = max(count + 1, -(-count * most // self._bucket))
             ways = []
-            for window in windows:
-                common = tuple(_blocks(from_spread, to_spread, window))
+            for window, common in zip(windows, blocks_in, strict=True):
                 _check_covered(src, dst, common, to_spread, window)
                 ways.append(Link(self._count, from_spread, to_spread, common))
                 self._count += 1
+            most = max((sum(math.prod(p.shape) for p in of) for of in from_spread.pieces.values()), default=0)
+            each = max(1, -(-len(ways) * most // max(total, 1)))  # so many are of one holder: they come in turn
+            ways = [way for first in range(each) for way in ways[first::each]]
             self._ways[key] = tuple(ways)
         return self._ways[key]
 
@@ -369,6 +376,15 @@ def _windows(full: Sequence[int], count: int) -> Sequence[_Window]:
     ends = [full[dim] * i // count for i in range(count + 1)]
     parts = (Run(a, b - a) for a, b in itertools.pairwise(ends) if a < b)
     return [(*whole[:dim], part, *whole[dim + 1 :]) for part in parts]
+
+
+def _most(blocks: Sequence[Block]) -> int:
+    """The elements that one holder sends or receives at most."""
+    sent, received = Counter[int](), Counter[int]()
+    for block in blocks:
+        sent[block.sources[0]] += block.numel * len(block.targets)
+        received.update(dict.fromkeys(block.targets, block.numel))
+    return max((*sent.values(), *received.values()), default=0)
 
 
 def _blocks(from_spread: Spread, to_spread: Spread, window: _Window) -> Iterator[Block]:

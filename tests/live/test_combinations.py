@@ -95,9 +95,13 @@ def test_the_same_host_sends_first(llama: Path) -> None:
     assert plan.pairs().keys() == {(1, 0), (0, 1)}
 
 
-def test_no_step_is_larger_than_a_bucket(llama: Path) -> None:
-    plan = exports.routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=1 << 12)
-    for rank in range(3):
+@pytest.mark.parametrize(
+    ("source", "target"), [("fsdp2:2", "vllm:tp1"), ("fsdp2:3", "vllm:tp2"), ("fsdp2:2x2", "fsdp2:3x3")]
+)
+def test_no_step_is_larger_than_a_bucket(llama: Path, source: str, target: str) -> None:
+    """Where a rank has several pieces of a tensor, or all of what a step takes of it, or sends it to many, too."""
+    plan = exports.routes(llama, source=source, target=target, bucket=1 << 12)
+    for rank in range(plan.source.ranks):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
 import shutil
 import sys
@@ -37,6 +38,14 @@ class Share:
 
     index: int
     count: int
+
+    @classmethod
+    def of_text(cls, text: str) -> Share:
+        """The process ``I/N``. Raises ValueError."""
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ValueError(f"'{text}' is not 'auto', nor I/N with I from 0 to N - 1")
+        return cls(int(match[1]), int(match[2]))
 
     def of(self, number: int) -> range:
         """This process's part of so many pieces of work: neighbours; empty if there are more processes than pieces."""

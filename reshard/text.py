@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from formats.errors import one_line, printable
@@ -24,6 +25,20 @@ class Result:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {one_line(self.headline)}>"
+
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def size_of(text: str) -> int:
+    """A number of bytes: ``5GB`` (decimal, as on the Hub), ``512MiB``, ``1000000``. Raises ValueError, also for 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"'{text}' is not a size such as 5GB, 500MB or 2GiB")
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
+    if nbytes < 1:
+        raise ValueError(f"'{text}' is less than one byte")
+    return nbytes
 
 
 def human_bytes(count: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 import reshard
 import reshard.live
@@ -197,6 +198,38 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
     name, *places = call.split()
     error = refusal_of(lambda: getattr(reshard, name)(*places, **fields))
     assert with_option_names(error, command_of(name)).message.startswith(message) and error.refusal.name in fields
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "expected"),
+    [
+        ("split m o", {"tp": 2.0}, "tp=2.0 is not possible: a whole number is expected"),
+        ("split m o", {"tp": True}, "tp=True is not possible: a whole number is expected"),
+        ("split m o", {"max_shard_size": "1XB"}, "'1XB' is not a size such as 5GB, 500MB or 2GiB"),
+        ("split m o", {"part": (2, 2)}, "one of several processes, such as (0, 2) is expected"),
+        ("split m o", {"ranks": ["x"]}, "a whole number or one of several processes, such as (0, 2) is expected"),
+        ("split m o", {"adapter": 4}, "adapter=4 is not possible: a text or a path is expected"),
+        ("merge m o", {"fsync": 1}, "fsync=1 is not possible: True or False is expected"),
+        ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
+        ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
+        ("verify m o", {"timeout": "soon"}, "timeout=soon is not possible: a number is expected"),
+    ],
+)  # fmt: skip
+def test_a_value_that_a_field_cannot_have(call: str, fields: dict[str, Any], expected: str) -> None:
+    name, *places = call.split()
+    with pytest.raises(reshard.SettingError) as error:
+        getattr(reshard, name)(*places, **fields)
+    assert expected in error.value.message
+
+
+def test_what_the_command_line_takes_is_taken(tmp_path: Path) -> None:
+    model, texts = checkpoint("llama"), {"tp": "2", "max_shard_size": "5MB", "workers": "1", "part": "0/2"}
+    values: dict[str, Any] = {"tp": 2, "max_shard_size": 5_000_000, "workers": 1, "part": (0, 2)}
+    plans = [reshard.split(str(model), tmp_path / "out", dry_run=True, **fields) for fields in (texts, values)]  # type: ignore[arg-type]
+    assert plans[0] == plans[1] and plans[0].part == Share(0, 2)
+    assert reshard.split(model, tmp_path / "out", tp=2, ranks="1").ranks == (1,)  # type: ignore[arg-type]
+    tensors = reshard.load(model, device=torch.device("meta"), dtype=torch.float16)  # type: ignore[arg-type]
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors.values()} == {("meta", torch.float16)}
 
 
 def test_an_unknown_name_is_no_name() -> None:

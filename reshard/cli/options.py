@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 
 from formats.errors import ReshardError, SettingError
 from reshard.cli.errors import show_tracebacks
+from reshard.text import size_of
 
 if TYPE_CHECKING:
     from reshard.system import Share
@@ -99,7 +100,6 @@ class Command(click.Command):
 
 
 _Request = TypeVar("_Request")
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
@@ -118,17 +118,6 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # it takes none before 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The known words that begin so."""
         return [CompletionItem(word) for word in sorted(self._choices()) if word.startswith(incomplete)]
-
-
-def size(text: str) -> int:
-    """A number of bytes: ``5GB`` (decimal, as on the Hub), ``512MiB``, ``1000000``. Raises ValueError, also for 0."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(f"'{text}' is not a size such as 5GB, 500MB or 2GiB")
-    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
-    if nbytes < 1:
-        raise ValueError(f"'{text}' is less than one byte")
-    return nbytes
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -158,7 +147,7 @@ def speed(text: str) -> float:
     """Bytes per second: ``450GB/s``. Raises ValueError."""
     if not text.endswith("/s"):
         raise ValueError(f"'{text}' is not a speed such as 450GB/s")
-    return float(size(text.removesuffix("/s")))
+    return float(size_of(text.removesuffix("/s")))
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -179,12 +168,7 @@ def part_of(text: str) -> Share:
     """One of several processes: ``I/N``, or ``auto`` for what the launcher says. Raises ValueError, PlanError."""
     from reshard.system import Share, share_of_launcher
 
-    if text == "auto":
-        return share_of_launcher()
-    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"'{text}' is not 'auto', nor I/N with I from 0 to N - 1")
-    return Share(int(match[1]), int(match[2]))
+    return share_of_launcher() if text == "auto" else Share.of_text(text)
 
 
 def format_names() -> Iterable[str]:
@@ -252,7 +236,7 @@ def negated(_: click.Context, __: click.Parameter, is_given: bool) -> bool:
     return not is_given
 
 
-FORMAT, SIZE = Value("format", known=format_names), Value("size", size)
+FORMAT, SIZE = Value("format", known=format_names), Value("size", size_of)
 PATH = LocalPath(path_type=Path)
 FILE = LocalPath(dir_okay=False, path_type=Path)
 

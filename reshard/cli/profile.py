@@ -22,11 +22,11 @@ from reshard.cli.options import (
     plan_option,
     report_option,
     request_of,
-    size,
     speed,
     timeout_option,
 )
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
+from reshard.text import size_of
 
 if TYPE_CHECKING:
     from verify.profile.words import Profile
@@ -46,7 +46,7 @@ def phases(text: str) -> tuple[str, ...]:
 
 def memory(text: str) -> int:
     """A number of bytes; a few bytes are a unit that was forgotten. Raises ValueError."""
-    nbytes = size(text)
+    nbytes = size_of(text)
     if nbytes < _LEAST_MEMORY and text.strip().isdecimal():
         raise ValueError(f"'{text}' is {nbytes} bytes; with a unit it is {nbytes}GB or {nbytes}MB")
     return nbytes

@@ -2,32 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import cleandoc, signature
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from formats.errors import refused
+from reshard.system import Share
+from reshard.text import size_of
 
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
+_SIZES = {"max_shard_size", "memory"}
+"""The fields in bytes: ``5GB`` is one, too."""
 
 
 def by_fields(
     request: Callable[_Fields, _Request], command: Callable[[_Request], _Result]
 ) -> Callable[_Fields, _Result]:
-    """The command as a function whose arguments are the fields of its request's class; ``help`` shows them."""
+    """The command as a function whose arguments are the fields of its request's class; ``help`` shows them.
+
+    A value may be what the command line takes. Raises SettingError for one that its field cannot have.
+    """
 
     @wraps(command)
-    def call(*source: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        values = {
-            name: Path(value) if name in paths and isinstance(value, str) else value for name, value in options.items()
-        }
-        return command(request(*source, **values))  # type: ignore[arg-type]
+    def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
+        values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
+        for name, value in values.items():
+            try:
+                value = size_of(value) if name in _SIZES and isinstance(value, str) else value
+                values[name] = _read(value, kinds[name])
+            except ValueError as error:
+                raise refused(name, value, f"{error} is expected") from None
+        return command(request(**values))  # type: ignore[call-arg]
 
-    paths = {name for name, field in signature(request).parameters.items() if field.annotation == "Path | None"}
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
     call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
     returned = signature(command).return_annotation
     call.__signature__ = signature(request).replace(return_annotation=returned)  # type: ignore[attr-defined]
     return call
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """A value of this type. Raises ValueError, with what it should be."""
+    if get_origin(kind) in (Union, UnionType):
+        expected = []
+        for option in get_args(kind):
+            try:
+                return _read(value, option)
+            except ValueError as error:
+                expected += [str(error)] if option is not NoneType else []
+        raise ValueError(" or ".join(dict.fromkeys(expected)))
+    if get_origin(kind) in (tuple, Sequence):
+        item, *_ = get_args(kind)
+        if isinstance(value, str) and item in (int, float):
+            value = value.split(",")
+        return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
+    if get_origin(kind) is not None or kind is Callable:
+        return _checked(value, callable(value), "a function")
+    if kind is bool:
+        return _checked(value, isinstance(value, bool), "True or False")
+    if kind is int:
+        is_text = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) is not None
+        return int(_checked(value, is_text or _is(value, Integral), "a whole number"))
+    if kind is float:
+        is_text = isinstance(value, str) and re.fullmatch(r"-?[\d.]+(e-?\d+)?", value) is not None
+        return float(_checked(value, is_text or _is(value, Real), "a number"))
+    if kind is str:
+        if type(value).__module__ == "torch":  # a dtype, a device
+            return str(value).removeprefix("torch.")
+        return _checked(value, isinstance(value, str), "a text")
+    if kind is Path:
+        return Path(_checked(value, isinstance(value, str | PathLike), "a path"))
+    if kind is Share and not isinstance(value, Share):
+        try:
+            return Share.of_text("/".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        except ValueError:
+            raise ValueError("one of several processes, such as (0, 2)") from None
+    return _checked(value, isinstance(value, kind), f"a {kind.__name__}")
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _checked(value: Any, is_right: bool, expected: str) -> Any:
+    if not is_right:
+        raise ValueError(expected)
+    return value

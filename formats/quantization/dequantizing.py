@@ -22,7 +22,7 @@ PACKED = "F8_E4M3"
 DTYPE = "BF16"
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}
 _SUFFIXES = ("_scale_inv", "_scale", ".scale")
-_AT_ONCE = 1 << 15
+_AT_ONCE = 1 << 18
 """Elements that are computed at a time: they stay in a processor's cache."""
 
 

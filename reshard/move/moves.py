@@ -144,7 +144,7 @@ def conversion(name: str, dtype: str, target: str, function: str | None, cast: s
 
 # --------------------------------------------------------------------------------------------------------------- casts
 
-_CAST_AT_A_TIME = 1 << 16
+_CAST_AT_A_TIME = 1 << 18
 """So many elements: with what is computed of them they stay in the processor's cache."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,6 +100,10 @@ def test_correct_shards_are_the_same_model(names: Sequence[str], tp: int, kv: in
         assert len(report.layers) >= 5, name
 
 
+NO_GRADIENT = re.compile(r"correction_bias|^mtp\.|EncDecAttention\.relative_attention_bias")
+"""It only chooses experts; transformers does not run it."""
+
+
 @pytest.mark.parametrize(
     ("names", "tp", "dtype", "kv"),
     [(zoo.KINDS, 2, "bfloat16", None), (SHARED, 4, "float32", 2)],
@@ -114,7 +119,7 @@ def test_gradients_are_those_of_the_original(names: Sequence[str], tp: int, dtyp
         assert len(report.layers) >= 5, name
         tensors = original.model.tensors
         without = {tensor.name for tensor in tensors} - {row.name for row in report.gradients}
-        assert all("correction_bias" in tensor for tensor in without), (name, without)
+        assert all(NO_GRADIENT.search(tensor) for tensor in without), (name, without)
 
 
 @thorough

@@ -232,6 +232,11 @@ def test_what_the_command_line_takes_is_taken(tmp_path: Path) -> None:
     assert {(tensor.device.type, tensor.dtype) for tensor in tensors.values()} == {("meta", torch.float16)}
 
 
+def test_what_could_not_be_checked_says_why(tmp_path: Path) -> None:
+    answer = reshard.verify(checkpoint("llama"), tmp_path / "none", exact_only=True)
+    assert str(answer).startswith("UNCHECKED: It could not be checked: ") and "none" in str(answer)
+
+
 def test_an_unknown_name_is_no_name() -> None:
     assert not hasattr(reshard, "Padding")
     with pytest.raises(TypeError, match="tpp"):

@@ -180,7 +180,8 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
     elif quiet:
         print_lines(answer.verdict)
     else:
-        print_lines(answer.to_text(report=report))
+        text = answer.to_text(report=report)
+        print_lines(answer.verdict.upper() if text == answer.headline else text)  # the error has been printed
     return code
 
 

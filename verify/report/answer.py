@@ -252,9 +252,7 @@ class Answer(Result):
         parts += [*self.notes, *([forward_summary(self.forward)] if self.forward is not None else [])]
         parts += [str(self.engine)] if self.engine is not None else []
         parts += [f"report: {report}"] if report is not None else []
-        if not parts:  # the error has been printed
-            return self.verdict.upper()
-        return "\n".join([*parts, "", self.headline])
+        return "\n".join([*parts, "", self.headline]) if parts else self.headline
 
     def to_document(self) -> dict[str, Any]:
         """The document of ``--json`` (without its version), from which the page is made too."""

@@ -1,0 +1,81 @@
+"""What trainers leave, made a Hugging Face checkpoint: by reshard and by the programs' own converters, in one run.
+
+    python -m benchmarks.trainers [--gigabytes 2] [--rounds 2] [--folder DIR] [--deepspeed-python PATH]
+
+A Llama of so many GB in float32, as ZeRO-3 and ZeRO-1 leave it on four ranks (by the tests' rule, with both averages:
+three times as large), as pickled DTensors of FSDP2 (verl), and as torch's distributed checkpoint (Trainer, accelerate).
+Each way is timed in turn with ``cp -r`` of what comes out, and measured once more for its memory. DeepSpeed's
+``zero_to_fp32`` runs in the python of an environment that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoints import CONFIG, llama_tensors
+from benchmarks.containers import RESHARD, Way
+from benchmarks.speed import peak_memory, run
+from tests.programs.test_trainer_laws import save_fsdp, save_zero
+
+RANKS = 4
+ACCELERATE = "from accelerate.utils import merge_fsdp_weights; import sys; merge_fsdp_weights(*sys.argv[1:])"
+ZERO = (
+    "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; import sys; "
+    "convert(*sys.argv[1:], safe_serialization=True)"
+)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark-trainers")
+    parser.add_argument("--deepspeed-python", help="the python of an environment with DeepSpeed")
+    arguments = parser.parse_args()
+    folder, out = arguments.folder, arguments.folder / "out"
+    layers, config = max(1, round((arguments.gigabytes / 2 - 0.39) / 0.2013)), folder / "config"
+    shutil.rmtree(folder, ignore_errors=True)
+    config.mkdir(parents=True)
+    (config / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.rand(shape, generator=generator) for name, _, shape in llama_tensors(layers)}
+    save_zero(folder / "zero3", tensors, 3, RANKS)
+    save_zero(folder / "zero1", tensors, 1, RANKS)
+    save_fsdp(folder / "verl", tensors, (RANKS,), ("fsdp",))
+    del tensors
+    merged, dcp = folder / "merged", folder / "dcp"
+    run([*RESHARD, "merge", str(folder / "verl"), str(merged), "--config", str(config)])
+    run([*RESHARD, "split", str(merged), str(dcp), "--as", "dcp"])
+    ways = [
+        Way(
+            f"reshard merge, {name}", merged, [*RESHARD, "merge", str(folder / name), str(out), "--config", str(config)]
+        )
+        for name in ("zero3", "zero1", "verl", "dcp")
+    ]
+    ways.append(Way("accelerate's merge, dcp", merged, [sys.executable, "-c", ACCELERATE, str(dcp), str(out)]))
+    if arguments.deepspeed_python:
+        ways += [
+            Way(f"zero_to_fp32, {name}", merged, [arguments.deepspeed_python, "-c", ZERO, str(folder / name), str(out)])
+            for name in ("zero3", "zero1")
+        ]
+    for number in range(arguments.rounds + 1):
+        for way in ways:
+            for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
+                step(out)
+    for way in ways:
+        peak = peak_memory(way.command)
+        shutil.rmtree(out)
+        print(way.shown(peak), flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from formats.files.safetensors import CASTS
 from formats.notation.architecture import SETTINGS
 from formats.quantization.methods import quantization_settings
 from formats.store import FilePath, local_folder
-from reshard.source.opening import Access, find
+from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
@@ -128,8 +128,8 @@ class VerifyRequest(Access, RunSettings):
     interpreter ``engine_python``.
     """
 
-    original: str | Path = field(repr=False)  # a URL may have a password
-    shards: str | Path = field(repr=False)  # a URL may have a password
+    original: Place = field(repr=False)  # a URL may have a password
+    shards: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     exact_only: bool = False
     engine: str | None = None

@@ -25,11 +25,18 @@ from benchmarks.speed import peak_memory, run
 from tests.programs.test_trainer_laws import save_fsdp, save_zero
 
 RANKS = 4
-ACCELERATE = "from accelerate.utils import merge_fsdp_weights; import sys; merge_fsdp_weights(*sys.argv[1:])"
-ZERO = (
-    "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; import sys; "
-    "convert(*sys.argv[1:], safe_serialization=True)"
-)
+TIMED = """
+import sys, time
+from {module} import {function}
+begin = time.perf_counter()
+{function}(*sys.argv[1:], {options})
+print(time.perf_counter() - begin)
+"""
+ACCELERATE = TIMED.format(module="accelerate.utils", function="merge_fsdp_weights", options="")
+ZERO = TIMED.format(
+    module="deepspeed.utils.zero_to_fp32", function="convert_zero_checkpoint_to_fp32_state_dict",
+    options="safe_serialization=True",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def save_zero(
             "module": {name: tensors[name].new_zeros(0) if stage == 3 else tensors[name] for name in names},
             "param_shapes": shapes, "shared_params": {} if rank else shared, "global_steps": 7, "dp_world_size": world,
             "frozen_param_shapes": {name: tensors[name].shape for name in still} if stage > 1 else None,
-            "frozen_param_fragments": fragments if stage > 1 else None,
+            "frozen_param_fragments": fragments if stage > 1 else None, "buffer_names": [], "ds_version": "0.19.8",
         }  # fmt: skip
         prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
         torch.save(model, step / f"{prefix}mp_rank_00_model_states.pt")

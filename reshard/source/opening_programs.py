@@ -226,7 +226,8 @@ def _read(
         if (
             given_model is None and folder.config is not None
         ):  # it is given apart from the weights, whose dtype it should say
-            dtype, given = dtype_of(tensors), json.loads(computed[CONFIG])
+            restored = [file.tensors for file in record.files] if record is not None else []
+            dtype, given = dtype_of(restored or tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
                 config, _ = with_dtype(config, architecture.section(config), dtype)

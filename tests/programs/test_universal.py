@@ -157,7 +157,8 @@ def test_weights_alone_are_cast_up_and_said_so(tmp_path: Path) -> None:
     assert not any(rest["param_groups"]) and len(rest["param_groups"]) == len([*(tmp_path / "out").rglob("fp32.pt")])
     assert not [*(tmp_path / "out").rglob("step.pt")]
     merge(tmp_path / "out", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(original)
+    merge(tmp_path / "out", tmp_path / "named", config=original)  # it says the dtype of what is restored
+    assert contents(tmp_path / "merged") == contents(tmp_path / "named") == contents(original)
     assert verify_exact(open_source(original), tmp_path / "out").verdict == "same"
 
 

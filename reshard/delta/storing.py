@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +98,12 @@ def write_delta(
     right = tensors_of(b)
     sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
     diff = differences(a, b, sums, progress, aliases=True)
-    with disk_errors(out):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        building = temporary / "delta"
-        building.mkdir()
+    temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"  # named first: Ctrl-C may come when it is made
+    building = temporary / "delta"
     try:
+        with disk_errors(out):
+            temporary.mkdir(mode=0o700)
+            building.mkdir()
         changed = _Changed(diff, sums, tensors_of(a), right, Opened())
         written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         files_a, files_b = a.read_side_files(), b.read_side_files()

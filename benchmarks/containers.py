@@ -147,6 +147,18 @@ def _is_wanted(way: Way, words: Sequence[str]) -> bool:
     return not words or any(word in way.name for word in words)
 
 
+def measure(ways: Sequence[Way], out: Path, rounds: int) -> None:
+    """Time all in turn, in each round and once more to warm up, then their memory, and print a line for each."""
+    for number in range(rounds + 1):
+        for way in ways:
+            for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
+                step(out)
+    for way in ways:
+        peak = peak_memory(way.command)
+        shutil.rmtree(out)
+        print(way.shown(peak), flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,14 +178,7 @@ def main() -> None:
         shutil.rmtree(place, ignore_errors=True)
         run([*RESHARD, "split", str(source), str(place), *FORMS[name]])
         (place / "reshard.json").unlink()  # as another program writes it
-    for number in range(arguments.rounds + 1):
-        for way in ways:
-            for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
-                step(out)
-    for way in ways:
-        peak = peak_memory(way.command)
-        shutil.rmtree(out)
-        print(way.shown(peak), flush=True)
+    measure(ways, out, arguments.rounds)
     for place in made.values():
         shutil.rmtree(place)
 

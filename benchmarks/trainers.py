@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import CONFIG, llama_tensors
-from benchmarks.containers import RESHARD, Way
-from benchmarks.speed import peak_memory, run
+from benchmarks.containers import RESHARD, Way, measure
+from benchmarks.speed import run
 from tests.programs.test_trainer_laws import save_fsdp, save_zero
 
 RANKS = 4
@@ -73,14 +73,7 @@ def main() -> None:
             Way(f"zero_to_fp32, {name}", merged, [arguments.deepspeed_python, "-c", ZERO, str(folder / name), str(out)])
             for name in ("zero3", "zero1")
         ]
-    for number in range(arguments.rounds + 1):
-        for way in ways:
-            for step in (way.copy, way.time) if number % 2 else (way.time, way.copy):
-                step(out)
-    for way in ways:
-        peak = peak_memory(way.command)
-        shutil.rmtree(out)
-        print(way.shown(peak), flush=True)
+    measure(ways, out, arguments.rounds)
     shutil.rmtree(folder)
 
 

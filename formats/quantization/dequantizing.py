@@ -23,7 +23,7 @@ DTYPE = "BF16"
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}
 _SUFFIXES = ("_scale_inv", "_scale", ".scale")
 _AT_ONCE = 1 << 18
-"""Elements that are computed at a time: they stay in a processor's cache."""
+"""Elements that are computed at a time: with fewer, threads wait for Python's lock."""
 
 
 class Grid(NamedTuple):

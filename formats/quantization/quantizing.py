@@ -24,7 +24,7 @@ SETTINGS = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
 }  # fmt: skip
 _AT_ONCE = 1 << 18
-"""Elements that are computed at a time: they stay in a processor's cache."""
+"""Elements that are computed at a time: with fewer, threads wait for Python's lock."""
 _DROPPED = 18
 """Bits of a float32 that only tell whether it is above a number of E4M3, or halfway between two."""
 

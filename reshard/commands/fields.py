@@ -35,11 +35,11 @@ def by_fields(
     def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
         values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
         for name, value in values.items():
+            is_size = name in _SIZES and isinstance(value, str)
             try:
-                value = size_of(value) if name in _SIZES and isinstance(value, str) else value
-                values[name] = _read(value, kinds[name])
+                values[name] = size_of(value) if is_size else _read(value, kinds[name])
             except ValueError as error:
-                raise refused(name, value, f"{error} is expected") from None
+                raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
         return command(request(**values))  # type: ignore[call-arg]
 
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
@@ -72,7 +72,7 @@ def _read(value: Any, kind: Any) -> Any:
         is_text = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) is not None
         return int(_checked(value, is_text or _is(value, Integral), "a whole number"))
     if kind is float:
-        is_text = isinstance(value, str) and re.fullmatch(r"-?[\d.]+(e-?\d+)?", value) is not None
+        is_text = isinstance(value, str) and re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", value) is not None
         return float(_checked(value, is_text or _is(value, Real), "a number"))
     if kind is str:
         if type(value).__module__ == "torch":  # a dtype, a device

@@ -145,7 +145,7 @@ def conversion(name: str, dtype: str, target: str, function: str | None, cast: s
 # --------------------------------------------------------------------------------------------------------------- casts
 
 _CAST_AT_A_TIME = 1 << 18
-"""So many elements: with what is computed of them they stay in the processor's cache."""
+"""Elements that are computed at a time: with fewer, threads wait for Python's lock."""
 
 
 def _cast(name: str, dtype: str, target: str, block: Block) -> Block:

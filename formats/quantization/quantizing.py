@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.numbers import CODES, as_float32
-from formats.quantization.dequantizing import E4M3_VALUES
 
 BLOCK = 128
 SETTINGS = {
@@ -25,8 +24,6 @@ SETTINGS = {
 }  # fmt: skip
 _AT_ONCE = 1 << 18
 """Elements that are computed at a time: with fewer, threads wait for Python's lock."""
-_DROPPED = 18
-"""Bits of a float32 that only tell whether it is above a number of E4M3, or halfway between two."""
 
 
 class Error(NamedTuple):
@@ -61,20 +58,16 @@ def codes_of(
 ) -> tuple[NDArray[np.uint8], Error]:
     """The numbers of E4M3 of a row of blocks, given its finite scales, and what is lost."""
     raw = np.frombuffer(content, CODES[dtype]).reshape(-1, columns)
-    codes, (nearest, values) = np.empty(raw.shape, np.uint8), _table()
-    across = np.repeat(scales, BLOCK)[:columns]
+    codes, across = np.empty(raw.shape, np.uint8), np.repeat(scales, BLOCK)[:columns]
     largest, lost, total = scales.max(), 0.0, 0.0
     weights = across / largest  # sums of squares neither overflow nor vanish
     with np.errstate(under="ignore"):
         for begin in range(0, len(raw), step := max(1, _AT_ONCE // columns)):
             numbers = as_float32(raw[begin : begin + step], dtype) / across
-            bits = numbers.view("<u4")
-            keys = bits & np.uint32((1 << _DROPPED) - 1)
-            keys += np.uint32((1 << _DROPPED) - 1)  # one bit says whether any of those is set
-            keys |= bits
-            keys >>= np.uint32(_DROPPED)
-            nearest.take(keys, out=codes[begin : begin + step], mode="clip")
-            rest = numbers - values.take(keys, mode="clip")
+            bits, rest = _nearest(numbers)
+            bits |= (numbers.view("<u4") >> np.uint32(24)) & np.uint32(0x80)
+            codes[begin : begin + step] = bits
+            rest -= np.abs(numbers, out=numbers)
             for part in (numbers, rest):
                 part *= weights
             total += float(np.vdot(numbers, numbers))
@@ -83,16 +76,20 @@ def codes_of(
     return codes.reshape(-1), Error(lost * unit, total * unit)
 
 
-@cache
-def _table() -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """By the upper bits of a float32: the nearest number of E4M3, as its bits and as a float32."""
-    numbers = E4M3_VALUES[:127].astype(np.float64)
-    halfway = (numbers[:-1] + numbers[1:]) / 2
-    bits = np.arange(1 << (32 - _DROPPED), dtype="<u4") << np.uint32(_DROPPED)
-    with np.errstate(invalid="ignore"):  # a NaN has no code
-        sizes = np.abs(bits.view("<f4").astype(np.float64))
-    codes = np.searchsorted(halfway, sizes)
-    is_tie = sizes == np.append(halfway, np.nan)[codes]
-    codes += is_tie & (codes % 2 == 1)
-    codes |= (bits >> np.uint32(31) << np.uint32(7)).astype(np.intp)
-    return codes.astype(np.uint8), E4M3_VALUES[codes]
+def _nearest(values: NDArray[np.float32]) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """The numbers of E4M3 that are nearest, ties to even: their bits without the sign, and their magnitudes.
+
+    E4M3 has 3 bits of mantissa, and 2 ** -6 is its smallest normal number. A float32 so much larger than a value that
+    no other bits of it are left is added, and taken away again.
+    """
+    power = values.view("<u4") & np.uint32(0x7F800000)
+    np.maximum(power, np.uint32((127 - 6) << 23), out=power)
+    larger = (power + np.uint32((23 - 3) << 23)).view("<f4")
+    sizes: NDArray[np.float32] = np.abs(values)
+    sizes += larger
+    codes = sizes.view("<u4") & np.uint32(0x7FFFFF)
+    sizes -= larger
+    power -= np.uint32((127 - 6) << 23)
+    power >>= np.uint32(23 - 3)
+    codes += power
+    return codes, sizes

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from formats.store import NEAR, Range, joined
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
@@ -56,7 +58,7 @@ class Ahead:
     """The ranges of remote files that are under way. The first step requested is the first to be read."""
 
     def __init__(self) -> None:
-        self._threads, self._computing = Threads(REQUESTS), Threads(1)
+        self._threads = Threads(REQUESTS)
         self._open: dict[SourceFile, Read] = {}
         self._steps: list[Step] = []
         self._fetched, self._again = 0, tried_again()
@@ -65,7 +67,7 @@ class Ahead:
         """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out."""
         ranges_of: dict[SourceFile, list[Range]] = {}
         for file, ranges in tensors:
-            if file.remote is not None:
+            if file.is_elsewhere:
                 ranges_of.setdefault(file, []).extend(joined(ranges, GAP))
         step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()})
         self._steps.append(step)
@@ -86,22 +88,21 @@ class Ahead:
 
     def fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
         """Fill ``view`` with bytes of a remote file from ``offset`` on. Raises CheckpointError, MismatchError."""
-        position, end = 0, len(view)
+        position, end, into = 0, len(view), np.frombuffer(view, np.uint8)  # numpy copies without Python's lock
         while position < end:
             part = self._find(file, offset + position)
             if part is None:  # it was not asked for: fetch it by itself
                 part = self._part(file, offset + position, min(offset + end, offset + position + PART))
             skip = offset + position - part.begin
             content = result(part.content)[skip : skip + end - position]
-            view[position : position + len(content)] = content
+            into[position : position + len(content)] = np.frombuffer(content, np.uint8)
             position += len(content)
 
     def close(self) -> None:
         """Cancel requests that have not begun."""
         for part in (part for step in self._steps for parts in step.parts.values() for part in parts):
             part.content.cancel()
-        for threads in (self._threads, self._computing):
-            threads.close()
+        self._threads.close()
 
     def _find(self, file: SourceFile, offset: int) -> Part | None:
         for step in self._steps:
@@ -115,10 +116,8 @@ class Ahead:
         assert file.remote is not None
         if file not in self._open:
             self._open[file] = file.remote.open()
-        fetched = file.remote.over_network(end - begin)
-        self._fetched += fetched
-        threads = self._threads if fetched else self._computing  # more at a time would only take more memory
-        return Part(begin, end, threads.submit(self._open[file], begin, end))
+        self._fetched += file.remote.over_network(end - begin)
+        return Part(begin, end, self._threads.submit(self._open[file], begin, end))
 
 
 def _cut(ranges: Iterable[Range]) -> Iterator[Range]:

@@ -190,7 +190,7 @@ class Mover:
 
     def carry_out(self, stretches: Sequence[Iterator[Sequence[Step]]]) -> None:
         """Carry out the steps that this thread draws."""
-        is_remote = any(file.remote for file in self._sources)
+        is_remote = any(file.is_elsewhere for file in self._sources)
         try:
             for stretch in stretches:
                 for steps in requested(stretch, self._reader) if is_remote else stretch:

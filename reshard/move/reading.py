@@ -18,6 +18,7 @@ from reshard.store.retries import Traffic
 
 if TYPE_CHECKING:
     from reshard.move.ahead import Ahead
+    from reshard.store.remote import Read
 
 Bytes = NDArray[np.uint8]
 Room = Callable[[int], Bytes]
@@ -87,6 +88,7 @@ class Reader:
     ) -> None:
         self._summed, self._piece = summed, piece
         self._descriptors: dict[Path, int] = {}
+        self._computed: dict[SourceFile, Read] = {}
         self._ahead: Ahead | None = None
 
     @property
@@ -104,7 +106,7 @@ class Reader:
         Raises CheckpointError if the file cannot be read or is too short.
         """
         data, file = room(region.nbytes), place.file
-        is_whole = region.needed is None or (file.remote is None and region.shape[-1] <= _ROW)
+        is_whole = region.needed is None or (not file.is_elsewhere and region.shape[-1] <= _ROW)
         for first, size in ((0, data.size),) if is_whole else _needed(region):
             for begin, piece in pieces(data[first : first + size], self._piece):
                 for offset, at, length in region.ranges(first + begin, piece.size):
@@ -118,7 +120,7 @@ class Reader:
         """Request the bytes of remote files that ``read`` of these regions will read, as one step; ``ahead.done`` ends
         it.
         """
-        self.ahead.request((place.file, needed(place, region)) for place, region in regions if place.file.remote)
+        self.ahead.request((place.file, needed(place, region)) for place, region in regions if place.file.is_elsewhere)
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
         """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
@@ -143,8 +145,14 @@ class Reader:
             self._ahead.close()
 
     def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        if file.remote is not None:
+        if file.is_elsewhere:
             self.ahead.fill(file, offset, view)
+            return
+        if file.remote is not None:  # computed from files of this machine
+            if file not in self._computed:
+                self._computed[file] = file.remote.open()
+            content = self._computed[file](offset, offset + len(view))
+            np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
             return
         path = file.local
         if path not in self._descriptors:

@@ -73,6 +73,11 @@ class SourceFile:
 
         return remote_of(self.path)
 
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """Whether its bytes, or those that they are computed from, come over a network."""
+        return self.remote is not None and self.remote.over_network(self.size) > 0
+
     @property
     def local(self) -> Path:
         """Its path, if it is local."""
@@ -242,8 +247,8 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        """Whether weights are read from another machine, or computed."""
-        return any(file.remote is not None for file in self.files.values())
+        """Whether weights are read from another machine."""
+        return any(file.is_elsewhere for file in self.files.values())
 
     @property
     def is_split(self) -> bool:

@@ -30,7 +30,7 @@ _PART_OF_BIN = r"pytorch_model-\d+-of-\d+\.bin"
 
 
 def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
-    """Raise CheckpointError if files of these names (relative, with ``/``) are of a known kind that is not read here."""
+    """Raise CheckpointError if files of these names (relative, with ``/``) are of a known kind that is not read."""
     names = sorted(names)
     for kind in tomllib.loads((Path(__file__).parent / "foreign.toml").read_text(encoding="utf-8"))["kinds"]:
         for name in (name for name in names if re.fullmatch(kind["files"], name)):

@@ -43,6 +43,7 @@ from reshard.source.program_files import (
     Affix,
     ProgramFile,
     Training,
+    check_recorded,
     known_names,
     left_behind,
     numbered_globally,
@@ -149,6 +150,8 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     With a ``model`` it is opened as shards of that model, whatever it holds: with the format and mesh that most of its
     tensors fit. Then side files may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
+    if folder.manifest is not None and model is None:
+        check_recorded(folder.path, folder.manifest)
     ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)

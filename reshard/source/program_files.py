@@ -309,6 +309,19 @@ def numbered_globally(
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
 
 
+def check_recorded(path: FilePath, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all weight files that a manifest lists are there, with their sizes."""
+    for rank, records in manifest.ranks.items():
+        if lacking := [record.name for record in records if not (path / record.name).is_file()]:
+            all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
+            one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
+            what = all_of_it if len(lacking) == len(records) else one
+            raise CheckpointError(what, "bring the files of all ranks together")
+        for file, size in ((path / record.name, record.size) for record in records):
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
+
+
 def own_files(path: FilePath, manifest: Manifest | None, weights: Weights) -> list[ProgramFile]:
     """The files in the folders of ranks: those of the manifest or, without one, those that say whose they are.
 
@@ -316,16 +329,10 @@ def own_files(path: FilePath, manifest: Manifest | None, weights: Weights) -> li
     """
     files = []
     if manifest is not None:
-        for rank, records in sorted(manifest.ranks.items()):
-            for record in records:
-                file = path / record.name
-                if not file.is_file():
-                    raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
-                if file.stat().st_size != record.size:
-                    raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {MANIFEST} says {record.size}")
-                if file.suffix == ".safetensors":
-                    files.append(ProgramFile(file, rank, 0, manifest.identity.mesh.size))
-        return files
+        check_recorded(path, manifest)
+        names = ((rank, record.name) for rank, records in sorted(manifest.ranks.items()) for record in records)
+        of = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
+        return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in of]
     for folder in rank_folders(path):
         for file in glob(folder, "*.safetensors"):
             header = weights(file)[2]

@@ -1,5 +1,9 @@
 """Writes ``reshard/source/required.json`` from transformers' own classes, built on the meta device.
 
+Of a type that transformers has no class for, the published layouts in ``tests/remote`` take their place: each line of
+them is required within its module, but biases and a head, which come with a setting. Of a type without either, what all
+others of its architecture file require.
+
 A line is required within a module if every build that has the module has the line. The builds of a type are the tests'
 small models of it, and each of these with one setting changed: those settings on which a condition in the source of the
 class depends. A build that fails, or whose names have no rule, is left out.
@@ -12,12 +16,13 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 import json
 import re
 import resource
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture_files import HEADS, find_architecture, language_model, read_document
+from formats.notation.architecture_files import (
+    HEADS,
+    built_in_architectures,
+    find_architecture,
+    language_model,
+    read_document,
+)
+from formats.notation.format import Types
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.source.completeness import REQUIRED, Present, is_within, modules_around, outermost
@@ -54,13 +66,62 @@ def tables() -> dict[str, Any]:
     """The file's content: for each model type its table, or the name of a type that has the same."""
     from tests.zoo import ZOO
 
-    found: dict[str, Any] = {}
-    first: dict[str, str] = {}
-    for model_type in sorted({entry.model_type for entry in ZOO.values()}):
-        table = table_of(list(as_read(saved(model_type))))
-        same = first.setdefault(json.dumps(table), model_type)
-        found[model_type] = table if same == model_type else same
+    types = sorted({entry.model_type for entry in ZOO.values()})
+    return as_entries(
+        {model_type: table_of(list(as_read(saved(model_type)))) for model_type in types} | published(types)
+    )
+
+
+def with_kin(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The tables, and of each other type what all types of its architecture file have in common."""
+    found, file_of = dict(tables), built_in_architectures()
+    for kind in sorted(file_of.keys() - tables.keys()):
+        others = [table for other, table in tables.items() if file_of.get(other) == file_of[kind]]
+        places = [{(module, line) for module, lines in of["always"].items() for line in lines} for of in others]
+        always: dict[str, list[str]] = defaultdict(list)
+        for module, line in sorted(set.intersection(*places) if places else ()):
+            always[module].append(line)
+        lines = {line for of in others for line in (*itertools.chain(*of["always"].values()), *of["also"])}
+        if others:
+            found[kind] = {"always": dict(always), "also": sorted(lines.difference(*always.values()))}
     return found
+
+
+def as_entries(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Each table, or the name of the first type that has the same."""
+    first: dict[str, str] = {}
+    same = {kind: first.setdefault(json.dumps(tables[kind]), kind) for kind in sorted(tables)}
+    return {kind: tables[kind] if same[kind] == kind else same[kind] for kind in same}
+
+
+def published(others: Collection[str]) -> dict[str, Mapping[str, Any]]:
+    """The tables of the types of published layouts, but for ``others``."""
+    from tests.remote import REMOTE
+
+    saves: dict[str, list[Saved]] = defaultdict(list)
+    for each in REMOTE.values():
+        tensors = (FullTensor(name, "F32", shape, "") for name, shape in each.tensors.items())
+        saves[str(each.config.get("model_type") or Types.class_of(each.config))].append(
+            Saved(each.config, tuple(tensors))
+        )
+    tables = {}
+    for kind in sorted(saves.keys() - {*others}):
+        if not (builds := list(as_read(saves[kind]))):
+            continue
+        heads = {line for each in builds for line in each.model.used_templates if is_head(line, each)}
+        table = table_of(builds)
+        tables[kind] = {"always": {}, "also": table["also"]}
+        for module, lines in table["always"].items():
+            free = [line for line in lines if line.endswith("bias") or line in heads]
+            tables[kind]["always"] |= {module: [line for line in lines if line not in free]}
+            tables[kind]["also"] = sorted({*tables[kind]["also"], *free})
+    return tables
+
+
+def is_head(line: str, build: Present) -> bool:
+    """Whether a line is of a table behind the layers, which tied weights need not have."""
+    stage = build.architecture.stage_of(line)
+    return build.architecture.is_table(line) and stage is not None and stage.text == "last"
 
 
 # ------------------------------------------------------------------------------------------------------- the builds
@@ -246,9 +307,12 @@ def table_of(builds: Sequence[Present]) -> dict[str, Any]:
 
 
 def is_own(line: str, build: Present) -> bool:
-    """Whether a line is of the type itself, not of a language model inside, which has a table of its own."""
+    """Whether a line is of the type itself, not of a language model inside, which has a table of its own.
+
+    A draft, which is known by its class, has other layers than that.
+    """
     inside = language_model(build.model.config)
-    return inside is None or line in inside.towers
+    return inside is None or line in inside.towers or "model_type" not in build.model.config
 
 
 def tower_of(stack: str, dealt: Set[str]) -> str:
@@ -298,6 +362,7 @@ def holds(line: str, module: str, builds: Sequence[Present]) -> bool:
         stack == outermost(line)
         and line not in there
         and any(is_within(each, module) for each in there)
+        and line in build.architecture.tensors
         and all(build.needed(line, place) for place in build.places(line, at))
         for build in builds
         for stack, at, there in build.members()

@@ -28,8 +28,8 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7274, 755, 120),
-    "reshard": Size(114, 18295, 1735, 251),
+    "formats": Size(42, 7044, 737, 117),
+    "reshard": Size(114, 18193, 1726, 250),
     "verify": Size(54, 7588, 714, 110),
 }
 

@@ -15,9 +15,11 @@ Source: ``torch/serialization.py``, ``torch/_utils.py`` and ``torch/_weights_onl
 from __future__ import annotations
 
 import math
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 from formats.documents import LARGEST
@@ -103,17 +105,13 @@ def follow(pickled: bytes, names: Names) -> object:
     """
     if len(pickled) > LARGEST_PICKLE:
         raise ValueError(f"it has {len(pickled):,} bytes, of which at most {LARGEST_PICKLE:,} are read")
-    machine = _Machine(pickled, names)
-    steps, stack = _STEPS, machine.stack
-    while True:
-        code = pickled[machine.at]
-        machine.at += 1
-        if code == 0x2E:  # STOP
-            return stack.pop()
-        step = steps[code]
+    machine, file, steps = _Machine(names), BytesIO(pickled), _STEPS
+    while (code := file.read(1)) != b".":  # STOP
+        read, step = steps[code]
         if step is None:
-            raise RefusedError(f"the instruction {_instruction(code)}")
-        step(machine)
+            raise RefusedError(f"the instruction {read}")
+        step(machine, read(file))
+    return machine.stack.pop()
 
 
 def kind_of(value: object) -> str:
@@ -129,37 +127,15 @@ def quote(value: object) -> str:
 
 
 class _Machine:
-    """The state of the machine: the pickle, the place in it, the stack, its marks, and the memo."""
+    """The state of the machine: the stack, its marks, and the memo."""
 
-    __slots__ = ("at", "data", "marks", "memo", "names", "stack")
+    __slots__ = ("marks", "memo", "names", "stack")
 
-    def __init__(self, data: bytes, names: Names) -> None:
-        self.data, self.names, self.at = data, names, 0
+    def __init__(self, names: Names) -> None:
+        self.names = names
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-
-    def content(self, width: int) -> bytes:
-        """The bytes behind a length of ``width`` bytes."""
-        begin = self.at + width
-        end = begin + int.from_bytes(self.data[self.at : begin], "little")
-        if end > len(self.data):
-            raise ValueError("it ends within a text")
-        self.at = end
-        return self.data[begin:end]
-
-    def number(self, width: int) -> int:
-        """A number of so many bytes."""
-        begin, self.at = self.at, self.at + width
-        if self.at > len(self.data):
-            raise ValueError("it ends within a number")
-        return int.from_bytes(self.data[begin : self.at], "little")
-
-    def line(self) -> str:
-        """The text up to the end of the line."""
-        end = self.data.index(b"\n", self.at)
-        text, self.at = self.data[self.at : end].decode(), end + 1
-        return text
 
     def take(self, count: int | None = None) -> list[Any]:
         """Pop ``count`` items, or those above the last mark."""
@@ -239,112 +215,77 @@ def _is_key(key: object) -> bool:
     )
 
 
-def _instruction(code: int) -> str:
-    import pickletools  # only for the name in a message
-
-    return next((op.name for op in pickletools.opcodes if op.code == chr(code)), f"0x{code:02x}")
+def _put(machine: _Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
 
 
-def _signed(machine: _Machine, width: int) -> int:
-    return int.from_bytes(machine.content(width), "little", signed=True)
-
-
-def _skip(width: int) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.number(width)
-
-    return step
-
-
-def _push(make: Callable[[_Machine], object]) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.stack.append(make(machine))
-
-    return step
-
-
-def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.memo[index(machine)] = machine.stack[-1]
-
-    return step
-
-
-def _text(width: int) -> Callable[[_Machine], None]:
-    return _push(lambda machine: machine.content(width).decode("utf-8", "surrogatepass"))
-
-
-def _mark(machine: _Machine) -> None:
-    machine.marks.append(len(machine.stack))
-
-
-def _global(machine: _Machine) -> None:
-    machine.name(f"{machine.line()}.{machine.line()}")
-
-
-def _stack_global(machine: _Machine) -> None:
+def _stack_global(machine: _Machine, _: object) -> None:
     module, name = machine.take(2)
     if type(module) is not str or type(name) is not str:
         raise ValueError("a name should be a text")
     machine.name(f"{module}.{name}")
 
 
-def _new_with_keywords(machine: _Machine) -> None:
+def _new_with_keywords(machine: _Machine, _: object) -> None:
     if machine.stack.pop() != {}:
         raise RefusedError("an object made with keywords")
     machine.call()
 
 
-# What torch.save writes (protocol 2), and what the same data takes in protocols 3 to 5.
-_BY_CODE: dict[int, Callable[[_Machine], None]] = {
-    0x80: _skip(1),  # PROTO
-    0x95: _skip(8),  # FRAME
-    ord("N"): _push(lambda machine: None),
-    0x88: _push(lambda machine: True),
-    0x89: _push(lambda machine: False),
-    ord(")"): _push(lambda machine: ()),
-    ord("]"): _push(lambda machine: []),
-    ord("}"): _push(lambda machine: {}),
-    0x8F: _push(lambda machine: set()),
-    ord("J"): _push(lambda machine: (machine.number(4) ^ 0x80000000) - 0x80000000),
-    ord("K"): _push(lambda machine: machine.number(1)),
-    ord("M"): _push(lambda machine: machine.number(2)),
-    0x8A: _push(lambda machine: _signed(machine, 1)),
-    0x8B: _push(lambda machine: _signed(machine, 4)),
-    ord("G"): _push(lambda machine: struct.unpack("<d", machine.number(8).to_bytes(8, "big"))[0]),
-    ord("X"): _text(4),
-    0x8C: _text(1),
-    0x8D: _text(8),
-    ord("U"): _push(lambda machine: machine.content(1).decode("latin-1")),
-    ord("T"): _push(lambda machine: machine.content(4).decode("latin-1")),
-    ord("B"): _push(lambda machine: machine.content(4)),
-    ord("C"): _push(lambda machine: machine.content(1)),
-    0x8E: _push(lambda machine: machine.content(8)),
-    0x96: _push(lambda machine: machine.content(8)),
-    ord("("): _mark,
-    ord("t"): _push(lambda machine: tuple(machine.take())),
-    0x85: _push(lambda machine: tuple(machine.take(1))),
-    0x86: _push(lambda machine: tuple(machine.take(2))),
-    0x87: _push(lambda machine: tuple(machine.take(3))),
-    ord("a"): lambda machine: machine.extend(machine.take(1)),
-    ord("e"): lambda machine: machine.extend(machine.take()),
-    ord("s"): lambda machine: machine.assign(machine.take(2)),
-    ord("u"): lambda machine: machine.assign(machine.take()),
-    0x90: lambda machine: machine.add(machine.take()),
-    ord("q"): _put(lambda machine: machine.number(1)),
-    ord("r"): _put(lambda machine: machine.number(4)),
-    0x94: _put(lambda machine: len(machine.memo)),
-    ord("h"): _push(lambda machine: machine.memo[machine.number(1)]),
-    ord("j"): _push(lambda machine: machine.memo[machine.number(4)]),
-    ord("c"): _global,
-    0x93: _stack_global,
-    ord("Q"): lambda machine: machine.load(),
-    ord("R"): lambda machine: machine.call(),
-    0x81: lambda machine: machine.call(),
-    0x92: _new_with_keywords,
-    ord("b"): lambda machine: machine.build(),
+def _path(file: BytesIO) -> str:
+    """The two lines of a name; Python's own reader takes backslashes in them for escapes."""
+    module, name = file.readline(), file.readline()
+    if not name.endswith(b"\n"):
+        raise ValueError("it ends within a name")
+    return f"{module[:-1].decode()}.{name[:-1].decode()}"
+
+
+_Step = Callable[[_Machine, Any], object]
+_ARGUMENTS = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+)  # fmt: skip
+"""What pushes its argument."""
+_BY_NAME: dict[str, _Step] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
+    **dict.fromkeys(_ARGUMENTS, lambda machine, argument: machine.stack.append(argument)),
+    "BYTEARRAY8": lambda machine, content: machine.stack.append(bytes(content)),
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.take())),
+    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine.take(1))),
+    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine.take(2))),
+    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine.take(3))),
+    "APPEND": lambda machine, _: machine.extend(machine.take(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.take()),
+    "SETITEM": lambda machine, _: machine.assign(machine.take(2)),
+    "SETITEMS": lambda machine, _: machine.assign(machine.take()),
+    "ADDITEMS": lambda machine, _: machine.add(machine.take()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
+    "GLOBAL": lambda machine, path: machine.name(path),
+    "STACK_GLOBAL": _stack_global,
+    "BINPERSID": lambda machine, _: machine.load(),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.call()),
+    "NEWOBJ_EX": _new_with_keywords,
+    "BUILD": lambda machine, _: machine.build(),
 }
-_STEPS: list[Callable[[_Machine], None] | None] = [_BY_CODE.get(code) for code in range(256)]
+"""What torch.save writes (protocol 2), and what the same data takes in protocols 3 to 5."""
+_STEPS: dict[bytes, tuple[Any, _Step | None]] = {bytes([code]): (f"0x{code:02x}", None) for code in range(256)} | {
+    op.code.encode("latin-1"): (op.arg.reader if op.arg else lambda file: None, _BY_NAME[op.name])
+    if op.name in _BY_NAME
+    else (op.name, None)
+    for op in pickletools.opcodes
+}
+_STEPS[b"c"] = _path, _BY_NAME["GLOBAL"]
+"""For each instruction what reads its argument, and what is done; of one that is refused its name, and None."""
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -28,7 +28,6 @@ from formats.documents import (
     json_object,
     mapping,
     optional,
-    read_config,
     read_document,
     size,
     sound,
@@ -37,13 +36,12 @@ from formats.documents import (
     utf8,
     whole,
 )  # fmt: skip
-from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import WeightFile, find_side_files, with_modelopt
+from formats.errors import CheckpointError, brief
 from formats.files.checksum import Stamp, read_stamp
-from formats.files.safetensors import TensorInfo, parse_header, read_header
+from formats.files.safetensors import TensorInfo, parse_header
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
-from formats.store import FilePath, glob, name_in, sorted_paths
+from formats.store import FilePath, sorted_paths
 
 MANIFEST = "reshard.json"
 INTACT_FILE = "reshard-kept.safetensors"
@@ -154,30 +152,6 @@ class Manifest:
     inputs: tuple[Stamp, ...]
     format: str | None = None
     """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
-
-
-@dataclass(frozen=True)
-class RankShards:
-    """The files of one rank and the tensors in them, in the order of the files.
-
-    ``places`` are the positions of the tensors among all tensors of the model; empty if the files do not say them.
-    """
-
-    rank: int
-    folder: FilePath
-    files: tuple[WeightFile, ...]
-    tensors: Mapping[str, TensorInfo]
-    places: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class ShardedCheckpoint:
-    """A split checkpoint with all ranks there."""
-
-    config: dict[str, Any]
-    identity: Identity
-    ranks: tuple[RankShards, ...]
-    side_files: tuple[FilePath, ...]
 
 
 def is_fingerprint(source: str) -> bool:
@@ -325,7 +299,7 @@ def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:
     return read
 
 
-# --------------------------------------------------------------------------------------------------------- opening
+# ---------------------------------------------------------------------------------------------------------- shards
 
 
 def rank_folders(path: FilePath) -> list[FilePath]:
@@ -336,101 +310,6 @@ def rank_folders(path: FilePath) -> list[FilePath]:
 def is_sharded(path: FilePath) -> bool:
     """Whether a folder is a split checkpoint (complete or not)."""
     return path.is_dir() and ((path / MANIFEST).is_file() or bool(rank_folders(path)))
-
-
-def open_sharded(path: FilePath, manifest: Manifest | None) -> ShardedCheckpoint:
-    """Open a split checkpoint by its manifest, or without one: every rank, every header. No tensor data is read.
-
-    Raises CheckpointError for what is missing or damaged, MismatchError for shards that do not belong together.
-    """
-    if manifest is None:
-        identity, shards = _from_headers(path)
-        files = (file for file in find_side_files(path) if file.is_file() and file.name != MANIFEST)
-        side = tuple(file for file in files if not RANK_FOLDER.fullmatch(name_in(file, path).partition("/")[0]))
-    else:
-        identity, side = manifest.identity, tuple(path / record.name for record in manifest.side_files)
-        shards = {
-            rank: _open_rank(path, manifest, rank) for rank in range(identity.mesh.size) if rank in manifest.ranks
-        }
-    missing = [identity.mesh.folder(rank) for rank in range(identity.mesh.size) if rank not in shards]
-    if missing:
-        further = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-        raise CheckpointError(
-            f"{path}: {missing[0]}{further} missing, the mesh is {identity.mesh}",
-            "bring the folders of all ranks together",
-        )
-    ranks = tuple(shards[rank] for rank in range(identity.mesh.size))
-    for file in side:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
-    config = path / "config.json"
-    if not config.exists():
-        raise CheckpointError(f"{config} is missing", "copy the one of the original model there")
-    return ShardedCheckpoint(with_modelopt(read_config(config), path), identity, ranks, side)
-
-
-def _open_rank(path: FilePath, manifest: Manifest, rank: int) -> RankShards:
-    files = []
-    for record in manifest.ranks[rank]:
-        file = path / record.name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, {MANIFEST} lists it")
-        if file.stat().st_size != record.size:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {MANIFEST} says {record.size}")
-        if file.suffix == ".safetensors":
-            files.append(file)
-    shards, identity = _read_rank(path, files, rank)
-    _check_identity(identity, manifest.identity, files[0], path / MANIFEST)
-    return shards
-
-
-def _read_rank(path: FilePath, files: Sequence[FilePath], rank: int | None) -> tuple[RankShards, Identity]:
-    """Read the headers of a rank's files; without ``rank`` the first header says which rank it is."""
-    weight_files, tensors, places = list[WeightFile](), dict[str, TensorInfo](), dict[str, int]()
-    first: Identity | None = None
-    for file in files:
-        header = read_header(file)
-        shard = read_shard(header.metadata, file)
-        if shard.places and len(shard.places) != len(header.tensors):
-            raise CheckpointError(f"{file}: its header gives the places of other tensors than it holds")
-        rank = shard.rank if rank is None else rank
-        if shard.rank != rank:
-            raise MismatchError(f"{file} is a shard of rank {shard.rank}, it stands in the folder of rank {rank}")
-        first = first or shard.identity
-        _check_identity(shard.identity, first, file, files[0])
-        twice = tensors.keys() & header.tensors.keys()
-        if twice:
-            raise CheckpointError(f"{file}: tensor '{min(twice)}' also stands in {tensors[min(twice)].file.name}")
-        tensors.update(header.tensors)
-        places.update(zip(header.tensors, shard.places, strict=False))
-        size = file.stat().st_size
-        weight_files.append(WeightFile(name_in(file, path), file, size, header.raw, header.metadata))
-    if first is None or rank is None:
-        raise CheckpointError(f"{path}: rank {rank} has no safetensors file")
-    return RankShards(rank, files[0].parent, tuple(weight_files), tensors, places), first
-
-
-def _from_headers(path: FilePath) -> tuple[Identity, dict[int, RankShards]]:
-    """What the manifest would say, from the metadata of the shards."""
-    shards: dict[int, RankShards] = {}
-    first: tuple[Identity, FilePath] | None = None
-    for folder in rank_folders(path):
-        files = glob(folder, "*.safetensors")
-        if not files:
-            raise CheckpointError(f"{folder} has no safetensors file")
-        rank_shards, identity = _read_rank(path, files, None)
-        first = first or (identity, files[0])
-        _check_identity(identity, first[0], files[0], first[1])
-        if identity.mesh.folder(rank_shards.rank) != folder.name:
-            raise MismatchError(
-                f"{files[0]} is a shard of {identity.mesh.folder(rank_shards.rank)}, not of {folder.name}"
-            )
-        shards[rank_shards.rank] = rank_shards
-    if first is None:
-        raise CheckpointError(
-            f"{path}: neither {MANIFEST} nor a folder of a rank is there", "give the folder that 'reshard split' wrote"
-        )
-    return first[0], shards
 
 
 @dataclass(frozen=True)
@@ -466,14 +345,3 @@ def _places(value: object, where: str) -> tuple[int, ...]:
 def _runs(places: Sequence[int]) -> list[list[int]]:
     """``[[3, 2]]`` for 3 and 4: where each run of consecutive numbers begins, and how long it is."""
     return [[run.offset, run.length] for run in merge_runs(Run(place, 1) for place in places)]
-
-
-def _check_identity(this: Identity, expected: Identity, file: FilePath, other: FilePath) -> None:
-    if this.source != expected.source:
-        raise MismatchError(
-            f"{file} and {other} come from different sources ({str(this.source)[:12]} and {str(expected.source)[:12]})"
-        )
-    if this.mesh != expected.mesh:
-        raise MismatchError(f"{file} belongs to the mesh {this.mesh}, {other} to {expected.mesh}")
-    if this != expected:
-        raise MismatchError(f"{file} and {other} were split by different plans, sizes or paddings")

@@ -7,8 +7,11 @@ All commands refuse a degree for the reasons found here. What a rank owns at a p
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from formats.errors import NotationError, PlanError, Refusal, SettingError, refused
 from formats.files.safetensors import DTYPE_BITS
@@ -166,60 +169,19 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
 
 # ----------------------------------------------------------------------------------------------- the words of refusals
 
-_COUNTED: Mapping[tuple[str, ...], str] = {
-    ("kv", "group"): "attention heads",
-    ("heads",): "attention heads",
-    ("kv",): "KV heads",
-    ("skv", "sgroup"): "heads of sliding-window attention",
-    ("sheads",): "heads of sliding-window attention",
-    ("chunk", "per", "sgroup"): "heads of sliding-window attention",
-    ("chunk", "per"): "KV heads of sliding-window attention",
-    ("chunk",): "groups of KV heads of sliding-window attention",
-    ("skv",): "KV heads of sliding-window attention",
-    ("gkv", "ggroup"): "heads of global attention",
-    ("gkv",): "KV heads of global attention",
-    ("ekv", "egroup"): "attention heads of the encoder",
-    ("dkv", "dgroup"): "attention heads of the decoder",
-    ("dkv",): "attention heads of the decoder",
-    ("kheads", "vper"): "value heads of linear attention",
-    ("kheads",): "key heads of linear attention",
-    ("lheads",): "heads of linear attention",
-    ("g", "per"): "heads of the state-space layers",
-    ("g",): "groups of the state-space layers",
-    ("mheads",): "heads of the state-space layers",
-    ("groups",): "groups of the attention's output",
-    ("blocks",): "blocks of the recurrent layers",
-    ("expert",): "experts",
-}
-_MEASURED: Mapping[str, str] = {
-    "ff": "an intermediate size",
-    "dense_ff": "an intermediate size of dense layers",
-    "wide_ff": "an intermediate size of wide layers",
-    "moe_ff": "an intermediate size of experts",
-    "text_ff": "an intermediate size of experts for text",
-    "image_ff": "an intermediate size of experts for images",
-    "shared_ff": "an intermediate size of shared experts",
-    "rff": "an intermediate size of the residual MLP",
-    "eff": "an intermediate size of the encoder",
-    "dff": "an intermediate size of the decoder",
-    "gff": "an intermediate size of the global model",
-    "inner": "an inner size of the state-space layers",
-    "channel": "a number of channels",
-    "vocab": "a vocabulary",
-    "draft": "a draft's vocabulary",
-    "dvocab": "a vocabulary of the decoder",
-    "layer_vocab": "a vocabulary of each layer",
-    "rows": "a number of rows of the embedding",
-    "hashes": "a number of hashed embeddings",
-    "ngram_dim": "a size of n-gram embeddings",
-}
+
+@cache
+def _words() -> tuple[Mapping[tuple[str, ...], str], Mapping[str, str]]:
+    """What axes count, by families of them, and what each measures."""
+    table = tomllib.loads((Path(__file__).parent / "axes.toml").read_text(encoding="utf-8"))
+    return {tuple(axes.split()): words for axes, words in table["counted"].items()}, table["measured"]
 
 
 def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
     """``12 attention heads do not divide by 5``: why a family of axes with these sizes does not absorb a degree."""
     axes, size = tuple(axis for axis, _ in family), math.prod(size for _, size in family)
-    if axes in _COUNTED:
-        return f"{size:,} {_COUNTED[axes]} do not divide by {degree}"
+    if counted := _words()[0].get(axes):
+        return f"{size:,} {counted} do not divide by {degree}"
     return f"{_size_of(axes, size)} does not divide by {degree}"
 
 
@@ -242,16 +204,15 @@ def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share])
     if not axes or size % (dim.step * parts) == 0:
         return None
     blocks = f"{size / dim.step:g} blocks of {dim.step}, which do not divide by {parts}"
-    named = next((name for end in range(len(axes), 0, -1) if (name := _COUNTED.get(axes[:end]))), None)
+    named = next((name for end in range(len(axes), 0, -1) if (name := _words()[0].get(axes[:end]))), None)
     if named:
         return f"{size:,} rows of {named} are {blocks}"
     return f"{_size_of(axes, size)} is {blocks}" if axes == factors else None
 
 
 def _size_of(axes: Sequence[str], size: int) -> str:
-    if len(axes) == 1 and axes[0] in _MEASURED:
-        return f"{_MEASURED[axes[0]]} of {size:,}"
-    return f"a size of {size:,} ({' x '.join(axes)})"
+    measured = _words()[1].get(axes[0]) if len(axes) == 1 else None
+    return f"{measured} of {size:,}" if measured else f"a size of {size:,} ({' x '.join(axes)})"
 
 
 # --------------------------------------------------------------------------------------------------------- all degrees

@@ -73,48 +73,23 @@ class Change:
         return conversion(self.name, self.dtype, self.target, self.function, self.cast)
 
 
-def _from_bf16(block: Block) -> NDArray[np.float32]:
-    bits = np.ascontiguousarray(block).view("<u2")[..., 0].astype("<u4") << 16
-    return bits.view("<f4")
-
-
-_AS_F32: Mapping[str, Callable[[Block], NDArray[np.float32]]] = {
-    "BF16": _from_bf16,
-    "F16": lambda block: np.ascontiguousarray(block).view("<f2")[..., 0].astype("<f4"),
-    "F32": lambda block: np.ascontiguousarray(block).view("<f4")[..., 0],
-}
-
-
-def _minus_exp(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """-exp(x), rounded once."""
-    return -np.exp(values.astype(np.float64)).astype("<f4")
-
-
-def _to_bf16(values: NDArray[np.float32]) -> Block:
-    return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(*values.shape, 2)
-
-
-_FROM_F32: Mapping[str, Callable[[NDArray[np.float32]], Block]] = {
-    "BF16": _to_bf16,
-    "F16": lambda values: values.astype("<f2").view(np.uint8).reshape(*values.shape, 2),
-}
+def _as_f32(block: Block, dtype: str) -> NDArray[np.float32]:
+    """The values of BF16, F16 or F32; a NaN keeps its bits."""
+    codes = np.ascontiguousarray(block).view(CODES[dtype])[..., 0]
+    return as_float32(codes, dtype) if dtype == "BF16" else codes.astype("<f4", copy=False)
 
 
 def _narrow(name: str, target: str, block: Block) -> Block:
     """What was widened, as it was. Raises MismatchError if it was not."""
-    values = _AS_F32["F32"](block)
-    narrowed = _FROM_F32[target](values)
-    if (_AS_F32[target](narrowed).view("<u4") != values.view("<u4")).any():
+    values = _as_f32(block, "F32")
+    codes = (values.view("<u4") >> 16).astype("<u2") if target == "BF16" else values.astype("<f2")
+    narrowed = codes.view(np.uint8).reshape(*values.shape, 2)
+    if (_as_f32(narrowed, target).view("<u4") != values.view("<u4")).any():
         raise MismatchError(f"tensor '{name}' is stored as F32 and has values that {target} cannot have", _CHANGED)
     return narrowed
 
 
 _CHANGED = "the original was of that type: these values were changed since"
-
-_FUNCTIONS: Mapping[str | None, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
-    None: lambda values: values,
-    "-exp": _minus_exp,
-}
 
 
 def conversion(name: str, dtype: str, target: str, function: str | None, cast: str | None = None) -> Edit:
@@ -129,14 +104,15 @@ def conversion(name: str, dtype: str, target: str, function: str | None, cast: s
             return first
         then = conversion(name, cast, target, function)
         return lambda block: then(first(block))
-    if dtype == "F32" and target in _FROM_F32 and function is None:
+    if dtype == "F32" and target in {"BF16", "F16"} and function is None:
         return partial(_narrow, name, target)
-    if target != "F32" or dtype not in _AS_F32 or function not in _FUNCTIONS:
+    if target != "F32" or dtype not in {"BF16", "F16", "F32"} or function not in {None, "-exp"}:
         raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
-    widen, apply = _AS_F32[dtype], _FUNCTIONS[function]
 
     def change(block: Block) -> Block:
-        values = apply(widen(block))
+        values = _as_f32(block, dtype)
+        if function is not None:  # -exp(x), rounded once
+            values = -np.exp(values.astype(np.float64)).astype("<f4")
         return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
 
     return change

@@ -4,19 +4,17 @@ A rule that covers no tensor is normal, because an architecture file describes m
 tensor. The tensors that are there demand others:
 
 - If one layer (or expert) has a tensor, all have it.
-- Matrices of one module with the same shape come together (keys and values).
-- Another matrix consumes the output of a matrix.
-- A norm follows a stack of layers, and a model has an embedding of its vocabulary.
+- A model has an embedding of its vocabulary, and a head if config.json says that the two are not tied.
+- What all models of a type have, this one has (``required.json``).
 
 ``when`` and ``optional`` in a rule state the exceptions of a model. MTP layers may be missing, because publishers leave
 them out; or they are all that is there, as a draft for the model that has the rest. Replicated towers are only checked
 for gaps in their layers: some are published without their last layers.
 
-The lines that transformers' own class has for every model of a type, whatever the settings: ``required.json``.
-
-``python -m tools.required`` writes the file. A line is demanded within a module: if the module has any tensor, it must
-have that of the line. A checkpoint may spell a part of its names in another way (experts that a quantizer names one by
-one). Nothing is demanded of a part that has lines which the class does not write.
+``required.json`` has the lines that transformers' own class has for every model of a type, whatever the settings; of a
+type without such a class, those of published checkpoints. ``python -m tools.required`` writes it. A line is demanded
+within a module: if the module has any tensor, it must have that of the line. A checkpoint may spell a part of its names
+in another way (experts that a quantizer names one by one). Nothing is demanded of a part that has other lines.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -35,7 +33,7 @@ from formats.files.chunks import check_tiling
 from formats.files.safetensors import TensorInfo
 from formats.notation.architecture import Match, filled
 from formats.notation.architecture_files import built_in_file, language_model
-from formats.notation.axes import Shape
+from formats.notation.format import Types
 from formats.quantization.companions import is_of_activations
 from formats.store import FilePath
 from reshard.mesh.stages import HEADED, predicts_further
@@ -66,12 +64,17 @@ class KnownLines:
             lines_of[outermost(module)][module] = lines
         return lines_of
 
-    def lacking(self, stack: str, present: Set[str]) -> Iterator[str]:
-        """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``present``."""
+    def lacking(self, stack: str, present: Set[str], *, is_draft: bool = False) -> Iterator[str]:
+        """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``present``.
+
+        The layers of a draft have lines of their own beside those of other layers.
+        """
         unknown = (line for line in present if line not in self.all and not line.endswith("bias"))
         around = ((*modules_around(line), "") for line in unknown)
         strange = {next(part for part in parts if part in self.modules or not part) for parts in around} - {""}
-        if any(part.endswith("}") for part in strange):  # layers of another class under the same type
+        other_layers = {part for part in strange if part.endswith("}")}
+        strange -= other_layers
+        if other_layers and not is_draft:  # layers of another class under the same type
             return
         modules = {module for line in present for module in modules_around(line)}
         for module, lines in self.of_stack.get(stack, {}).items():
@@ -115,12 +118,12 @@ def outermost(template: str) -> str:
 
 
 def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
-    """The lines of a model of this ``config.json``; None if its type is not known.
+    """The lines of a model of this ``config.json``, by its type or, if it has none, its class; None if not known.
 
     With towers, they are those of the towers, and those of the language model's own type without its head, which may be
     that of the towers' class.
     """
-    lines, inside = known_lines(str(config.get("model_type"))), language_model(config)
+    lines, inside = known_lines(str(config.get("model_type") or Types.class_of(config))), language_model(config)
     if inside is None:
         return lines
     inner, towers = known_lines(inside.model_type), lines or KnownLines({}, frozenset())
@@ -218,8 +221,7 @@ def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
     for find in (
-        _missing_layers, _missing_indices, _missing_in_some, _missing_companions, _missing_twins,
-        _missing_ends_of_flow, _missing_vocabulary, _missing_norm, _missing_always,
+        _missing_layers, _missing_indices, _missing_in_some, _missing_companions, _missing_vocabulary, _missing_always,
     ):  # fmt: skip
         yield from (name for name in find(present) if not present.is_draft or present.is_of_draft(name))
 
@@ -240,11 +242,6 @@ def _axes(stack: str) -> tuple[str, ...]:
 
 def _outer(stack: str) -> str:
     return _stack(stack.rpartition(".")[0])
-
-
-def _module(template: str) -> str:
-    """The module around a weight's own: ``….self_attn`` of ``….self_attn.q_proj.weight``."""
-    return template.removesuffix(".weight").rpartition(".")[0]
 
 
 class Present:
@@ -475,88 +472,20 @@ def _missing_companions(present: Present) -> Iterator[str]:
                     yield from (_moved(name, (0,) * len(at), at) for name, _ in sorted(many - few))
 
 
-def _missing_twins(present: Present) -> Iterator[str]:
-    """Missing matrices of a module that has others of the same shape: keys without values, a gate without ``up``."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for template, rules in present.architecture.tensors.items():
-        shapes = [shape for rule in rules for shape in rule.shapes]
-        is_matrix = any(shape.output_dim is not None and shape.axes & present.dealt for shape in shapes)
-        if is_matrix and _stack(template) and not template.endswith(("*", "bias")):
-            groups[_module(template), str([[str(shape) for shape in rule.shapes] for rule in rules])].append(template)
-    for templates in groups.values():
-        twins = [template for template in templates if template in present.lines]
-        for template in templates if twins else ():
-            if template not in present.lines:
-                for at in present.lines[twins[0]]:
-                    if present.needed(template, at) and not present.may_lack(_stack(template), at):
-                        yield present.spelled(template, at)
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """A matrix's line: ``makes`` are the split axes of its output, ``takes`` those of its input.
-
-    ``home`` is the layer around it, empty outside all layers.
-    """
-
-    template: str
-    home: str
-    makes: frozenset[str]
-    takes: frozenset[str]
-
-
-def _matrices(present: Present, templates: Iterable[str]) -> Iterator[_Matrix]:
-    experts = frozenset(itertools.chain.from_iterable(present.architecture.families.get("ep", ())))
-    for template in templates:
-        for shape in (shape for rule in present.architecture.tensors[template] for shape in rule.shapes):
-            if shape.output_dim is None or template.endswith(("bias", "*")):
-                continue
-            makes = shape.dims[shape.output_dim].axes
-            takes = frozenset(itertools.chain.from_iterable(shape.dims[place].axes for place in shape.input_dims))
-            dealt = present.dealt - experts
-            yield _Matrix(template, outermost(template), makes & dealt, takes & dealt)
-
-
-def _missing_ends_of_flow(present: Present) -> Iterator[str]:
-    """Missing matrices that make the input of another matrix or take its output: queries without ``o_proj``."""
-    rules = list(_matrices(present, present.architecture.tensors))
-    matrices = [matrix for matrix in rules if matrix.template in present.lines]
-    layers = {m.home for m in matrices if m.makes} & {m.home for m in matrices if m.takes}
-    for near_to in matrices:
-        near = [m for m in rules if near_to.home not in layers or m.home == near_to.home or m.home not in layers]
-        makers = [m.template for m in near if near_to.takes <= m.makes]
-        takers = [m.template for m in near if near_to.makes & m.takes]
-        for axes, candidates in ((near_to.takes, makers), (near_to.makes, takers)):
-            if axes and not any(other in present.lines for other in candidates):
-                yield from _first_needed(present, candidates, near_to.template)
-
-
-def _first_needed(present: Present, templates: Sequence[str], neighbour: str) -> Iterator[str]:
-    """The names of the first line that is needed at the indices of the line ``neighbour``."""
-    for template in templates:
-        depth = len(_axes(template))
-        places = {at[:depth]: None for at in present.lines[neighbour] if len(at) >= depth}
-        names = [present.spelled(template, at) for at in places if present.needed(template, at)]
-        if names:
-            yield from names
-            return
-
-
 def _missing_layers(present: Present) -> Iterator[str]:
-    """A tensor of each layer, if the checkpoint has no sharded matrix at all."""
-    all_stacks = dict.fromkeys(stack for template in present.architecture.tensors for stack, _ in _around(template))
-    stacks = [stack for stack in all_stacks if len(_axes(stack)) == 1 and present.count(stack, ())]
-    if stacks and not any(matrix.makes | matrix.takes for matrix in _matrices(present, present.lines)):
-        inside = (template for template in present.architecture.tensors if _stack(template) == stacks[0])
-        for template in itertools.islice(inside, 1):
-            yield from (present.spelled(template, (index,)) for index in range(present.count(stacks[0], ()) or 0))
+    """A tensor of each layer, if the checkpoint has no sharded tensor at all, but for the vocabulary."""
+    rules = present.architecture.tensors
+    if any(shape.axes & present.dealt for line in present.lines for rule in rules[line] for shape in rule.shapes):
+        return
+    counts = ((line, present.count(_stack(line), ())) for line in rules if len(_axes(_stack(line))) == 1)
+    for line, count in itertools.islice(((line, count) for line, count in counts if count), 1):
+        yield from (present.spelled(line, (index,)) for index in range(count))
 
 
 def _missing_vocabulary(present: Present) -> Iterator[str]:
     """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
-    pad = present.architecture.pad
-    matrices = ((line, [of.dims for of in _shapes(present, line) if len(of.dims) == 2]) for line in _ends(present))
-    tables = [line for line, of in matrices if any(dim.axis in pad for dim in itertools.chain(*of))]
+    rules = present.architecture
+    tables = [line for line in rules.tensors if rules.is_table(line) and not line.endswith(("*", "bias"))]
     stored = [line for line in tables if line in present.lines]
     count = 2 if len(tables) > 1 and _has_head(present, stored) else 1
     if tables and len(stored) < count:
@@ -578,18 +507,6 @@ def _has_head(present: Present, tables: Sequence[str]) -> bool:
     return headed and whole and spelled and ties[0] is False and True not in ties
 
 
-def _missing_norm(present: Present) -> Iterator[str]:
-    """The norm behind a stack of layers, if the layers have norms."""
-    for stack in present.stacks:
-        if len(_axes(stack)) > 1 or not present.is_dealt(stack) or present.count(stack, ()) is None:
-            continue
-        root = stack.rpartition(".")[0].rpartition(".")[0]
-        inside = {axis for line in present.lines if line.startswith(f"{stack}.") for axis in _vectors(present, line)}
-        norms = [line for line in _ends(present) if _module(line) == root and inside & _vectors(present, line)]
-        if norms and not any(line in present.lines for line in norms):
-            yield from itertools.islice((present.spelled(line) for line in norms if present.needed(line, ())), 1)
-
-
 def _missing_always(present: Present) -> Iterator[str]:
     """What transformers' class of this model type always has, where its rules are the built-in ones."""
     config = present.model.config
@@ -601,24 +518,8 @@ def _missing_always(present: Present) -> Iterator[str]:
     for stack, at, stored in present.members() if lines else ():
         assert lines is not None
         if (stack, stored) not in lacking:
-            lacking[stack, stored] = sorted(lines.lacking(stack, stored))
+            lacking[stack, stored] = sorted(lines.lacking(stack, stored, is_draft=present.is_draft))
         for line in lacking[stack, stored]:
             places = present.places(line, at)
             if line in present.architecture.tensors and all(present.needed(line, place) for place in places):
                 yield from (present.spelled(line, place) for place in places)
-
-
-def _ends(present: Present) -> Iterator[str]:
-    """The lines of weights outside all layers."""
-    rules = present.architecture.tensors
-    return (template for template in rules if "{" not in template and not template.endswith(("*", "bias")))
-
-
-def _shapes(present: Present, template: str) -> Iterator[Shape]:
-    return (shape for rule in present.architecture.tensors[template] for shape in rule.shapes)
-
-
-def _vectors(present: Present, template: str) -> set[str]:
-    """The axes of a line's vectors: ``{"hidden"}`` for a norm; empty for a matrix."""
-    weights = _shapes(present, template) if template.endswith(".weight") else ()
-    return {s.dims[0].axis for s in weights if len(s.dims) == 1 and not s.is_open and s.dims[0].axis is not None}

@@ -7,8 +7,9 @@ It needs no rules for the architecture, and accepts incomplete checkpoints: it s
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from formats.files.sharded import (
     MANIFEST,
     METADATA_KEY,
     Identity,
-    Manifest,
     rank_folders,
     read_shard,
 )
@@ -29,7 +29,6 @@ from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
-from formats.notation.format_file import format_of
 from formats.store import FilePath, glob
 from reshard.publishing.journal import parts_of
 from reshard.source.opening import Kind, Recognised, open_source, recognise
@@ -192,16 +191,16 @@ def _take_what_is_there(report: Report, recognised: Recognised, error: ReshardEr
     """
     if recognised.damage is not None:
         report.problems.append(recognised.damage.message)
-    if recognised.kind == "program":
-        _take_program(report, recognised)
-        if report.complete and report.files and not (report.path / "config.json").is_file():
-            report.refused = "no config.json is there, which split and merge need"
-            report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
-    elif recognised.kind == "split":
-        ranks = _from_folders(report) if recognised.manifest is None else _from_records(report, recognised.manifest)
-        _take_ranks(report, ranks, recognised.manifest)
+    program = recognised.kind == "program"
+    if any(format.files.is_distributed and program_files(format, report.path) for format in recognised.formats):
+        _take_distributed(report, recognised.formats)
+    elif program or recognised.kind == "split":
+        _take_ranks(report, _files_of_ranks(report, recognised), recognised)
     else:
         _take_full(report, error)
+    if program and report.complete and report.files and not (report.path / "config.json").is_file():
+        report.refused = "no config.json is there, which split and merge need"
+        report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
     if report.rank is None and report.complete and report.refused is None:
         if isinstance(error, PlanError) and report.architecture is None:
             report.refused = error.message  # nothing is missing, it needs --plan
@@ -219,12 +218,7 @@ def _take_full(report: Report, error: ReshardError) -> None:
         raise error
     if any(file.name.endswith((".bin", ".bin.index.json")) for file in (*files, *index)):
         report.format = "PyTorch .bin"
-    problems: list[str] = []
-    for file in (file for file in files if file.is_file()):
-        tensors = _read(report, file, problems)
-        _count(report, tensors)
-        if file.suffix == ".safetensors" and tensors and report.rank is None:
-            _take_shard(report, read_header(file), file)
+    problems = _read(report, files)[1]
     if problems and report.rank is None:
         report.problems += dict.fromkeys([error.message, *problems])
     elif report.kind == _KINDS["adapter"]:
@@ -232,20 +226,6 @@ def _take_full(report: Report, error: ReshardError) -> None:
             _take_type(report, open_adapter(report.path, None).config)
         except CheckpointError as lacking:  # nothing is missing in the folder
             report.refused = lacking.message
-
-
-def _take_program(report: Report, recognised: Recognised) -> None:
-    """Add what is there in a program's format."""
-    manifest, formats, path = recognised.manifest, recognised.formats, report.path
-    if not any(program_files(format, path) for format in formats):
-        return
-    if any(format.files.is_distributed for format in formats):
-        _take_distributed(report, formats)
-        return
-    ranks = _from_names(report, formats[0]) if manifest is None else _from_records(report, manifest)
-    _take_ranks(report, ranks, manifest)
-    if report.ranks_missing:
-        report.hint = "bring the files of all ranks together, or write them again"
 
 
 def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
@@ -280,100 +260,77 @@ def _take_trainer(report: Report, what: str | None) -> None:
         report.loaded_by = report.load = report.has_manifest = None
 
 
-Ranks = Mapping[int, list[TensorInfo]]
-"""The tensors of the ranks of which any file is there."""
+Files = Mapping[int, Sequence[FilePath]]
+"""The files that are there of each rank of which any is."""
 
 
-def _from_records(report: Report, manifest: Manifest) -> Ranks:
-    """What is there of the files that a manifest lists."""
-    ranks: dict[int, list[TensorInfo]] = {}
-    format = format_of(manifest.format) if manifest.format else None
-    for rank, records in manifest.ranks.items():
-        problems: list[str] = []
-        tensors: list[TensorInfo] = []
-        for record in records:
-            file = report.path / record.name
-            if not file.is_file():
-                problems.append(f"{file} is missing, {MANIFEST} lists it")
-            elif file.stat().st_size != record.size:
-                problems.append(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {record.size:,}")
-            elif file.suffix in {".safetensors", ".pth", ".pt"}:
-                tensors += _read(report, file, problems, format)
-        if any((report.path / record.name).is_file() for record in records):
-            ranks[rank] = tensors
-            report.problems += problems
-    return ranks
+def _files_of_ranks(report: Report, recognised: Recognised) -> Files:
+    """The files that a manifest lists, those in the folders of ranks, or those that are named as a format says."""
+    path, files = report.path, defaultdict[int, list[FilePath]](list)
+    if recognised.manifest is not None:
+        for rank, records in recognised.manifest.ranks.items():
+            weights = (
+                path / record.name for record in records if record.name.endswith((".safetensors", ".pth", ".pt"))
+            )
+            there = [file for file in weights if file.is_file()]
+            files |= {rank: there} if there else {}
+    elif recognised.kind == "split":
+        for file in (file for folder in rank_folders(path) for file in glob(folder, "*.safetensors")):
+            with suppress(CheckpointError):  # whoever opens it says so
+                shard = read_shard(read_header(file).metadata, file)
+                files[shard.rank].append(file)
+                if report.mesh is None:
+                    _take_identity(report, shard.identity)
+    elif ways := readings(recognised.formats[0], path):
+        of_stages = [way for way in ways if way[0].mesh is not None and "ep" not in dict(way[0].mesh.degrees)]
+        with suppress(CheckpointError):  # mp_rank_00_001 may be a stage, or a rank of experts
+            infos = tensors_in(ways[0][0].path, recognised.formats[0].container.inside)
+            ways = ways if any(".experts." in info.name for info in infos) else of_stages or ways
+        for program_file in ways[0]:
+            files[program_file.rank].append(program_file.path)
+        report.beside = tuple(left_behind(ways[0]))
+        count, stages = (1 + max(numbers) for numbers in zip(*((of.rank, of.stage) for of in ways[0]), strict=True))
+        count = max([count, *(of.ranks or 0 for of in ways[0])])
+        report.mesh = ways[0][0].mesh or mesh_of(-(-count // stages), pp=stages)
+    return files
 
 
-def _from_folders(report: Report) -> Ranks:
-    """What is there of shards in reshard's own form without a manifest."""
-    ranks: dict[int, list[TensorInfo]] = {}
-    for folder in rank_folders(report.path):
-        for file in glob(folder, "*.safetensors"):
-            try:
-                header = read_header(file)
-                shard = read_shard(header.metadata, file)
-            except CheckpointError as error:
-                report.problems.append(error.message)
-                continue
-            if report.mesh is None:
-                _take_identity(report, shard.identity)
-            report.files += 1
-            report.nbytes += file.stat().st_size
-            ranks.setdefault(shard.rank, []).extend(header.tensors.values())
-    return ranks
-
-
-def _from_names(report: Report, format: Format) -> Ranks:
-    """What is there in a program's format without a manifest: names say how many ranks there are, and which parts."""
-    ranks: dict[int, list[TensorInfo]] = {}
-    ways = readings(format, report.path)
-    infos_of = {file.path: [*_read(report, file.path, report.problems, format)] for file in ways[0]}
-    has_experts = any(".experts." in info.name for infos in infos_of.values() for info in infos)
-    of_stages = [files for files in ways if files[0].mesh is not None and "ep" not in dict(files[0].mesh.degrees)]
-    files = ways[0] if has_experts or not of_stages else of_stages[0]  # mp_rank_00_001 may be either
-    report.beside = tuple(left_behind(files))
-    for file in files:
-        ranks.setdefault(file.rank, []).extend(infos_of[file.path])
-    count, stages = max(file.ranks or file.rank + 1 for file in files), 1 + max(file.stage for file in files)
-    report.mesh = files[0].mesh or mesh_of(-(-count // stages), pp=stages)
-    for rank in ranks if "{part}" in format.files.name else ():
-        present = {file.path.name for file in files if file.rank == rank}
-        names = (format.files.name_of(report.mesh, rank, part) for part in range(len(present)))
-        report.problems += [f"{report.path / name} is missing" for name in names if name not in present]
-    return ranks
-
-
-def _read(report: Report, file: FilePath, problems: list[str], format: Format | None = None) -> Iterable[TensorInfo]:
-    report.files += 1
-    report.nbytes += file.stat().st_size
-    try:
-        return tensors_in(file, format.container.inside if format else None)
-    except CheckpointError as error:
-        if error.message not in problems:
+def _read(report: Report, files: Iterable[FilePath], inside: str | None = None) -> tuple[list[TensorInfo], list[str]]:
+    """The tensors in files, and what is wrong with some of them; a header may say that they are of a rank."""
+    tensors, problems = list[TensorInfo](), list[str]()
+    for file in (file for file in files if file.is_file()):
+        report.files += 1
+        report.nbytes += file.stat().st_size
+        try:
+            tensors += tensors_in(file, inside)
+            if file.suffix == ".safetensors" and report.kind == _KINDS["full"]:
+                _take_shard(report, read_header(file), file)
+        except CheckpointError as error:
             problems.append(error.message)
-        return ()
+    _count(report, tensors)
+    return tensors, problems
 
 
-def _take_ranks(report: Report, ranks: Ranks, manifest: Manifest | None) -> None:
+def _take_ranks(report: Report, files: Files, recognised: Recognised) -> None:
     """Add which ranks are there, and count the full model's tensors if a manifest has them, else those of the ranks."""
+    manifest, program = recognised.manifest, recognised.kind == "program"
+    inside = recognised.formats[0].container.inside if program else None
+    largest = max((len(_read(report, of, inside)[0]) for of in files.values()), default=0)
     if report.mesh is not None:
-        report.ranks_present = tuple(sorted(ranks))
-        report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in ranks)
+        report.ranks_present = tuple(sorted(files))
+        report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in files)
     if report.ranks_missing:
         missing, many = listed(report.ranks_missing), len(report.ranks_missing) > 1
         report.problems.append(
             f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"
         )
-        report.hint = "write them with 'reshard split … --rank R', or bring the folders of all ranks together"
-    files = manifest.source.files if manifest else ()
-    for file in files:
-        _count(report, parse_header(file.header, Path(file.name), file.size).tensors.values())
-    if not files:
-        report.counts_ranks = True
-        for tensors in ranks.values():
-            _count(report, tensors)
-        report.tensors = max((len(tensors) for tensors in ranks.values()), default=0)
+        how = "write them again" if program else "write them with 'reshard split … --rank R'"
+        report.hint = f"bring the files of all ranks together, or {how}"
+    report.counts_ranks, report.tensors = not (manifest and manifest.source.files), largest
+    if manifest is not None and manifest.source.files:
+        report.dtypes, report.tensors = {}, 0
+        for file in manifest.source.files:
+            _count(report, file.tensors.values())
 
 
 # ------------------------------------------------------------------------------------------ a file, unfinished output

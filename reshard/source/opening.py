@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from formats.documents import json_bytes
+from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
+    find_side_files,
     has_adapter,
     has_usual_weights,
     open_adapter,
     open_checkpoint,
+    with_modelopt,
 )  # fmt: skip
 from formats.files.checksum import stamps_in
 from formats.files.safetensors import TensorInfo
@@ -26,7 +28,6 @@ from formats.files.sharded import (
     METADATA_KEY,
     Manifest,
     is_sharded,
-    open_sharded,
     plan_digest,
     read_manifest,
 )  # fmt: skip
@@ -210,7 +211,8 @@ def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None 
     """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
     match = recognise(path)
     if match.kind == "split":
-        return Folder(path, {}, match.manifest, None, plan_file).architecture(open_sharded(path, match.manifest).config)
+        config_here = with_modelopt(read_config(path / CONFIG), path)
+        return Folder(path, {}, match.manifest, None, plan_file).architecture(config_here)
     checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
     architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
     return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
@@ -251,35 +253,47 @@ def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
 
 
 def _open_sharded(folder: Folder) -> Source:
-    sharded, path = open_sharded(folder.path, folder.manifest), folder.path
-    identity, architecture = sharded.identity, folder.architecture(sharded.config)
-    sizes = AxisSizes(architecture, sharded.config, {}).of({})
+    from reshard.source.program_files import own_files, read_ranks, read_shards  # rarely needed
+
+    path, manifest = folder.path, folder.manifest
+    files = own_files(path, manifest, folder.weights)
+    shards = read_shards(files, folder.weights, manifest.identity if manifest else None)
+    if not shards or len(shards) < len(files):
+        raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
+    identity = shards[0].identity
+    ranks = read_ranks(OWN, files, path, identity.mesh, folder.weights)
+    if manifest is not None:
+        side = {record.name: path / record.name for record in manifest.side_files}
+    else:
+        side = {name_in(file, path): file for file in find_side_files(path) if file.is_file()}
+    for lacking in (at for at in side.values() if not at.is_file()):
+        raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
+    config = with_modelopt(read_config(path / CONFIG), path)
+    architecture = folder.architecture(config)
+    sizes = AxisSizes(architecture, config, {}).of({})
     for axis in sorted(sizes.keys() & identity.sizes.keys()):
         if sizes[axis] != identity.sizes[axis]:  # ranks' parts would be misread
             raise MismatchError(
                 f"{path / CONFIG}: '{axis}' is {sizes[axis]}, but was {identity.sizes[axis]} when this was split",
                 "put the config.json of the split there again",
             )
-    holders = {name: info for rank in reversed(sharded.ranks) for name, info in rank.tensors.items()}
-    names = dict.fromkeys(name for rank in sharded.ranks for name in rank.tensors)
-    if folder.manifest is not None:  # in the order of the original files
-        order = (name for file in folder.manifest.source.files for name in file.tensors if name in names)
+    holders = {name: info for tensors in reversed(ranks) for name, info in tensors.items()}
+    names = dict.fromkeys(name for tensors in ranks for name in tensors)
+    if manifest is not None:  # in the order of the original files
+        order = (name for record in manifest.source.files for name in record.tensors if name in names)
         names = dict.fromkeys([*order, *names])
     else:  # headers state positions if no rank holds all tensors
-        places = {name: place for rank in sharded.ranks for name, place in rank.places.items()}
+        pairs = zip(files, shards, strict=True)
+        places = {
+            name: at for of, shard in pairs for name, at in zip(folder.weights(of.path)[0], shard.places, strict=False)
+        }
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]
-    model = bind(architecture, sharded.config, full, axes=identity.sizes, mesh=identity.mesh, padding=identity.padding)
+    model = bind(architecture, config, full, axes=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     refined = with_blocks(model, identity.blocks) if identity.blocks else model
-    plan, expected = make_plan(refined, identity.mesh, padding=identity.padding), folder.checksums
-    source = folder.source(
-        OWN, plan, model, names, (rank.tensors for rank in sharded.ranks),
-        (
-            SourceFile(f.path, f.name, f.size, f.header, expected.get(f.path), metadata=f.metadata)
-            for r in sharded.ranks for f in r.files
-        ),
-        {name_in(file, path): file for file in sharded.side_files}, stated=identity,
-    )  # fmt: skip
+    plan = make_plan(refined, identity.mesh, padding=identity.padding)
+    weights = (folder.file(file.path) for file in files)
+    source = folder.source(OWN, plan, model, names, ranks, weights, side, stated=identity)
     check_stored(source.arrangement, source.ranks, path)
     check_complete(model, path)
     if plan_digest(source.rules) != identity.plan:
@@ -288,3 +302,6 @@ def _open_sharded(folder: Folder) -> Source:
             "pass the plan file of the split with --plan",
         )
     return source
+
+
+_OURS = "give the folder that 'reshard split' wrote"

@@ -43,13 +43,14 @@ from reshard.source.program_files import (
     Affix,
     ProgramFile,
     Training,
-    check_belonging,
+    check_recorded,
     known_names,
     left_behind,
     numbered_globally,
     parts_of,
     read_chunked,
     read_ranks,
+    read_shards,
     readings,
     weights_folder,
     without_files,
@@ -149,6 +150,8 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     With a ``model`` it is opened as shards of that model, whatever it holds: with the format and mesh that most of its
     tensors fit. Then side files may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
+    if folder.manifest is not None and model is None:
+        check_recorded(folder.path, folder.manifest)
     ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
     if not ways:
         raise without_files(candidates[0], folder.path)
@@ -195,14 +198,15 @@ def _read(
     given_model: Model | None,
 ) -> _Reading:
     """What the files have, as shards of a model that is known, or of that which a config.json describes."""
-    split = check_belonging(files)
+    shards = read_shards(files, folder.weights)
+    split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
     chunks, training, note, computed = None, None, None, dict[str, bytes]()
     with _misfit(1):
         if format.container.chunks and not format.files.is_distributed:
-            ranks, chunks = read_chunked(files)
+            ranks, chunks = read_chunked(files, folder.weights)
         elif not format.container.chunks:
-            ranks = read_ranks(format, files, folder.path, folder.mesh)
+            ranks = read_ranks(format, files, folder.path, folder.mesh, folder.weights)
     if given_model is not None:
         config, architecture = dict(given_model.config), given_model.architecture
     else:
@@ -313,20 +317,17 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
 
 
 def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo]) -> SourceFile:
-    size, name, expected = path.stat().st_size, name_in(path, folder.path), folder.checksums.get(path)
-    if path.suffix == ".safetensors":
-        header = read_header(path)
-        return SourceFile(path, name, size, header.raw, expected, metadata=header.metadata)
-    if expected is None:
-        return SourceFile(path, name, size)
-    gaps, end = list[tuple[int, bytes]](), 0  # what belongs to no tensor
+    source_file = folder.file(path)
+    if source_file.header is not None or source_file.expected is None:
+        return source_file
+    gaps, end, size = list[tuple[int, bytes]](), 0, source_file.size  # what belongs to no tensor
     with open_file(path) as file:
         for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
             if begin > end:
                 file.seek(end)
                 gaps.append((end, file.read(begin - end)))
             end = max(end, behind)
-    return SourceFile(path, name, size, None, expected, tuple(gaps))
+    return replace(source_file, rest=tuple(gaps))
 
 
 def _knows(format: Format, origins: NameInverse, name: str) -> bool:

@@ -21,8 +21,8 @@ from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Distributed, tensor_bytes
-from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import METADATA_KEY, Identity, Shard, read_shard
+from formats.files.safetensors import Header, TensorInfo
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.format import Format, Pattern, numbered_names
@@ -32,6 +32,8 @@ from formats.store import FilePath, glob, name_in, open_file, read_file
 if TYPE_CHECKING:
     from formats.files.torch_bin import Saved
 
+Weights = Callable[[FilePath], tuple[dict[str, TensorInfo], dict[str, str], Header | None]]
+"""``read_weights``, or what keeps what it has read."""
 LAYER = "layer"
 """The index of layers in a format's names."""
 
@@ -208,21 +210,21 @@ def formats_for(folder: FilePath) -> list[Format]:
 
 
 def read_chunked(
-    files: Sequence[ProgramFile],
+    files: Sequence[ProgramFile], weights: Weights
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
     """The tensors of each file, and the chunks of each tensor. Raises CheckpointError."""
     ranks, chunks = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, Chunk]](dict)
     for number, file in enumerate(files):
-        header = read_header(file.path)
-        ranks.append(header.tensors)
-        shapes = {name: info.shape for name, info in header.tensors.items()}
-        for name, at in read_chunks(file.path, header.metadata, shapes).items():
+        tensors, _, header = weights(file.path)
+        ranks.append(tensors)
+        shapes = {name: info.shape for name, info in tensors.items()}
+        for name, at in read_chunks(file.path, header.metadata if header else {}, shapes).items():
             chunks[name][number] = at
     return tuple(ranks), dict(chunks)
 
 
 def read_ranks(
-    format: Format, files: Sequence[ProgramFile], where: FilePath, mesh: Mesh | None = None
+    format: Format, files: Sequence[ProgramFile], where: FilePath, mesh: Mesh | None, weights: Weights
 ) -> tuple[dict[str, TensorInfo], ...]:
     """The tensors of each rank, of ``mesh`` if it is known.
 
@@ -237,20 +239,21 @@ def read_ranks(
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
         if file.inside is None:
-            infos, aliases, _ = read_weights(file.path)
+            infos, aliases, _ = weights(file.path)
         else:
             saved = _saved(file.path, file.inside)
             if file.inside not in saved.tensors:
                 raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
             infos, aliases = saved.tensors[file.inside], saved.aliases[file.inside]
-        infos |= {name: infos[original]._replace(name=name) for name, original in aliases.items()}
+        infos = infos | {name: infos[original]._replace(name=name) for name, original in aliases.items()}
         tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
         if twice:
             raise CheckpointError(f"{file.path}: tensor '{min(twice)}' also stands in another file of this rank")
         ranks[file.rank].update(tensors)
+    of_files = {file.rank for file in files}
     for rank, tensors in enumerate(ranks):
-        if not tensors:
+        if not tensors and not (format.plain and rank in of_files):
             mesh = files[0].mesh or mesh
             name = f" ({format.files.name_of(mesh, rank, 0)})" if mesh else ""
             hint = "bring the folders of all ranks together"
@@ -306,23 +309,64 @@ def numbered_globally(
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
 
 
-def check_belonging(files: Sequence[ProgramFile]) -> Identity | None:
-    """The split that files belong to, if reshard wrote them. Other programs' files do not state it.
+def check_recorded(path: FilePath, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all weight files that a manifest lists are there, with their sizes."""
+    for rank, records in manifest.ranks.items():
+        if lacking := [record.name for record in records if not (path / record.name).is_file()]:
+            all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
+            one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
+            what = all_of_it if len(lacking) == len(records) else one
+            raise CheckpointError(what, "bring the files of all ranks together")
+        for file, size in ((path / record.name, record.size) for record in records):
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
 
-    Raises MismatchError if such files are of another rank than their name says, or of different splits.
+
+def own_files(path: FilePath, manifest: Manifest | None, weights: Weights) -> list[ProgramFile]:
+    """The files in the folders of ranks: those of the manifest or, without one, those that say whose they are.
+
+    Raises CheckpointError if a file is not as the manifest says, MismatchError if it lies in another rank's folder.
     """
-    first: tuple[Shard, FilePath] | None = None
+    files = []
+    if manifest is not None:
+        check_recorded(path, manifest)
+        names = ((rank, record.name) for rank, records in sorted(manifest.ranks.items()) for record in records)
+        of = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
+        return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in of]
+    for folder in rank_folders(path):
+        for file in glob(folder, "*.safetensors"):
+            header = weights(file)[2]
+            shard = read_shard(header.metadata if header is not None else {}, file)
+            if (name := shard.identity.mesh.folder(shard.rank)) != folder.name:
+                raise MismatchError(f"{file} is a shard of {name}, not of {folder.name}")
+            files.append(ProgramFile(file, shard.rank, 0, shard.identity.mesh.size))
+    return files
+
+
+def read_shards(
+    files: Sequence[ProgramFile], weights: Weights = read_weights, expected: Identity | None = None
+) -> list[Shard]:
+    """What files say of the split that they belong to, if reshard wrote them. Other programs' files do not state it.
+
+    Raises MismatchError if such files are of another rank than their name says, or of different splits, or not of the
+    one that is ``expected``; CheckpointError for a header that contradicts itself.
+    """
+    shards, where = list[Shard](), MANIFEST
     for file in files:
-        header = read_header(file.path) if file.path.suffix == ".safetensors" else None
+        tensors, _, header = weights(file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header.metadata, file.path)
+        if shard.places and len(shard.places) != len(tensors):
+            raise CheckpointError(f"{file.path}: its header gives the places of other tensors than it holds")
         if shard.rank != file.rank % shard.identity.mesh.size:  # a rank may have several files with chunks
-            raise MismatchError(f"{file.path} is a file of rank {shard.rank}, its name says rank {file.rank}")
-        if first is not None and shard.identity != first[0].identity:
-            raise MismatchError(f"{file.path} and {first[1]} are of different splits")
-        first = first or (shard, file.path)
-    return first[0].identity if first is not None else None
+            raise MismatchError(f"{file.path} is a shard of rank {shard.rank}, its name says rank {file.rank}")
+        expected, where = (shard.identity, str(file.path)) if expected is None else (expected, where)
+        if shard.identity != expected:
+            why = ": they come from different sources" if shard.identity.source != expected.source else ""
+            raise MismatchError(f"{file.path} and {where} are of different splits{why}")
+        shards.append(shard)
+    return shards
 
 
 # -------------------------------------------------------------------------------------------- a distributed checkpoint

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,9 +16,10 @@ from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     fingerprint,
+    read_weights,
 )
 from formats.files.checksum import Stamp, check_unchanged, stamps_of
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import Header, TensorInfo
 from formats.files.sharded import (
     MANIFEST,
     Identity,
@@ -33,7 +34,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.methods import block_size
-from formats.store import FilePath, StoredPath, local_path, location_of, read_file
+from formats.store import FilePath, StoredPath, local_path, location_of, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -335,6 +336,18 @@ class Folder:
     def mesh(self) -> Mesh | None:
         """The mesh in its manifest."""
         return self.manifest.identity.mesh if self.manifest else None
+
+    @cached_property
+    def weights(self) -> Callable[[FilePath], tuple[dict[str, TensorInfo], dict[str, str], Header | None]]:
+        """``read_weights``, which reads each file once."""
+        return cache(read_weights)
+
+    def file(self, path: FilePath) -> SourceFile:
+        """A weight file of it."""
+        header = self.weights(path)[2] if path.suffix == ".safetensors" else None
+        of_header = (header.raw, header.metadata) if header is not None else (None, {})
+        name, expected = name_in(path, self.path), self.checksums.get(path)
+        return SourceFile(path, name, path.stat().st_size, of_header[0], expected, metadata=of_header[1])
 
     @cached_property
     def checksums(self) -> Mapping[FilePath, str | None]:

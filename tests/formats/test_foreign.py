@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, PlanError
-from formats.files.checkpoint import foreign
+from formats.files.checkpoint import refuse_foreign
 from reshard.api import plan, split
 from reshard.source.inspect import inspect
 from tests.support import LLAMA, write_checkpoint, write_file
@@ -69,7 +69,7 @@ def test_a_checkpoint_beside_other_forms_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_of_no_known_kind() -> None:
-    assert foreign(["config.json", "weights.dat"]) is None
+    refuse_foreign("a folder", ["config.json", "weights.dat"])
 
 
 def test_a_part_of_a_diffusers_pipeline(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_files_of_another_rank_or_another_split_are_refused(tmp_path: Path) -> N
     names = [f"model-rank-{rank}-part-0.safetensors" for rank in range(2)]
     shutil.copytree(tmp_path / "llama", tmp_path / "twice")
     shutil.copy(tmp_path / "llama" / names[0], tmp_path / "twice" / names[1])
-    with pytest.raises(MismatchError, match="is a file of rank 0, its name says rank 1"):
+    with pytest.raises(MismatchError, match="is a shard of rank 0, its name says rank 1"):
         merge(tmp_path / "twice", tmp_path / "merged")
     shutil.copy(tmp_path / "llama_kv2" / names[1], tmp_path / "twice" / names[1])
     with pytest.raises(MismatchError, match="are of different splits"):

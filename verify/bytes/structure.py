@@ -21,7 +21,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
-from reshard.source.program_files import ProgramFile, check_belonging, program_files, weights_folder
+from reshard.source.program_files import ProgramFile, program_files, read_shards, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.atoms import owners
@@ -210,7 +210,7 @@ class Structure:
         shards, chunks = self.shards, self.arrangement.chunks
         assert chunks is not None
         files = program_files(shards.format, shards.path)
-        self.of_any_mesh = check_belonging(files) is None
+        self.of_any_mesh = not read_shards(files)
         planned = None if self.of_any_mesh else self._planned.chunks
         for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]

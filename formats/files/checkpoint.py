@@ -157,16 +157,18 @@ def has_adapter(folder: FilePath) -> bool:
     return all((folder / name).is_file() for name in names) and not has_usual_weights(folder)
 
 
-def open_adapter(path: FilePath, base: Path | None) -> Checkpoint:
+def open_adapter(path: FilePath, base: Path | None, known: dict[str, Any] | None = None) -> Checkpoint:
     """Open a PEFT adapter. Its config is that of the model that it changes, with the adapter's as ``peft_config``.
 
+    That may be ``known``.
     The model's lies in the folder ``base``, or in its own. Without either, the model is looked for in the folder that
     ``adapter_config.json`` names. Raises CheckpointError.
     """
     named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     folders = [base] if base is not None else [path, *([Path(named)] if isinstance(named, str) and named else [])]
     config = next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
-    if config is None:
+    model = known or (read_config(config) if config is not None else None)
+    if model is None:
         raise CheckpointError(
             f"{path} is a PEFT adapter, and there is no config.json of the model that it changes ({brief(named)})",
             "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model: "
@@ -174,7 +176,7 @@ def open_adapter(path: FilePath, base: Path | None) -> Checkpoint:
         )
     files, tensors, aliases = _read_files(path, (ADAPTER,))
     side_files = tuple(file for file in find_side_files(path) if file.is_file())
-    settings = without_quantization(read_config(config))
+    settings = without_quantization(model)
     settings["peft_config"] = read_config(path / ADAPTER_CONFIG)
     return Checkpoint(path, settings, tensors, aliases, files, None, None, side_files)
 

@@ -7,7 +7,7 @@ Names are those of torch's own state dicts: ``model.{name}``, ``optimizer.state.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from formats.errors import MismatchError
@@ -63,6 +63,27 @@ class Gathered:
         for number, (group, members) in enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False)):
             for key, value in group.items() if isinstance(group, dict) else ():
                 self.add_object(("optimizer", "param_groups", number, key), [*members] if key == "params" else value)
+
+    def join(self, others: Sequence[Gathered], dim_of: Callable[[str], int | None]) -> None:
+        """Add what the next tensor parallel ranks have: each has a part of the dimension that ``dim_of`` a name says.
+
+        Of a tensor without one all have the same. Raises MismatchError if their shapes do not fit.
+        """
+        for name, chunks in self._chunks.items():
+            dim, shape = dim_of(str(self._keys[name][1 if len(self._keys[name]) == 2 else 2])), [*self._shapes[name]]
+            for other in others if shape else ():
+                part = other._shapes.get(name, ())
+                around = [(*of[:dim], *of[dim + 1 :]) if dim is not None else (*of,) for of in (part, shape)]
+                if around[0] != around[1]:
+                    text = f"'{name}' is {shape} on the first model parallel ranks, and {list(part)} on the next"
+                    raise MismatchError(f"{self._folder}: {text}", "bring all files of one save together")
+                if dim is None:
+                    continue
+                begin = tuple(shape[dim] if at == dim else 0 for at in range(len(shape)))
+                for at, info in other._chunks[name]:
+                    chunks.append((Chunk(tuple(map(sum, zip(at.offset, begin, strict=True))), at.shape), info))
+                shape[dim] += part[dim]
+            self._shapes[name] = tuple(shape)
 
     def finish(self, what: str, files: Collection[FilePath]) -> Distributed:
         """What was gathered. Raises MismatchError if a tensor has two dtypes, or its chunks do not make it."""

@@ -1,9 +1,11 @@
 """DeepSpeed's checkpoints: ZeRO 1 to 3, whose ranks have ranges of flat lists, and Universal Checkpoints.
 
-Stages 1 and 2: the parameters of a group lie end to end in one list, in the order of ``param_shapes``; it is padded at
-its end and cut into equal parts. Stage 3: each parameter by itself is padded and cut into equal parts, and a rank has
-its parts of all parameters end to end; sub-groups divide that list between parameters. The weights are the masters in
-float32; what has none (frozen parameters, buffers) is as the model's file has it.
+Stages 1 and 2: the parameters of a group lie end to end in one list, which is padded at its end and cut into equal
+parts; ``param_slice_mappings`` says where each lies, older files have them in the order of ``param_shapes``. Stage 3:
+each parameter by itself is padded and cut into equal parts, and a rank has its parts of all parameters end to end;
+sub-groups divide that list between parameters. The weights are the masters in float32; what has none (frozen
+parameters, buffers) is as the model's file has it. Tensor parallel ranks have files of their own;
+``universal_checkpoint_info`` says how they cut each parameter.
 
 Source: files that DeepSpeed 0.19.8 wrote; ``deepspeed/runtime/zero/{stage_1_and_2,stage3}.py``,
 ``deepspeed/utils/zero_to_fp32.py``, ``deepspeed/checkpoint/ds_to_universal.py``.
@@ -16,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
@@ -38,6 +41,12 @@ _NAMES = TENSORS.with_classes(
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 _TOGETHER = "bring all files of one save together"
+_ELSE = "save it with one model parallel rank, or as a Hugging Face checkpoint"
+_CUTS = "universal_checkpoint_info"
+_PLAIN = {"tp_replicated_parameter_patterns": None, "parameter_with_row_parallelism_patterns": 1}
+_OTHERWISE = ("parameter_to_average_patterns", "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params",
+              "autotp_unsupported_parameter_patterns")  # fmt: skip
+_SIMPLE = re.compile(r"\^?(?:\\d\+|\\[^\w]|[^\\*+?{}()|\[\]$^])*\$?")
 _DEEP = 6
 _SETTINGS = "zero/optimizer_state.pt"
 _CARRIED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -59,46 +68,95 @@ class _File(NamedTuple):
 
 def read_zero(folder: FilePath) -> Distributed:
     """A checkpoint of DeepSpeed, given the folder of the step. Raises CheckpointError and MismatchError."""
-    models, optimizers = (_files(folder, pattern) for pattern in (MODEL, OPTIMIZER))
-    if not models:
-        raise CheckpointError(f"{folder} has the states of an optimizer, and no model", "bring *_model_states.pt back")
-    main, gathered = models[0], Gathered(folder)
     names = [path.name for path in glob(folder, "*.pt")]
-    other = next((name for name in names if OTHERS.fullmatch(name)), None)
-    parallel = [int(match[2]) + 1 for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name))]
-    ranks = max(int(main.content.get("mp_world_size") or 1), *parallel)
-    if other is not None or ranks > 1:
-        what = f"stages of a pipeline or experts of its own ({other})" if other else f"{ranks} model parallel ranks"
-        raise CheckpointError(
-            f"{folder} has {what}, and no file says how its tensors are cut",
-            "save it with one model parallel rank, or as a Hugging Face checkpoint",
-        )
-    groups = [_shapes(group, main.path) for group in main.content.get("param_shapes") or ()]
-    for file in models:
-        if file.content.get("global_steps") != models[0].content.get("global_steps"):
-            raise MismatchError(f"{file.path} and {models[0].path}: their global_steps differ", _TOGETHER)
+    if (other := next((name for name in names if OTHERS.fullmatch(name)), None)) is not None:
+        what = f"stages of a pipeline or experts of its own ({other})"
+        raise CheckpointError(f"{folder} has {what}, and no file says how its tensors are cut", _ELSE)
+    parts, read, main, form, own = list[Gathered](), list[FilePath](), _File(folder, {}), "", dict[str, Any]()
     is_universal = (folder / "zero").is_dir()
-    if is_universal:
-        files = _add_universal(gathered, folder, groups)
-        form = "Universal Checkpoint"
-    else:
-        form = _add_lists(gathered, main, optimizers, groups)
-        files = [file.path for file in optimizers]
-    _add_others(gathered, models, {name for group in groups for name in group} if optimizers or is_universal else set())
+    parallel = {int(match[2]) for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name))}
+    cuts, origins = None, dict[str, str]()
+    for rank in range(1 if is_universal else max(parallel) + 1):
+        models, optimizers = (_files(folder, pattern, rank) for pattern in (MODEL, OPTIMIZER))
+        if not models:
+            problem = "the states of an optimizer, and no model" + (f" of model parallel rank {rank}" if rank else "")
+            raise CheckpointError(f"{folder} has {problem}", "bring *_model_states.pt back")
+        if rank == 0:
+            main, own = models[0], optimizers[0].table("optimizer_state_dict") if optimizers else {}
+            ranks = max(int(main.content.get("mp_world_size") or 1), *(number + 1 for number in parallel))
+            if (missing := next((each for each in range(ranks) if each not in parallel), None)) is not None:
+                raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", _TOGETHER)
+            origins = {str(copy): str(of) for copy, of in main.table("shared_params").items()}  # others have none
+            info = main.table(_CUTS) or own.get(_CUTS)
+            cuts = Cuts(folder, info, ranks) if ranks > 1 and not is_universal else None
+        for file in models:
+            if file.content.get("global_steps") != main.content.get("global_steps"):
+                raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", _TOGETHER)
+        gathered, groups = (
+            Gathered(folder),
+            [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()],
+        )
+        if is_universal:
+            read += _add_universal(gathered, folder, groups, origins if len(parallel) > 1 else {})
+            own = _read(folder / _SETTINGS).content if (folder / _SETTINGS).is_file() else {}
+            form = "Universal Checkpoint"
+        else:
+            form = _add_lists(gathered, models[0], optimizers, groups)
+        masters = {name for group in groups for name in group} if optimizers or is_universal else set[str]()
+        if is_universal and len(parallel) > 1:  # what the model's file has are parts
+            masters |= {*main.table("module")}
+        _add_others(gathered, models, masters, origins)
+        parts.append(gathered)
+        read += [file.path for file in (*models, *optimizers)]
+    if cuts is not None:
+        if (buffer := next(iter(main.content.get("buffer_names") or ()), None)) is not None:
+            raise CheckpointError(f"{folder}: no file says how '{buffer}', a buffer, is cut", _ELSE)
+        parts[0].join(parts[1:], lambda name: cuts.dim_of(origins.get(name, name)))
+        form += f", {len(parts)} model parallel ranks"
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
-    saved = gathered.finish(f"saved by DeepSpeed: {form}{step}", [*(file.path for file in models), *files])
-    own = _read(folder / _SETTINGS).content if is_universal and (folder / _SETTINGS).is_file() else {}
-    own = optimizers[0].table("optimizer_state_dict") if optimizers else own
+    saved = parts[0].finish(f"saved by DeepSpeed: {form}{step}", read)
     extras = {"model": {key: value for key, value in main.content.items() if key not in PLACES}}
     return replace(saved, extras=extras | {"optimizer": {key: own[key] for key in _CARRIED if key in own}})
+
+
+class Cuts:
+    """How tensor parallel ranks cut parameters: DeepSpeed's ``universal_checkpoint_info``, lists of expressions."""
+
+    def __init__(self, folder: FilePath, info: Any, ranks: int) -> None:
+        if not isinstance(info, dict):
+            why = f"{ranks} model parallel ranks, and no file says how its tensors are cut ({_CUTS})"
+            raise CheckpointError(f"{folder} has {why}", _ELSE)
+        self._folder, self._info = folder, info
+
+    def dim_of(self, name: str) -> int | None:
+        """The dimension of which each rank has a part; None: each has all. Raises CheckpointError if it is not said."""
+        for key, dim in _PLAIN.items():
+            if any(map(partial(self._is_like, name), self._info.get(key) or ())):
+                return dim
+        other = next((key for key in _OTHERWISE if any(map(partial(self._is_like, name), self._patterns(key)))), None)
+        if other is not None:
+            raise CheckpointError(f"{self._folder}: '{name}' is cut in a way that is not read ({other})", _ELSE)
+        return 0
+
+    def _patterns(self, key: str) -> list[str]:
+        entries = self._info.get(key) or ()
+        return [text for of in entries for text in (of["patterns"] if isinstance(of, dict) else (of,))]
+
+    def _is_like(self, name: str, pattern: str) -> bool:
+        if not _SIMPLE.fullmatch(pattern):  # others may take forever
+            raise CheckpointError(
+                f"{self._folder}: {_CUTS} has the expression {quote(pattern)}, which is not read", _ELSE
+            )
+        return re.match(pattern, name) is not None
 
 
 # -------------------------------------------------------------------------------------------------------- the files
 
 
-def _files(folder: FilePath, pattern: re.Pattern[str]) -> list[_File]:
-    """The files of all ranks, in order. Raises CheckpointError if one is missing."""
-    paths = {int(match[1] or 0): path for path in glob(folder, "*.pt") if (match := pattern.fullmatch(path.name))}
+def _files(folder: FilePath, pattern: re.Pattern[str], parallel: int) -> list[_File]:
+    """The files of all ranks of a model parallel rank, in order. Raises CheckpointError if one is missing."""
+    matches = ((path, match) for path in glob(folder, "*.pt") if (match := pattern.fullmatch(path.name)))
+    paths = {int(match[1] or 0): path for path, match in matches if int(match[2]) == parallel}
     missing = next((rank for rank in range(max(paths, default=0)) if rank not in paths), None)
     if missing is not None:
         raise CheckpointError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", _TOGETHER)
@@ -148,24 +206,24 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     if wrong is not None:
         raise MismatchError(wrong, _TOGETHER)
     inner = [state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state") for state in states]
-    saved = [each if isinstance(each, dict) else {} for each in inner]
+    elastic = [{"state": dict(enumerate(each))} if isinstance(each, list) else each for each in inner]
+    saved = [each if isinstance(each, dict) else {} for each in elastic]
     masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     lists = {"model": [_lists(state.get(masters)) for state in states]}
+    maps = [state.get("param_slice_mappings") or () for state in states]
     numbers = [*saved[0].get("state", {})]
     kinds = [kind for kind, value in (saved[0]["state"][numbers[0]] if numbers else {}).items() if _is_list(value)]
     for kind in kinds:
         lists[kind] = [_lists(each.get("state", {}).get(number, {}).get(kind) for number in numbers) for each in saved]
     for kind, of_ranks in lists.items():
-        add = _of_stage_3 if stage == 3 else _of_stage_2
         try:
-            for name, shape, chunks in add(groups, of_ranks):
+            add = _of_stage_3(groups, of_ranks) if stage == 3 else _of_stage_2(groups, of_ranks, maps)
+            for name, shape, chunks in add:
                 gathered.add(("model", name) if kind == "model" else (*STATE, name, kind), shape, chunks)
         except CheckpointError as error:
             raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", _TOGETHER) from None
     _check_steps(optimizers, saved)
     _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
-    if stage != 3:
-        _check_slices(states, groups, lists["model"], optimizers)
     return f"ZeRO-{stage}, {world} ranks"
 
 
@@ -210,16 +268,42 @@ def _lists(values: Iterable[object] | None) -> list[TensorInfo]:
 NamedChunks = Iterator[tuple[str, Shape, Iterable[Any]]]
 
 
-def _of_stage_2(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> NamedChunks:
-    if any(len(lists) != len(groups) for lists in of_ranks):
+def _of_stage_2(
+    groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]], maps: Sequence[Sequence[Any]]
+) -> NamedChunks:
+    """``maps`` say, for each rank and group, where its parts of parameters lie; without them they lie end to end."""
+    if any(len(lists) != len(groups) for lists in (*of_ranks, *(each for each in maps if each))):
         raise CheckpointError(f"there are {len(groups)} groups of parameters, and {len(of_ranks[0])} lists")
-    for shapes, parts in zip(groups, zip(*of_ranks, strict=True), strict=True):
+    for number, (shapes, parts) in enumerate(zip(groups, zip(*of_ranks, strict=True), strict=True)):
         total, length = sum(map(math.prod, shapes.values())), parts[0].shape[0]
+        if all(maps):
+            yield from _of_slices(shapes, parts, [of_rank[number] for of_rank in maps])
+            continue
         for rank, part in enumerate(parts):
             n = min(max(total - rank * length, 0), length)  # without the padding
             if part.shape[0] not in (n, length):
                 raise CheckpointError(f"the list of rank {rank} has {part.shape[0]:,} elements, it should have {n:,}")
         yield from ((name, shapes[name], chunks) for name, chunks in from_list(shapes, parts))
+
+
+def _of_slices(
+    shapes: dict[str, Shape], parts: Sequence[TensorInfo], slices: Sequence[Mapping[str, Any]]
+) -> NamedChunks:
+    """Parameters in another order than ``shapes`` (``round_robin_gradients``), or with padding between them."""
+    fragments: dict[str, list[TensorInfo]] = defaultdict(list)
+    for rank, (part, of_rank) in enumerate(zip(parts, slices, strict=True)):
+        end = 0
+        for begin, count, name in sorted((of.get("start"), of.get("numel"), name) for name, of in of_rank.items()):
+            if begin < end or begin + count > part.shape[0]:
+                raise CheckpointError(
+                    f"the list of rank {rank} has {part.shape[0]:,} elements, and not all of '{name}'"
+                )
+            fragments[name].append(list_range(part, begin, count))
+            end = begin + count
+    for name, shape in shapes.items():
+        if (count := sum(part.shape[0] for part in fragments[name])) != math.prod(shape):
+            raise CheckpointError(f"the ranks have {count:,} elements of '{name}', a tensor {list(shape)}")
+        yield name, shape, next(from_list({name: shape}, fragments[name]))[1]
 
 
 def _of_stage_3(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> NamedChunks:
@@ -248,27 +332,16 @@ def _check_steps(files: Sequence[_File], saved: Sequence[dict[str, Any]]) -> Non
             raise MismatchError(f"{file.path} and {files[0].path} are of different steps", _TOGETHER)
 
 
-def _check_slices(
-    states: Sequence[dict[str, Any]], groups: Sequence[dict[str, Shape]], masters: Sequence[Sequence[TensorInfo]],
-    files: Sequence[_File],
-) -> None:  # fmt: skip
-    """Raise MismatchError if DeepSpeed's own map of a rank's lists says something else than the rule."""
-    for rank, state in enumerate(states):
-        for number, slices in enumerate(state.get("param_slice_mappings") or ()):
-            at, length = 0, masters[0][number].shape[0]
-            for name, shape in groups[number].items():
-                begin, end = max(at, rank * length), min(at + math.prod(shape), (rank + 1) * length)
-                slice_of, at = slices.get(name), at + math.prod(shape)
-                stated = (slice_of.get("start"), slice_of.get("numel")) if slice_of is not None else None
-                if stated != ((begin - rank * length, end - begin) if begin < end else None):
-                    raise MismatchError(f"{files[rank].path}: '{name}' does not lie where param_shapes says", _TOGETHER)
-
-
 # ----------------------------------------------------------------------------------------------------- all the others
 
 
-def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]]) -> list[FilePath]:
-    """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes."""
+def _add_universal(
+    gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]], shared: Mapping[str, str]
+) -> list[FilePath]:
+    """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes.
+
+    Copies are not read: of tensor parallel ranks DeepSpeed's converter writes the first rank's part of one.
+    """
     files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
     steps = glob(folder, "zero/*/step.pt")
     if (settings := folder / _SETTINGS).is_file():
@@ -276,7 +349,7 @@ def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mappin
         files.append(settings)
         inside = [] if steps else [*saved.table("optimizer_state_dict").get("state", {}).values()]
         _add_settings(gathered, inside, saved.content, groups)
-    for path in glob(folder, "zero/*/*.pt"):
+    for path in (path for path in glob(folder, "zero/*/*.pt") if path.parent.name not in shared):
         with torch_file(path) as archive:
             state = archive.read(_NAMES, "a tensor and its shape is read")
             value = state.get("param") if isinstance(state, dict) else state
@@ -288,7 +361,8 @@ def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mappin
             info = place_of(path, path, path.parent.name, value, *archive.locate(value.storage))
         name, kind = path.parent.name, path.name.removesuffix(".pt")
         keys = ("model", name) if kind == "fp32" else (*STATE, name, kind)
-        shape = shapes.get(name, info.shape) if info.shape else ()
+        is_flat = info.shape and not isinstance(state, dict)
+        shape = shapes.get(name, info.shape) if is_flat else info.shape
         if math.prod(shape) != math.prod(info.shape):
             raise MismatchError(f"{path}: it has {math.prod(info.shape):,} elements, param_shapes says {list(shape)}")
         gathered.add(keys, shape, flat_chunks(info._replace(shape=(math.prod(shape),)), shape, 0))
@@ -296,10 +370,9 @@ def _add_universal(gathered: Gathered, folder: FilePath, groups: Sequence[Mappin
     return files
 
 
-def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str]) -> None:
+def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> None:
     """Add what has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
     main, world = models[0], len(models)
-    shared = {str(copy): origin for copy, origin in main.table("shared_params").items()}
     frozen = main.table("frozen_param_shapes")
     for name, shape in frozen.items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
@@ -313,4 +386,4 @@ def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str]) ->
         if isinstance(info, TensorInfo) and info.nbytes and name not in names and name not in shared:
             gathered.add_whole(("model", name), info)
     for copy, origin in shared.items():
-        gathered.add_copy(("model", copy), ("model", str(origin)))
+        gathered.add_copy(("model", copy), ("model", origin))

@@ -8,7 +8,7 @@ from typing import Any
 
 from formats.documents import json_bytes
 from formats.errors import listed, refused
-from formats.files.checkpoint import CONFIG, open_checkpoint
+from formats.files.checkpoint import CONFIG, open_adapter, open_checkpoint
 from formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from formats.files.sharded import SourceRecord
 from formats.hints import synonym
@@ -24,13 +24,11 @@ def cast(source: Source, name: str) -> Source:
     """A source whose model has the weights in the dtype of this name, and those that stay as they are.
 
     Quantized weights, their scales and integers stay, and what the architecture's file keeps in float32. The dtype in
-    config.json follows. Raises SettingError for another name, and for an adapter.
+    config.json follows. Raises SettingError for another name.
     """
     dtype = CASTS.get(word := synonym(str(name)))
     if dtype is None:
         raise refused("dtype", str(name), f"the dtypes are {', '.join(CASTS)}")
-    if SETTINGS in source.model.config:
-        raise refused("dtype", word, "an adapter keeps its dtypes", advice="give it as you merge the adapter")
     model, config = source.model, _restated(source.model.config, DTYPE_NAMES[dtype])
     dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
     new, stay, quantized = dict[Kind, Kind](), dict[str, int](), False
@@ -79,4 +77,6 @@ def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     whole, tensors = whole_of(source), tensors_of(opened)
     files, index = laid_anew(whole, tensors)
     store = StoredPath(store_of(source, f"{source.display_name} (in {word})", files, {**opened.side_files, **index}))
-    return replace(source, path=store, checkpoint=open_checkpoint(store)).record
+    is_adapter = SETTINGS in source.model.config
+    checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)
+    return replace(source, path=store, checkpoint=checkpoint).record

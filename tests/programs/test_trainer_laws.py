@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from formats.errors import CheckpointError, MismatchError
+from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.chunks import flat_chunks
 from formats.files.safetensors import TensorInfo
 from reshard.api import merge, split
@@ -266,6 +269,52 @@ def test_the_averages_of_deepspeed(stage: int, tmp_path: Path) -> None:
         assert found[f"optimizer.state.{name}.step"] == 7
 
 
+def _mapped(names: list[str], of: State, gap: int, world: int) -> Callable[[int, dict[str, Any]], None]:
+    """What DeepSpeed states of lists of other orders than ``param_shapes``, and with ``gap`` elements between them."""
+    flats = {kind: torch.cat([torch.cat([of[name].reshape(-1) * scale, torch.zeros(gap)]) for name in names])
+             for kind, scale in (("fp32", 1.0), ("exp_avg", 0.5), ("exp_avg_sq", 0.25))}  # fmt: skip
+    length = -(-len(flats["fp32"]) // world)
+
+    def change(rank: int, state: dict[str, Any]) -> None:
+        inner, begin, slices = state["optimizer_state_dict"], 0, {}
+        for name in names:
+            low, high = (min(max(at - rank * length, 0), length) for at in (begin, begin + of[name].numel()))
+            begin += of[name].numel() + gap
+            slices |= {name: fragment_address(high - low, low)} if low < high else {}
+        lists = {kind: flat[rank * length : (rank + 1) * length].clone() for kind, flat in flats.items()}
+        inner |= {"param_slice_mappings": [slices], "single_partition_of_fp32_groups": [lists.pop("fp32")],
+                  "base_optimizer_state": [{"step": torch.tensor(7.0), **lists}]}  # fmt: skip
+
+    return change
+
+
+@dataclass
+class fragment_address:
+    """Pickled as if it were DeepSpeed's."""
+
+    numel: int
+    start: int
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_lists_in_another_order(gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``round_robin_gradients``, ``parameter_alignment`` and ``elastic_checkpoint``; zero_to_fp32 ignores the order."""
+    original = store.checkpoint("llama-tied")
+    tensors = state_of(original)
+    names = [name for first in range(3) for name in [*tensors][first::3]]
+    with monkeypatch.context() as patch:
+        for name in ("deepspeed", "deepspeed.utils", "deepspeed.utils.tensor_fragment"):
+            patch.setitem(sys.modules, name, module := types.ModuleType(name))
+        patch.setattr(module, "fragment_address", fragment_address, raising=False)
+        patch.setattr(fragment_address, "__module__", module.__name__)
+        save_zero(tmp_path / "run", tensors, 2, 3, change=_mapped(names, tensors, gap, 3))
+    check(tmp_path / "run", original, tmp_path)
+    split(tmp_path / "run", tmp_path / "out", tp=2, format="dcp", config=original)
+    found = load_dcp(tmp_path / "out").tensors
+    for name, weight in tensors.items():
+        assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
+
+
 def _shorter(rank: int, state: dict[str, Any]) -> None:
     inner = state["optimizer_state_dict"]
     for lists in (inner.get("single_partition_of_fp32_groups"), inner.get("fp32_flat_groups")):
@@ -291,12 +340,67 @@ def test_a_list_that_does_not_fit(stage: int, change: Callable[..., None], said:
     assert not (tmp_path / "merged").exists()
 
 
-def test_model_parallel_ranks_are_refused(tmp_path: Path) -> None:
+def save_parallel(folder: Path, tensors: State, stage: int, info: dict[str, Any] | None) -> None:
+    """What two tensor parallel ranks save: rows of a matrix, columns of a row-parallel one, whole vectors."""
+    for rank in range(2):
+        dims = {name: 1 if name.endswith(COLUMNS) else 0 for name, of in tensors.items() if of.dim() > 1}
+        parts = {
+            name: of.chunk(2, dims[name])[rank].contiguous() if name in dims else of for name, of in tensors.items()
+        }
+        save_zero(one := folder.with_name(f"{folder.name}-{rank}"), parts, stage, 2, frozen=1)
+        for file in (one / "global_step7").iterdir():
+            state = torch.load(file)
+            if "module" in state:
+                state["module"]["lm_head.weight"] = state["module"]["model.embed_tokens.weight"]
+                state |= {"mp_world_size": 2, "universal_checkpoint_info": info}
+                torch.save(state | ({"shared_params": {}} if rank else {}), file)
+            file.rename(file.with_name(file.name.replace("mp_rank_00", f"mp_rank_{rank:02d}")))
+    one.with_name(f"{folder.name}-0").rename(folder)
+    for file in (one / "global_step7").iterdir():
+        file.rename(folder / "global_step7" / file.name)
+
+
+COLUMNS = ("o_proj.weight", "down_proj.weight")
+INFO = {"universal_checkpoint_version": 0.4,
+        "tp_replicated_parameter_patterns": [r"model.layers.\d+.\w*norm.weight".replace(r"\w*", part) for part in (
+            "input_layer", "post_attention_layer")] + [r"^model\.norm\.weight$"],
+        "parameter_with_row_parallelism_patterns": [
+            rf"^model.layers.\d+.{module}.weight$" for module in ("self_attn.o_proj", "mlp.down_proj")]}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_parallel_ranks(stage: int, tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_zero(tmp_path / "run", state_of(original), 1, 2)
-    file = tmp_path / "run" / "global_step7" / "mp_rank_00_model_states.pt"
-    torch.save(torch.load(file) | {"mp_world_size": 2}, file)
-    with pytest.raises(CheckpointError, match="2 model parallel ranks, and no file says how its tensors are cut"):
+    save_parallel(tmp_path / "run", state_of(original), stage, INFO)
+    check(tmp_path / "run", original, tmp_path)
+    split(tmp_path / "run", tmp_path / "out", tp=2, format="dcp", config=original)
+    found = load_dcp(tmp_path / "out").tensors
+    for name, weight in [*state_of(original).items()][1:]:
+        assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        (None, "2 model parallel ranks, and no file says how its tensors are cut"),
+        (
+            INFO | {"parameter_to_average_patterns": ["model.layers.0.mlp.up_proj"]},
+            "'model.layers.0.mlp.up_proj.weight' is",
+        ),
+        (
+            INFO | {"parameter_to_average_patterns": ["(a*)*b"]},
+            "has the expression '\\(a\\*\\)\\*b', which is not read",
+        ),
+        (INFO | {"parameter_with_row_parallelism_patterns": []}, "make .160, 36., it should be .80, 72."),
+    ],
+)
+def test_tensor_parallel_ranks_that_do_not_say_how(info: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
+    original = store.checkpoint("llama-tied")
+    save_parallel(tmp_path / "run", state_of(original), 1, info)
+    with pytest.raises(ReshardError, match=said):
+        merge(tmp_path / "run", tmp_path / "merged", config=original)
+    (tmp_path / "run" / "global_step7" / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="no model of model parallel rank 1" if info else "no file says"):
         merge(tmp_path / "run", tmp_path / "merged", config=original)
 
 

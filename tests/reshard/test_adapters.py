@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import read_header
 from formats.notation.format_file import adapter_format_names
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
+from reshard.source.opening import open_source
 from tests import store
 from tests.support import LLAMA, command, contents, write_checkpoint
+from verify.bytes.exact import verify_exact
 
 PREFIX = "base_model.model."
 WEIGHTS = {
@@ -101,6 +105,19 @@ def test_it_is_merged_and_split_again(tmp_path: Path) -> None:
         file = f"{folder_of(rank, 2)}/adapter_model.safetensors"
         one, other = (load_file(tmp_path / way / file) for way in ("two", "direct"))
         assert all(np.array_equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+
+
+def test_it_is_cast_as_other_weights_are(tmp_path: Path) -> None:
+    base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
+    split(source, tmp_path / "out", tp=2, config=base, dtype="bf16")
+    for way, place in (("out", {}), ("adapter", {"config": base, "dtype": "bf16"})):
+        merge(tmp_path / way, tmp_path / f"merged-{way}", **place)
+        found, stored = (load_torch(tmp_path / of / "adapter_model.safetensors") for of in (f"merged-{way}", "adapter"))
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in found.items())
+        settings = "adapter_config.json"
+        assert (tmp_path / f"merged-{way}" / settings).read_bytes() == (source / settings).read_bytes()
+    assert verify_exact(open_source(tmp_path / "merged-adapter"), tmp_path / "out").verdict == "same"
 
 
 def test_it_is_verified(tmp_path: Path) -> None:

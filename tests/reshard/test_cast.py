@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from formats.errors import MismatchError, ReshardError
+from formats.errors import MismatchError
 from formats.files.safetensors import CASTS, read_header
-from formats.notation.architecture import SETTINGS
 from formats.notation.architecture_files import find_architecture
 from formats.transformers_internals import kept_in_float32, placements
 from reshard.api import diff, load, merge, split
 from reshard.move.moves import Change
-from reshard.source.opening import Access, open_source
+from reshard.source.opening import Access
 from reshard.transforms.opening import open_any
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
@@ -241,15 +240,6 @@ def test_a_weight_that_would_become_infinite(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 65519.0
     save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     assert command("split", "model", "out", "--tp", "2", "--dtype", "fp16", cwd=tmp_path).returncode == 0
-
-
-def test_an_adapter_keeps_its_dtypes(tmp_path: Path) -> None:
-    source = open_source(made("llama-biases"))
-    object.__setattr__(source.model, "config", {**source.model.config, SETTINGS: {}})
-    from reshard.transforms.cast import cast as cast_source
-
-    with pytest.raises(ReshardError, match="an adapter keeps its dtypes"):
-        cast_source(source, "bf16")
 
 
 # --------------------------------------------------------------------------------------------------- what verify says

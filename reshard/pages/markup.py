@@ -16,7 +16,7 @@ import hashlib
 import html
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,26 @@ def html_page(title: str, style: str, body: Html) -> str:
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:
     """A list of names with what there is to say of each."""
     return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
+
+
+def table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, texts: Container[str],
+    kinds: Sequence[str | None] = (),
+) -> Html:  # fmt: skip
+    """A table that scrolls in its own box; the first cell of a row is its name.
+
+    Columns are of numbers, but for those of ``texts``. ``kinds`` are the classes of the rows.
+    """
+    classes = [None if name in texts else "number" for name in columns]
+    heads = (element("th", name, scope="col", class_=kind) for name, kind in zip(columns, classes, strict=True))
+    lines = []
+    for number, (first, *others) in enumerate(rows):
+        cells = (element("td", cell, class_=kind) for cell, kind in zip(others, classes[1:], strict=True))
+        kind = kinds[number] if kinds else None
+        lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
+    head = element("thead", element("tr", *heads))
+    content = element("table", element("caption", caption), head, element("tbody", *lines))
+    return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def write_page(path: Path, text: str) -> None:

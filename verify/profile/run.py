@@ -17,8 +17,8 @@ from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.cost import NotRun, recommend, whole_model, works
-from verify.profile.job import Job, LayerKind, Patience, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
+from verify.profile.cost import NotRun, recommend, whole_model
+from verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
@@ -113,14 +113,13 @@ def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> 
     boxes, tensors = plan.boxes(0), with_layers(plan, kinds).model.tensors
     here = [kind for _, kind, _ in tensors if kind in boxes]
     weights = sum(math.prod(boxes[kind].shape) * DTYPE_BITS[kind.dtype] // 8 for kind in here)
-    cost = works(plan, kinds, workload)
-    sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
-    widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8
-    train = workload.phase == "train"
-    logits = (workload.tokens if train else workload.batch) * sizes.get("vocab", 0) * plan.mesh.size * width * 2
-    activations = workload.tokens * widest * width * (4 * len(kinds) if train else 1)
-    cache = sum(int(cost[kind.part].nbytes) for kind in kinds) if workload.phase == "decode" else 0
-    return weights * (2 if train else 1) + activations + logits + cache
+    sizes, train = plan.rank_sizes(0, plan.model.sizes.of({})), workload.phase == "train"
+    hidden = sizes.get("hidden", 0)
+    activations = workload.tokens * (sizes.get("ff", 0) * 3 + hidden * 8) * (4 * len(kinds) if train else 1)
+    logits = (workload.tokens if train else workload.batch) * sizes.get("vocab", 0) * plan.mesh.size * 2
+    pairs = sizes["kv"] * sizes["head"] if {"kv", "head"} <= sizes.keys() else hidden
+    cache = workload.batch * workload.seq * 2 * pairs * len(kinds) if workload.phase == "decode" else 0
+    return weights * (2 if train else 1) + (activations + logits + cache) * activation_bytes(plan)
 
 
 def _run_what_fits(
@@ -154,13 +153,9 @@ def _run(
     """Run the ranks of one degree. Raises ReshardError, and _MemoryRanOut with the workload at which memory ran out."""
     from verify.profile.rank import answer_job
 
-    dtype, degree = str(plan.model.config["dtype"]), plan.mesh.size
+    degree, last = plan.mesh.size, [""]
     is_built_in = request.plan_file is None
-    job = Job(
-        with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
-        Patience(request.seconds),
-    )  # fmt: skip
-    last = [f"tp {degree}"]
+    job = Job(with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), node.threads, request.seconds)
 
     def note(text: str) -> None:
         last[0] = text

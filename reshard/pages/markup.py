@@ -143,12 +143,6 @@ CHARACTER = 6.6
 _BOLD = 7.4
 TOP = 34
 """The height of the place in which a mark's numbers are shown."""
-_TO_THE_GRID = 6  # from a label at the left to the line that it is of
-
-
-def margin_of(labels: Iterable[str], least: int) -> int:
-    """The margin at the left in which these labels of a grid have room."""
-    return max(least, *(math.ceil(len(label) * CHARACTER) + _TO_THE_GRID for label in labels))
 
 
 def both_widths(draw: Callable[[str, int], Html]) -> Html:
@@ -190,7 +184,7 @@ class Frame:
 
     def grid_line(self, y: float, label: str) -> Html:
         """A line of the grid, with its label at the left."""
-        return joined(self.across(y), text(self.left - _TO_THE_GRID, y + 4, label, "label", "end"))
+        return joined(self.across(y), text(self.left - 6, y + 4, label, "label", "end"))
 
     def limit(self, y: float, label: str) -> Html:
         """A line that is not to be passed, with its label above it."""

@@ -88,7 +88,7 @@ def test_a_token_goes_to_some_experts(name: str, tmp_path: Path, one_rank: None)
     (flops, nbytes), (more_flops, more_nbytes) = (measured[work].work[part] for work in (few, many))
     assert chosen < experts and 2 * chosen * expert < flops < 2 * experts * expert + flops / 2
     assert 63 * flops < more_flops < 65 * flops
-    assert 4 * chosen * expert < nbytes and 4 * experts * expert < more_nbytes < 64 * nbytes
+    assert 4 * chosen * expert < nbytes < 4 * experts * expert < more_nbytes < 8 * nbytes
 
 
 # ----------------------------------------------------------------------------------------------------------- clocks
@@ -134,10 +134,11 @@ class FakeEvent:
         return end.time - self.time
 
 
-def test_a_step_on_a_gpu(one_rank: None) -> None:
+def test_a_step_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans are cut where the device comes to the marks; nothing waits before the step is over."""
     gpu = FakeGpu()
-    meter = Meter(torch.device("cuda"), gpu.event, gpu.wait)
+    monkeypatch.setattr("verify.profile.rank.stream", lambda kind: (gpu.event, gpu.wait))
+    meter = Meter(torch.device("cuda"))
     for _ in range(2):
         meter.enter("embedding")
         gpu.kernel(3)

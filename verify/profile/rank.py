@@ -38,29 +38,14 @@ from verify.rank.roles import Rank
 from verify.rank.trace import running
 
 
-class Now:
-    """A mark of time on a CPU, as ``torch.Event`` is one on a stream."""
-
-    def record(self) -> None:
-        """Note the time."""
-        self._time = time.perf_counter()
-
-    def elapsed_time(self, end: Now) -> float:
-        """Milliseconds from this mark to a later one."""
-        return (end._time - self._time) * 1e3
-
-
 class Meter(Carrier):
     """Cuts a step into spans; every collective that goes through it is a span of its own.
 
-    Tensors are summed in their own dtype, as engines do. ``mark`` makes a mark of time, and ``wait`` waits until the
-    device has come to all of them; by default those of the device.
+    Tensors are summed in their own dtype, as engines do.
     """
 
-    def __init__(
-        self, device: torch.device, mark: Callable[[], Any] = Now, wait: Callable[[], None] = lambda: None
-    ) -> None:
-        self._mark, self._wait = stream(device.type) if device.type != "cpu" and mark is Now else (mark, wait)
+    def __init__(self, device: torch.device) -> None:
+        self._mark, self._wait = stream(device.type)
         self._meets = device.type == "cpu" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []

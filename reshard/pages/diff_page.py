@@ -68,19 +68,18 @@ def diff_page(diff: Diff) -> str:
     properties += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     layered, alone = _lines(diff.tensors)
     pictures = [element("figure", both_widths(partial(_picture, lines))) for lines in (layered, alone) if lines]
-    body = element(
-        "body",
-        element("main",
-            element("header", element("h1", title)),
-            facts(properties),
-            element("h2", "What differs where"),
-            element("p", _WORDS),
-            element("div", *_legend(), class_="legend"),
-            *pictures,
-            _table([tensor for tensor in diff.tensors if tensor.kind != SAME]),
-        ),
-    )  # fmt: skip
-    return html_page(f"{title} · reshard diff", _STYLE, body)
+    return html_page(
+        "reshard diff",
+        title,
+        _STYLE,
+        element("header", element("h1", title)),
+        facts(properties),
+        element("h2", "What differs where"),
+        element("p", _WORDS),
+        element("div", *_legend(), class_="legend"),
+        *pictures,
+        _table([tensor for tensor in diff.tensors if tensor.kind != SAME]),
+    )
 
 
 def _lines(tensors: Sequence[TensorDiff]) -> tuple[list[_Line], list[_Line]]:

@@ -83,8 +83,10 @@ def ratio(value: Any) -> str:
     return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")
 
 
-def html_page(title: str, style: str, body: Html) -> str:
-    """The text of a page. ``style`` comes behind the rules that all pages share; nothing else may be loaded or run."""
+def html_page(command: str, title: str, style: str, *content: object) -> str:
+    """The text of a command's page. ``style`` comes behind the rules that all pages share; nothing else may be loaded
+    or run.
+    """
     style = (Path(__file__).parent / "base.css").read_text(encoding="utf-8") + style
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -94,9 +96,12 @@ def html_page(title: str, style: str, body: Html) -> str:
         void("meta", http_equiv="Content-Security-Policy", content=policy),
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
         void("meta", name="color-scheme", content="light dark"),
-        element("title", title),
+        element("title", f"{title} · {command}"),
         element("style", Html(style)),
     )
+    words = ("Written by ", element("code", command), ". The same in numbers: ", element("code", "--json"), ".")
+    foot = element("footer", element("p", *words), class_="muted")
+    body = element("body", element("main", *content), foot)
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 

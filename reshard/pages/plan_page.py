@@ -65,9 +65,8 @@ def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
     ]
     legend = element("div", *picture.legend(), class_="legend")
     defs = element("svg", element("defs", *picture.patterns()), width="0", height="0", aria_hidden="true")
-    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]))
     style = (Path(__file__).parent / "plan_page.css").read_text(encoding="utf-8")
-    return html_page(f"{title} · reshard plan", style, body)
+    return html_page("reshard plan", title, style, *parts[:4], element("div", defs, legend), *parts[4:])
 
 
 def _totals(plan: Plan) -> Html:

@@ -58,12 +58,11 @@ def page(document: Document) -> str:
     )  # fmt: skip
     phases = dict.fromkeys(row["phase"] for row in document["rows"])
     sections = (_phase(best, phase, [row for row in document["rows"] if row["phase"] == phase]) for phase in phases)
-    end = (element("h2", "What this is"), element("p", _HOW))
-    foot = element("footer", element("p", "Written by ", element("code", "reshard profile"), ". The same in numbers: ",
-                   element("code", "--json"), "."), class_="muted")  # fmt: skip
-    main = element("main", header, facts(properties), *sections, _links(document["all_reduce"]), *end)
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    return html_page(f"{headline}: {document['source']} · reshard profile", style, element("body", main, foot))
+    return html_page(
+        "reshard profile", f"{headline}: {document['source']}", style, header, facts(properties), *sections,
+        _links(document["all_reduce"]), element("h2", "What this is"), element("p", _HOW),
+    )  # fmt: skip
 
 
 def _phase(best: int | None, phase: str, rows: Sequence[Document]) -> Html:

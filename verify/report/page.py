@@ -223,10 +223,8 @@ def page(document: Document) -> str:
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     headline = HEADLINES.get(str(document.get("verdict")), HEADLINES["unchecked"])
     parts = (_header(document, headline), _plan(document), _exact(document), _forward(document), _gradients(document))
-    foot = element("footer", element("p", "Written by ", element("code", "reshard verify"), ". ",
-                   "The same in numbers: ", element("code", "--json"), "."), class_="muted")  # fmt: skip
-    body = element("body", element("main", *parts, _setting(document)), foot)
-    return html_page(f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify", style, body)
+    title = f"{headline}: {Path(str(document.get('shards'))).name}"
+    return html_page("reshard verify", title, style, *parts, _setting(document))
 
 
 # ----------------------------------------------------------------------------------------------------------- sections

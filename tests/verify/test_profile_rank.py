@@ -83,12 +83,15 @@ def test_a_token_goes_to_some_experts(name: str, tmp_path: Path, one_rank: None)
     job = job_of_zoo(name, tmp_path, few, many)
     measured = run_job(job).measured
     sizes, settings = job.plan.model.sizes.of({}), job.plan.model.sizes.settings
-    expert = 3 * sizes["hidden"] * sizes["ff"]
+    hidden, kv, head = sizes["hidden"], sizes["kv"], sizes["head"]
     part, chosen, experts = job.kinds[0].part, settings["num_experts_per_tok"], settings["num_local_experts"]
+    queries, expert = kv * sizes["group"], 3 * hidden * sizes["ff"]
+    rest = hidden * (2 * (queries + kv) * head + experts)  # attention and router
     (flops, nbytes), (more_flops, more_nbytes) = (measured[work].work[part] for work in (few, many))
-    assert chosen < experts and 2 * chosen * expert < flops < 2 * experts * expert + flops / 2
-    assert 63 * flops < more_flops < 65 * flops
-    assert 4 * chosen * expert < nbytes < 4 * experts * expert < more_nbytes < 8 * nbytes
+    assert chosen < experts
+    assert flops == 2 * (rest + chosen * expert) + 4 * 2 * queries * head  # of two keys
+    assert more_flops == 64 * flops
+    assert 4 * (rest + chosen * expert) < nbytes < 4 * experts * expert < more_nbytes < 8 * nbytes
 
 
 # ----------------------------------------------------------------------------------------------------------- clocks

@@ -30,6 +30,7 @@ from reshard.pages.markup import (
     html_page,
     joined,
     rectangle,
+    table,
     text,
 )
 from reshard.text import human_bytes, plural, shorten
@@ -67,19 +68,18 @@ def diff_page(diff: Diff) -> str:
     properties += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     layered, alone = _lines(diff.tensors)
     pictures = [element("figure", both_widths(partial(_picture, lines))) for lines in (layered, alone) if lines]
-    body = element(
-        "body",
-        element("main",
-            element("header", element("h1", title)),
-            facts(properties),
-            element("h2", "What differs where"),
-            element("p", _WORDS),
-            element("div", *_legend(), class_="legend"),
-            *pictures,
-            _table([tensor for tensor in diff.tensors if tensor.kind != SAME]),
-        ),
-    )  # fmt: skip
-    return html_page(f"{title} · reshard diff", _STYLE, body)
+    return html_page(
+        "reshard diff",
+        title,
+        _STYLE,
+        element("header", element("h1", title)),
+        facts(properties),
+        element("h2", "What differs where"),
+        element("p", _WORDS),
+        element("div", *_legend(), class_="legend"),
+        *pictures,
+        _table([tensor for tensor in diff.tensors if tensor.kind != SAME]),
+    )
 
 
 def _lines(tensors: Sequence[TensorDiff]) -> tuple[list[_Line], list[_Line]]:
@@ -147,21 +147,8 @@ def _table(tensors: Sequence[TensorDiff]) -> Html | None:
     """The rows that the command prints."""
     if not tensors:
         return None
-    head = element("thead", element("tr", *(element("th", name, scope="col", class_=_class(name)) for name in HEAD)))
-    rows = (
-        element("tr", element("th", first, class_="name", scope="row"), *map(_td, HEAD[1:], numbers))
-        for first, *numbers in map(cells, rows_of(tensors))
-    )
-    caption = element("caption", "What differs, in rows of tensors that are alike")
-    return element("div", element("table", caption, head, element("tbody", *rows)), class_="scroll", tabindex=0)
-
-
-def _td(name: str, cell: str) -> Html:
-    return element("td", cell, class_=_class(name))
-
-
-def _class(name: str) -> str | None:
-    return None if name in _TEXTS else "number"
+    rows = ([element("span", first, class_="name"), *numbers] for first, *numbers in map(cells, rows_of(tensors)))
+    return table("What differs, in rows of tensors that are alike", HEAD, [*rows], texts=_TEXTS)
 
 
 def _name(line: _Line, layers: range) -> str:

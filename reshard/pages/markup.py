@@ -16,7 +16,7 @@ import hashlib
 import html
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,10 @@ def ratio(value: Any) -> str:
     return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")
 
 
-def html_page(title: str, style: str, body: Html) -> str:
-    """The text of a page. ``style`` comes behind the rules that all pages share; nothing else may be loaded or run."""
+def html_page(command: str, title: str, style: str, *content: object) -> str:
+    """The text of a command's page. ``style`` comes behind the rules that all pages share; nothing else may be loaded
+    or run.
+    """
     style = (Path(__file__).parent / "base.css").read_text(encoding="utf-8") + style
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -94,15 +96,38 @@ def html_page(title: str, style: str, body: Html) -> str:
         void("meta", http_equiv="Content-Security-Policy", content=policy),
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
         void("meta", name="color-scheme", content="light dark"),
-        element("title", title),
+        element("title", f"{title} · {command}"),
         element("style", Html(style)),
     )
+    words = ("Written by ", element("code", command), ". The same in numbers: ", element("code", "--json"), ".")
+    foot = element("footer", element("p", *words), class_="muted")
+    body = element("body", element("main", *content), foot)
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:
     """A list of names with what there is to say of each."""
     return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
+
+
+def table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, texts: Container[str],
+    kinds: Sequence[str | None] = (),
+) -> Html:  # fmt: skip
+    """A table that scrolls in its own box; the first cell of a row is its name.
+
+    Columns are of numbers, but for those of ``texts``. ``kinds`` are the classes of the rows.
+    """
+    classes = [None if name in texts else "number" for name in columns]
+    heads = (element("th", name, scope="col", class_=kind) for name, kind in zip(columns, classes, strict=True))
+    lines = []
+    for number, (first, *others) in enumerate(rows):
+        cells = (element("td", cell, class_=kind) for cell, kind in zip(others, classes[1:], strict=True))
+        kind = kinds[number] if kinds else None
+        lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
+    head = element("thead", element("tr", *heads))
+    content = element("table", element("caption", caption), head, element("tbody", *lines))
+    return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -123,12 +148,6 @@ CHARACTER = 6.6
 _BOLD = 7.4
 TOP = 34
 """The height of the place in which a mark's numbers are shown."""
-_TO_THE_GRID = 6  # from a label at the left to the line that it is of
-
-
-def margin_of(labels: Iterable[str], least: int) -> int:
-    """The margin at the left in which these labels of a grid have room."""
-    return max(least, *(math.ceil(len(label) * CHARACTER) + _TO_THE_GRID for label in labels))
 
 
 def both_widths(draw: Callable[[str, int], Html]) -> Html:
@@ -170,7 +189,7 @@ class Frame:
 
     def grid_line(self, y: float, label: str) -> Html:
         """A line of the grid, with its label at the left."""
-        return joined(self.across(y), text(self.left - _TO_THE_GRID, y + 4, label, "label", "end"))
+        return joined(self.across(y), text(self.left - 6, y + 4, label, "label", "end"))
 
     def limit(self, y: float, label: str) -> Html:
         """A line that is not to be passed, with its label above it."""

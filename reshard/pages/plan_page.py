@@ -24,7 +24,7 @@ from reshard.mesh.totals import (
     totals_of,
 )
 from reshard.model.model import Kind
-from reshard.pages.markup import Html, element, facts, html_page, joined
+from reshard.pages.markup import Html, element, facts, html_page, joined, table
 from reshard.text import human_bytes, plural
 
 LONGEST = 176
@@ -65,9 +65,8 @@ def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
     ]
     legend = element("div", *picture.legend(), class_="legend")
     defs = element("svg", element("defs", *picture.patterns()), width="0", height="0", aria_hidden="true")
-    body = element("body", defs, element("main", *parts[:4], legend, *parts[4:]))
     style = (Path(__file__).parent / "plan_page.css").read_text(encoding="utf-8")
-    return html_page(f"{title} · reshard plan", style, body)
+    return html_page("reshard plan", title, style, *parts[:4], element("div", defs, legend), *parts[4:])
 
 
 def _totals(plan: Plan) -> Html:
@@ -478,22 +477,18 @@ def _stages(plan: Plan) -> Html | None:
     for stage in range(plan.mesh.pp):
         first = stage * ranks
         where = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {first}"
-        cells = (f"stage {stage}", where, _layers("Layer", layers_at(plan.mesh, stage)))
-        rows.append(element("tr", *(element("td", cell) for cell in cells)))
-    return _table("Pipeline stages", element("tbody", *rows))
+        rows.append((f"stage {stage}", where, _layers("Layer", layers_at(plan.mesh, stage))))
+    columns = ["stage", "ranks", "layers"]
+    return joined(
+        element("h2", "Pipeline stages"), table("Which ranks have which layers", columns, rows, texts=columns)
+    )
 
 
 def _degrees(degrees: Sequence[Degree]) -> Html:
-    rows = [
-        element(
-            "tr", element("td", degree.degree, class_="number"), element("td", "yes" if degree.is_possible else "no"),
-            element("td", degree.remark), class_="yes" if degree.is_possible else "no",
-        )
-        for degree in degrees
-    ]  # fmt: skip
-    head = element("thead", element("tr", *(element("th", text) for text in ("--tp", "possible", ""))))
-    return _table("Other degrees", head, element("tbody", *rows))
-
-
-def _table(title: str, *parts: Html) -> Html:
-    return joined(element("h2", title), element("div", element("table", *parts), class_="scroll", tabindex=0))
+    rows = [(degree.degree, "yes" if degree.is_possible else "no", degree.remark) for degree in degrees]
+    kinds = ["yes" if degree.is_possible else "no" for degree in degrees]
+    columns = ["--tp", "possible", "why not"]
+    return joined(
+        element("h2", "Other degrees"),
+        table("What this model can be split by", columns, rows, texts=columns[1:], kinds=kinds),
+    )

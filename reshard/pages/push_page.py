@@ -42,17 +42,16 @@ def push_page(routes: Routes, title: str, link: float) -> str:
         "goes once, from one of the ranks that hold it to each that lacks it, without a gather."
     )
     picture = both_widths(lambda name, width: _matrix(routes, pairs, name, width))
-    body = element(
-        "body",
-        element("main",
-            element("header", element("h1", title)),
-            facts(properties),
-            element("h2", "Who sends how much to whom"),
-            element("p", words),
-            element("figure", picture),
-        ),
-    )  # fmt: skip
-    return html_page(f"{title} · reshard plan", _STYLE, body)
+    return html_page(
+        "reshard plan",
+        title,
+        _STYLE,
+        element("header", element("h1", title)),
+        facts(properties),
+        element("h2", "Who sends how much to whom"),
+        element("p", words),
+        element("figure", picture),
+    )
 
 
 def _matrix(routes: Routes, pairs: Counter[tuple[int, int]], name: str, width: int) -> Html:

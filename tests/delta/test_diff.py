@@ -182,7 +182,7 @@ def test_the_page(base: Path, tuned: Path, tmp_path: Path) -> None:
     shown = dict(re.findall(r"<title>([^<:]+): ([^<]+)</title>", text))
     assert len(shown) == 30 and all(shown[name] == "0.21 % of the elements" for name in DOWN[1:])
     assert {shown[name] for name in shown.keys() - {*DOWN[1:]}} == {"same"}
-    (row,) = re.findall(r'<th class="name" scope="row">(.*?)</th>', text)
+    (row,) = re.findall(r'<th scope="row"><span class="name">(.*?)</span></th>', text)
     assert row == "model.layers.{1,2}.mlp.down_proj.weight"
 
 

@@ -45,17 +45,6 @@ TEXTS_OUTSIDE = """
         }).map(text => text.textContent);
     })"""
 """The texts of the pictures in a page that do not lie in their view box, where they would be cut off."""
-LABELS_TOGETHER = """
-    [...document.querySelectorAll('svg')].flatMap(svg => {
-        const labels = [...svg.querySelectorAll('text.label:not(.hint)')];
-        const boxes = labels.map(label => label.getBoundingClientRect());
-        return labels.flatMap((one, i) => labels.slice(i + 1).filter((other, j) => {
-            const [a, b] = [boxes[i], boxes[i + 1 + j]];
-            return a.width && b.width && a.left < b.right && b.left < a.right && a.top + 3 < b.bottom - 3 &&
-                b.top + 3 < a.bottom - 3;
-        }).map(other => one.textContent + ' | ' + other.textContent));
-    })"""
-"""The labels of a plot that lie on each other: a box is 3 pixels higher than its letters, above and below."""
 
 Message = dict[str, Any]
 

@@ -16,38 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from formats.errors import CheckpointError
 from formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
-from reshard.pages.markup import CHARACTER, TOP
-from tests import store, zoo
+from tests import zoo
 from tests.marks import thorough
 from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from tests.verify.conftest import Gpus
 from verify.profile.blocks import skeleton
-from verify.profile.cost import (
-    Link,
-    Memory,
-    NotRun,
-    Part,
-    Rates,
-    Row,
-    Time,
-    Work,
-    fit_link,
-    fit_rates,
-    joined,
-    recommend,
-    works,
-)
+from verify.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
 from verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
-from verify.profile.page import Axes, Line, Point, line_chart, page
+from verify.profile.page import page
 from verify.profile.processes import RESERVE
 from verify.profile.run import node_of
 from verify.rank.group import RankError
@@ -129,52 +112,36 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-def with_times(document: dict[str, Any], speed: float, spread: float, degrees: int) -> dict[str, Any]:
-    """A page's document with these numbers: tokens per second that differ so much, and so many degrees."""
-    rows = []
-    for row in document["rows"][:1]:
-        memory = {**row["memory"], **dict.fromkeys(("weights", "cache"), 199_990_000), "total": 399_980_000}
-        for i in range(degrees):
-            tokens = speed * (1 + spread * i / degrees)
-            rows.append({**row, "tp": 1 << i, "tokens_per_second": tokens, "memory": memory})
-    return {**document, "rows": rows}
+def bars(text: str) -> list[list[tuple[str, float, float]]]:
+    """Of each bar of a page, its parts: the class, where it begins and how long it is, in percent."""
+    part = r'<rect class="bar (c\d(?: open)?)" x="([\d.]+)" y="0" width="([\d.]+)"'
+    svgs = re.findall(r'<svg viewBox="0 0 100 10".*?</svg>', text)
+    return [[(kind, float(x), float(width)) for kind, x, width in re.findall(part, svg)] for svg in svgs]
 
 
-def ticks(chart: str) -> list[tuple[float, str]]:
-    """The lines of a plot's grid: where the label of each ends, and the label."""
-    found = re.findall(r'<line class="grid"[^>]*></line><text class="label" x="([\d.]+)"[^>]*>([^<]*)<', chart)
-    return [(float(x), label) for x, label in found]
-
-
-@given(low=st.floats(1e-6, 1e9), ratio=st.floats(1, 1e6))
-def test_a_logarithmic_axis_has_three_ticks_or_more(low: float, ratio: float) -> None:
-    """Two ticks are no scale; more than eight are no help. The labels have room, and points lie between the ends."""
-    line = Line("a", (Point(1, low, False, ""), Point(2, low * ratio, False, "")))
-    chart = line_chart("a", [line], Axes("tp", "tokens/s", str, repr)).rpartition("<svg")[2]  # on narrow pages
-    found = ticks(chart)
-    assert 3 <= len(found) <= 8 and len({label for _, label in found}) == len(found)
-    assert all(x >= CHARACTER * len(label) for x, label in found)
-    for y in map(float, re.findall(r'<circle class="mark c0" [^>]*cy="([\d.]+)"', chart)):
-        assert TOP <= y <= 260
-
-
-def test_the_legend_has_the_marks_of_the_plot() -> None:
-    """Each line's own shape and colour; the mark of what is predicted is open."""
-    lines = [Line(f"line {i}", (Point(1, 1.0, False, ""), Point(2, 2.0, True, ""))) for i in range(4)]
-    keys, _, plot = line_chart("a", lines, Axes("tp", "tokens/s", str, repr)).partition("</p>")
-    marks = r'<(\w+) class="mark (c\d|open)"'
-    assert re.findall(marks, keys) == [*dict.fromkeys(re.findall(marks, plot)), ("circle", "open")]
-
-
-@pytest.mark.parametrize("width", [400, 1400])
-def test_labels_have_room(width: int, document: dict[str, Any], chromium: Browser, tmp_path: Path) -> None:
-    """None is cut off at the left or lies on another, however long it is and however many there are."""
-    for number, (speed, spread, degrees) in enumerate([(1.2, 0.01, 1), (1.25e6, 0.05, 2), (3e5, 40, 8)]):
-        file = tmp_path / f"{number}.html"
-        file.write_text(page(with_times(document, speed, spread, degrees)), encoding="utf-8")
-        chromium.open(file, width=width)
-        assert chromium.evaluate(browser.TEXTS_OUTSIDE) == []
-        assert chromium.evaluate(browser.LABELS_TOGETHER) == []
+def test_bars_are_to_scale(document: dict[str, Any]) -> None:
+    """Parts follow each other; the longest of a workload is 100; what is predicted is open, but for its memory. The
+    legend names each colour of a figure that has several.
+    """
+    row = next(row for row in document["rows"] if row["phase"] == "decode" and row["measured"])
+    other = next(row for row in document["rows"] if row["phase"] == "decode" and not row["measured"])
+    time = {**row["measured"], "seconds": 4.0, "compute": 3.0, "collectives": 1.0}
+    memory = {**row["memory"], "weights": 60, "gradients": 0, "cache": 30, "activations": 10, "total": 100}
+    rows = [
+        {**row, "tokens_per_second": 10.0, "measured": time, "memory": memory},
+        {**other, "tokens_per_second": 20.0, "predicted": {**time, "seconds": 2.0, "compute": 1.5, "collectives": 0.5},
+         "memory": {**memory, "weights": 30, "total": 70}},
+    ]  # fmt: skip
+    text = page({**document, "rows": rows})
+    assert bars(text) == [
+        [("c0", 0, 50)], [("c0 open", 0, 100)],
+        [("c0", 0, 75), ("c1", 75, 25)], [("c0 open", 0, 37.5), ("c1 open", 37.5, 12.5)],
+        [("c0", 0, 60), ("c1", 60, 30), ("c2", 90, 10)], [("c0", 0, 30), ("c1", 30, 30), ("c2", 60, 10)],
+    ]  # fmt: skip
+    legends = re.findall(r'<p class="legend">(.*?)</p>', text)
+    names = [re.findall(r"</svg>([^<]+)", legend) for legend in legends]
+    assert names == [["predicted"], ["computing", "collectives", "predicted"], ["weights", "cache", "activations"]]
+    assert "70 B, does not fit" in page({**document, "rows": [rows[0], {**rows[1], "fits": False}]})
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (400, "light"), (1600, "dark"), (1600, "light")])
@@ -187,23 +154,22 @@ def test_page_in_a_browser(width: int, scheme: str, chromium: Browser, folder: P
     assert asked == [file.as_uri()]
     assert not [e for e in chromium.events if e["method"] in {"Runtime.exceptionThrown", "Log.entryAdded"}]
     shown = "[...document.querySelectorAll('svg[role]')].filter(s => s.getBoundingClientRect().width)"
-    assert chromium.evaluate(f"{shown}.length") == 3 * 3 + 1  # of each phase, of the all-reduces
+    assert chromium.evaluate(f"{shown}.length") == 3 * 3 * 2  # of each phase: three figures of two degrees
     outside = (
-        f"{shown}.flatMap(s => {{const o = s.getBoundingClientRect(); return [...s.querySelectorAll('.mark,.bar')]"
+        f"{shown}.flatMap(s => {{const o = s.getBoundingClientRect(); return [...s.querySelectorAll('.bar')]"
         ".filter(m => {const r = m.getBoundingClientRect();"
         " return r.left < o.left || r.right > o.right || r.top < o.top || r.bottom > o.bottom})}).length"
     )
     assert chromium.evaluate(outside) == 0
-    assert chromium.evaluate(browser.TEXTS_OUTSIDE) == chromium.evaluate(browser.LABELS_TOGETHER) == []
     assert len(chromium.evaluate(browser.WIDTHS_OF_SECTIONS)) == 1 and chromium.evaluate(browser.TABLES_CUT) == 0
-    colours = "[...document.querySelectorAll('.mark, .bar')].map(m => getComputedStyle(m).stroke)"
+    colours = "[...document.querySelectorAll('.bar')].map(m => getComputedStyle(m).stroke)"
     assert all(colour.startswith("rgb") for colour in chromium.evaluate(colours))
 
 
 def test_what_the_page_says(document: dict[str, Any]) -> None:
     text = page({**document, "source": "a <b>model</b>"})
     assert "a &lt;b&gt;model&lt;/b&gt;" in text and "<b>" not in text and "Use tp 2" in text
-    assert text.count("tp 4: ") >= 6 and text.count("predicted") > 6 and text.count("not measured") == 3
+    assert text.count("tp 4: ") == 2 * 3 * 3 and text.count("predicted") > 6 and text.count("not measured") == 3
     assert "Training: forward and backward, without optimizer states" in text
     alone = [{"phase": "decode", "batch": 3, "seq": 8, "tp": 4}]
     none = page({**document, "recommended": {"tp": None, "reason": "no degree fits", "alone": alone}})
@@ -217,76 +183,52 @@ def test_what_the_page_says(document: dict[str, Any]) -> None:
 def test_the_slowest_computes_and_the_last_to_come_sends() -> None:
     """Of ranks side by side, and of repetitions the middle one."""
 
-    def step(compute: float, wait: float, send: float) -> tuple[Span, ...]:
-        return Span("head", "compute", 0, compute), Span("head", "wait", 0, wait), Span("head", "all-reduce", 64, send)
+    def step(compute: float, send: float) -> tuple[Span, ...]:
+        return Span("head", "compute", 0, compute), Span("head", "all-reduce", 64, send)
 
-    first, second = (step(2, 0, 3), step(4, 0, 1), step(6, 9, 9)), (step(1, 1, 2), step(5, 0, 1), step(9, 0, 9))
+    first, second = (step(2, 3), step(4, 1), step(6, 9)), (step(1, 2), step(5, 1), step(9, 9))
     spans, spread = joined([first, second])
     assert spans == (Span("head", "compute", 0, 5), Span("head", "all-reduce", 64, 2))
     assert spread > 0 and joined([first[:1]])[1] == 0
 
 
-def test_flops_and_bytes_of_a_llama(folder: Path) -> None:
-    """Counted by hand: hidden 24, 8 heads of 6 on 4 KV heads, an MLP of 24, a vocabulary of 37, in 16 bits."""
-    plan = make_plan(skeleton(folder), mesh_of(1))
-    kinds = layer_kinds(plan.model)
-    assert kinds == (LayerKind(0, 3),)
-    weights = 24 * 48 + 2 * 24 * 24 + 48 * 24 + 3 * 24 * 24
-    decode = works(plan, kinds, Workload("decode", 2, 16))
-    assert decode["layer 0"].flops == 2 * 2 * weights + 2 * 2 * (2 * 16 * 8 * 6)
-    assert decode["layer 0"].nbytes == 2 * weights + 2 * (2 * 16 * 4 * 6) * 2
-    assert decode["head"] == Work(2 * 37 * 24 * 2, 37 * 24 * 2)
-    assert decode["embedding"] == Work(0, 2 * 24 * 2)
-    prefill = works(plan, kinds, Workload("prefill", 2, 16))
-    assert prefill["layer 0"].flops == 32 * (2 * weights + 2 * 16 * 8 * 6)
-    assert works(plan, kinds, Workload("train", 2, 16))["layer 0"].flops == 3 * prefill["layer 0"].flops
-    halves = works(make_plan(plan.model, mesh_of(2)), kinds, Workload("prefill", 2, 16))
-    assert 2 * halves["layer 0"].flops == prefill["layer 0"].flops
-    assert halves["layer 0"].reduced == (32 * 24 * 2,) * 2 and halves["embedding"].reduced == (32 * 24 * 2,)
-    assert halves["head"].gathered == 19 * 2 * 2 and not halves["head"].reduced
-
-
-def test_a_token_goes_to_some_experts() -> None:
-    """Operations of those that it goes to; bytes of all that some token goes to."""
-    model = skeleton(store.checkpoint("mixtral", experts=8))
-    plan, kinds = make_plan(model, mesh_of(1)), layer_kinds(model)
-    one, many = (works(plan, kinds, Workload("decode", batch, 1))["layer 0"] for batch in (1, 1000))
-    chosen = model.sizes.settings["num_experts_per_tok"]
-    experts = 3 * model.sizes.of({})["hidden"] * model.sizes.of({})["ff"]
-    rest = one.flops - 2 * chosen * experts
-    assert 0 < rest < many.flops / 1000
-    assert many.nbytes > 8 * experts * 4 > one.nbytes > chosen * experts * 4
+def test_the_plan_states_the_collectives(folder: Path) -> None:
+    """Of a step of 2 sequences: what a prediction sends, by hand. The logits of inference are gathered, 19 of 37."""
+    plan, link = make_plan(skeleton(folder), mesh_of(2)), Link(2, 1.0, 4.0)
+    assert layer_kinds(plan.model) == (LayerKind(0, 3),)
+    sent = (3 * 2 + 1) * 24 * 2  # bytes of a token
+    assert communication(plan, Workload("decode", 2, 16), link) == 7 + 2 * sent / 4 + 0.5 + 2 * 19 * 2 / 4
+    assert communication(plan, Workload("train", 2, 16), link) == 14 + 2 * 32 * sent / 4
+    assert communication(make_plan(plan.model, mesh_of(4)), Workload("train", 2, 16), Link(4, 0.0, 4.0)) == (
+        2 * 32 * sent * 1.5 / 4
+    )
 
 
 def test_rates_are_found_again() -> None:
     """The rates that made the times; fewer of them where there are few points, and none below zero."""
-    rates = Rates(1e-4, 2e-12, 3e-11)
-    known = [Work(10.0**a, 10.0**b) for a, b in ((6, 9), (9, 6), (12, 7), (3, 3), (11, 10))]
-    found = fit_rates([(work, rates.seconds(work)) for work in known])
-    assert found is not None
-    assert (found.start, found.per_flop, found.per_byte) == pytest.approx((1e-4, 2e-12, 3e-11), rel=1e-3)
-    assert fit_rates([]) is None
-    single = fit_rates([(Work(1e9, 1e3), 2.0)])
-    assert single is not None and single.seconds(Work(1e9, 1e3)) == pytest.approx(2.0)
-    falling = fit_rates([(Work(1e9, 1.0), 1.0), (Work(2e9, 1.0), 0.5)])
-    assert falling is not None and min(falling.start, falling.per_flop, falling.per_byte) >= 0
+    rates = (1e-4, 2e-12, 3e-11)
+    known = [(1.0, 10.0**a, 10.0**b) for a, b in ((6, 9), (9, 6), (12, 7), (3, 3), (11, 10))]
+    times = [sum(n * rate for n, rate in zip(row, rates, strict=True)) for row in known]
+    assert fit(known, times) == pytest.approx(rates, rel=1e-3)
+    assert fit([(1.0, 1e9, 1e3)], [2.0]) == [pytest.approx(2.0), 0, 0]
+    assert min(fit([(1.0, 1e9, 1.0), (1.0, 2e9, 1.0)], [1.0, 0.5])) >= 0
 
 
 def test_a_link_is_found_again() -> None:
     """Latency and bandwidth of a ring; more ranks take more steps, and a given bandwidth replaces the fitted one."""
-    link = Link(4, 2e-5, 1e10)
     sizes = [1 << power for power in range(10, 26, 2)]
-    found = fit_link(4, [(n, link.all_reduce(n)) for n in sizes])
+    found = fit_link(4, [(n, 2e-5 + 1.5 * n / 1e10) for n in sizes])
     assert (found.latency, found.bandwidth) == pytest.approx((2e-5, 1e10), rel=1e-3)
-    assert link.all_reduce(10**10) == pytest.approx(1.5, rel=1e-3)
+    assert [nbytes for nbytes, _ in found.measured] == sizes
+    link = Link(4, 2e-5, 1e10)
     assert link.over(8) == Link(8, pytest.approx(2e-5 * 7 / 3), 1e10) and link.over(8, 4.5e11).bandwidth == 4.5e11
 
 
 def rows(rates: dict[int, float], needs: dict[int, int], share: float = 0.46) -> list[Row]:
     """Degrees with tokens per second and bytes, of 80 GB a rank."""
-    part = {tp: Time({"head": Part((1 - share) / rate, share / rate, 0)}, {"head": 1}) for tp, rate in rates.items()}
+    part = {tp: Time((1 - share) / rate, share / rate) for tp, rate in rates.items()}
     work = Workload("decode", 1, 1)
-    return [Row(tp, work, part[tp], None, Memory(needs[tp], 0, 0), 80_000_000_000, 0) for tp in rates]
+    return [Row(tp, work, part[tp], None, Memory(needs[tp], 0, 0, 0), 80_000_000_000, 0) for tp in rates]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +293,7 @@ def test_no_degree_fits() -> None:
         (("--tp", "8", "--ranks", "2"), "--tp 8 is not possible: this node has 2 ranks"),
         (("--device", "cuda"), "--device cuda is not possible: torch finds no accelerator"),
         (("--memory", "80"), "'80' is 80 bytes; with a unit it is 80GB or 80MB"),
-        (("--phase", "decode,sleep"), "there is no phase 'sleep'; the phases are decode, prefill, train"),
+        (("--phase", "decode,sleep"), "--phase sleep is not possible: it is one of decode, prefill, train"),
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
         (("--link", "450GB/s"), "--link is not possible: no degree is to be predicted"),
         (("--predict-tp", "8", "--link", "450GB"), "'450GB' is not a speed such as 450GB/s"),
@@ -462,7 +404,8 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
             raise RankError(message, rank=0)
         parts = ("embedding", *(kind.part for kind in job.kinds), "head")
         step = tuple(Span(part, "compute", 0, 1.0) for part in parts)
-        return [RankResult({work: Measured((step,), {}, 0, {}) for work in job.workloads}, {}, "gloo", "cpu")] * degree
+        measured = Measured((step,), dict.fromkeys(parts, (1.0, 1.0)), {}, 0, {})
+        return [RankResult(dict.fromkeys(job.workloads, measured), {}, "gloo", "cpu")] * degree
 
     monkeypatch.setattr("verify.profile.run.run_processes", run)
     return asked

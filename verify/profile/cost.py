@@ -1,241 +1,143 @@
-"""What a step should cost: floating-point operations, bytes and all-reduces from the plan's axes, and the rates of a
-node as fitted to measurements. Pure arithmetic.
+"""From what ranks measured of one layer of each kind to the whole model: time, memory, and one recommended degree.
 
-The time of a part's computation is modelled as ``a + flops / f + bytes / b``: a time for starting kernels, and the
-rates of computing and of reading weights and cache. An all-reduce of ``n`` bytes over ``N`` ranks takes
-``latency + 2 (N - 1) / N * n / bandwidth``, as in a ring, whose latency grows with ``N - 1``.
+A degree's time is predicted from the others. The computation of a part is modelled as ``a + flops / f + bytes / b``: a
+time to start kernels, and the rates of multiplying and of reading what is multiplied. An all-reduce of ``n`` bytes over
+``N`` ranks takes ``latency + 2 (N - 1) / N * n / bandwidth``, as in a ring, whose latency grows with ``N - 1``.
 
-From what the ranks measured of one layer of each kind to the whole model: time, bytes and memory.
-
-One degree is recommended for a node. It begins with the smallest that fits, and takes a larger one if it brings at
-least half of what its ranks could: twice as many ranks must be 1.5 times as fast. Of several workloads, the geometric
-mean counts, and all must fit.
+The recommendation begins with the smallest degree that fits, and takes a larger one if it brings at least half of what
+its ranks could: twice as many ranks must be 1.5 times as fast. Of several workloads, the geometric mean counts, and all
+must fit.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from formats.files.safetensors import DTYPE_BITS
-from reshard.mesh.plan import Entry, Plan
-from reshard.mesh.stages import is_layered
-from reshard.mesh.totals import activation_bytes, all_reduces, is_summed, output_size, rows_of, totals_of
-from reshard.model.model import Kind
+from reshard.mesh.plan import Plan
+from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
 from reshard.text import human_bytes
-from verify.profile.job import OUTSIDE, LayerKind, RankResult, Span, Step, Workload
+from verify.profile.job import OUTSIDE, LayerKind, Measured, RankResult, Step, Workload
 
-EMBEDDING, HEAD = OUTSIDE
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
-"""How config.json may call the number of experts that a token goes to."""
+# ------------------------------------------------------------------------------------------------- what was measured
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one rank does in one part of a step: operations, bytes of weights and cache that it reads, the bytes that it
-    puts into each all-reduce, and those that it puts into a gather.
-    """
+class Part:
+    """A part of a step: how often it occurs, and each time the seconds of computing and in collectives."""
 
-    flops: float = 0.0
-    nbytes: float = 0.0
-    reduced: tuple[int, ...] = ()
-    gathered: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        """The work of both."""
-        return Work(
-            self.flops + other.flops, self.nbytes + other.nbytes,
-            self.reduced + other.reduced, self.gathered + other.gathered,
-        )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ what is to be done
-
-
-def works(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> dict[str, Work]:
-    """The work of each part of a step on the first rank of a plan.
-
-    A multiplication by a weight counts 2 operations for each element and token, and twice as many in the backward pass.
-    """
-    work = {part: Work() for part in (EMBEDDING, *(kind.part for kind in kinds), HEAD)}
-    for kind in plan.model.kinds:
-        entry = plan.laid[kind]
-        if not is_layered(plan.model, kind) or 0 not in entry.layout.boxes or len(entry.layout.full) < 2:
-            continue
-        if re.search(r"norm|bias", entry.template.rpartition(".layers.")[2]):  # of experts or heads: not multiplied
-            continue
-        for layer in kinds:
-            if layer.first in kind.layers:
-                work[layer.part] += _of_weight(plan, kind, entry, workload)
-    for layer in kinds:
-        work[layer.part] += _of_attention(plan, layer, workload)
-        work[layer.part] += Work(reduced=_messages(plan, layer, workload))
-    return _with_vocabulary(plan, work, workload)
-
-
-def _passes(workload: Workload) -> int:
-    return 3 if workload.phase == "train" else 1
-
-
-def _of_weight(plan: Plan, kind: Kind, entry: Entry, workload: Workload) -> Work:
-    numbers = math.prod(entry.layout.boxes[0].shape) * kind.count / len(kind.layers)
-    passes, width = _passes(workload), DTYPE_BITS[entry.dtype] / 8
-    flops = 2 * numbers * workload.tokens * passes
-    used = _share_of_experts(plan, entry)
-    if used is None:
-        return Work(flops, numbers * width * passes)
-    touched = 1 - (1 - used) ** workload.tokens  # experts that some token goes to, if all are as likely
-    return Work(flops * used, numbers * width * passes * touched)
-
-
-def _share_of_experts(plan: Plan, entry: Entry) -> float | None:
-    """The share of the experts that a token goes to, for a weight of experts."""
-    axes = {*plan.model.expert_axes, "expert"}
-    if not any(axis in entry.layout.rule.axes or f"{{{axis}}}" in entry.template for axis in axes):
-        return None
-    sizes, settings = plan.model.sizes, plan.model.sizes.settings
-    match = plan.model.architecture.match(entry.name)
-    axis_sizes = sizes.of(match.indices if match else {})
-    count = max((axis_sizes[axis] for axis in axes if axis in axis_sizes), default=0)
-    chosen = next((settings[key] for key in _CHOSEN if isinstance(settings.get(key), int)), None)
-    return min(1.0, chosen / count) if chosen and count else None
+    count: int
+    compute: float
+    collectives: float
 
 
 @dataclass(frozen=True)
-class _Heads:
-    """The heads of an attention on one rank: of queries, of keys and values, and how wide a key and a value are."""
+class Time:
+    """One step of the whole model, in seconds.
 
-    queries: int
-    pairs: int
-    key: int
-    value: int
-
-
-def _heads_of(plan: Plan, layer: LayerKind) -> _Heads | None:
-    """The heads of a layer's attention: of the axes that formats/architectures call ``kv group head``, or ``heads``
-    with ``nope rope vdim`` in latent attention; in front of them ``g`` or ``s`` where a layer of full or windowed
-    attention has others.
+    A measured one has its ``spread``, its ``parts``, and the bytes that a rank put into all-reduces (``reduced``).
     """
-    sizes = plan.rank_sizes(0, plan.model.sizes.of({"layer": layer.first}))
-    weights = [set(kind.axes) for kind in plan.model.kinds if layer.first in kind.layers]
-    for begin in ("", "g", "s"):
-        kv, group, head, heads, nope, rope, value = (
-            begin + axis for axis in ("kv", "group", "head", "heads", "nope", "rope", "vdim")
-        )
-        if any({kv, head} <= axes for axes in weights):
-            value_size = sizes[value] if any({kv, value} <= axes for axes in weights) else sizes[head]
-            return _Heads(sizes[kv] * sizes.get(group, 1), sizes[kv], sizes[head], value_size)
-        if any({heads, nope} <= axes for axes in weights):
-            return _Heads(sizes[heads], sizes[heads], sizes[nope] + sizes.get(rope, 0), sizes[value])
-    return None
+
+    compute: float
+    collectives: float
+    spread: float = 0.0
+    reduced: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.compute + self.collectives
+
+    @property
+    def share(self) -> float:
+        """The part of the time that is spent in collectives, 0 to 1."""
+        return self.collectives / self.seconds if self.seconds else 0.0
 
 
-def _of_attention(plan: Plan, layer: LayerKind, workload: Workload) -> Work:
-    """Scores and values of the heads of one rank, over the tokens that a token sees, and the reading of the cache."""
-    heads = _heads_of(plan, layer)
-    if heads is None:
-        return Work()
-    seen = float(workload.seq)
-    window, types = plan.model.sizes.settings.get("sliding_window"), plan.model.sizes.settings.get("layer_types")
-    is_used = plan.model.sizes.settings.get("use_sliding_window") is not False
-    if window and is_used and (types is None or "sliding" in str(types[layer.first])):
-        seen = min(seen, window)
-    width = heads.key + heads.value
-    cache = workload.batch * seen * heads.pairs * width * activation_bytes(plan)
-    if workload.phase == "decode":
-        return Work(2.0 * workload.batch * seen * heads.queries * width, cache)
-    # A token sees those before it: half of all, on average; with a window, half of it in the beginning, then all of it.
-    pairs = workload.tokens * seen * (1 - seen / (2 * workload.seq))
-    return Work(2.0 * pairs * heads.queries * width * _passes(workload), cache)
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds, in bytes: in training, ``gradients`` too, and what the forward pass leaves for the backward
+    one is among the activations.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache + self.activations + self.gradients
 
 
-def _messages(plan: Plan, layer: LayerKind, workload: Workload) -> tuple[int, ...]:
-    """The bytes of each all-reduce of a layer: one for each of its row-parallel weights, and as many backward."""
-    rows: dict[str, int] = {}
-    for kind in plan.model.kinds:
-        entry = plan.laid[kind]
-        is_here = layer.first in kind.layers and is_layered(plan.model, kind)
-        if is_here and is_summed(entry, plan.model.architecture):
-            rows[entry.template] = output_size(entry)
-    sizes = tuple(size * activation_bytes(plan) * workload.tokens for size in rows.values())
-    return sizes * (2 if workload.phase == "train" else 1)
+def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
+    """One step from the repeated steps of all ranks, and the spread of its time: half of the middle half, relative.
+
+    Ranks compute side by side, so the slowest counts. A collective lasts from when the last rank comes, so the shortest
+    counts. Of the repetitions, each span has the median.
+    """
+    spans = of_ranks[0][0]
+    seconds = np.array([[[span.seconds for span in step] for step in steps] for steps in of_ranks])
+    together = np.where([span.what == "compute" for span in spans], seconds.max(axis=0), seconds.min(axis=0))
+    low, middle, high = np.quantile(together.sum(axis=1), (0.25, 0.5, 0.75))
+    medians = zip(spans, np.median(together, axis=0).tolist(), strict=True)
+    return tuple(replace(span, seconds=time) for span, time in medians), float((high - low) / 2 / (middle or 1))
 
 
-def _with_vocabulary(plan: Plan, work: dict[str, Work], workload: Workload) -> dict[str, Work]:
-    """With the lookup of the tokens and the logits, which inference computes of the last tokens alone."""
-    tables = [
-        entry for kind, entry in plan.laid.items()
-        if not is_layered(plan.model, kind) and len(entry.layout.full) == 2 and 0 in entry.layout.boxes
-        and entry.layout.rule.axes & {"vocab", *plan.model.architecture.pad}
-    ]  # fmt: skip
-    if not tables:
-        return work
-    tables = [entry for entry in tables if "hidden" in entry.layout.rule.axes] or tables  # others are beside them
-    first, last, width = tables[0], tables[-1], activation_bytes(plan)
-    hidden = min(first.layout.full)
-    looked_up = hidden * width * workload.tokens
-    is_split = bool(first.layout.parallel_dims)
-    work[EMBEDDING] += Work(0, looked_up, (looked_up,) if is_split else ())
-    logits = workload.tokens if workload.phase == "train" else workload.batch
-    numbers, passes = math.prod(last.layout.boxes[0].shape), _passes(workload)
-    rows = numbers // hidden
-    is_gathered = bool(last.layout.parallel_dims)
-    work[HEAD] += Work(
-        2.0 * numbers * logits * passes,
-        numbers * DTYPE_BITS[last.dtype] / 8 * passes,
-        (looked_up,) if is_gathered and workload.phase == "train" else (),
-        rows * logits * width if is_gathered and workload.phase != "train" else 0,
-    )
-    return work
+def time_of(measured: Sequence[Measured], workload: Workload, counts: Mapping[str, int]) -> Time:
+    """The time of a workload, from what all ranks measured of it.
+
+    A trainer computes the loss from each rank's part of the logits: in training, gathering them does not count.
+    """
+    spans, spread = joined([run.steps for run in measured])
+    left_out = (OUTSIDE[1], "all-gather") if workload.phase == "train" else None
+    seconds = dict.fromkeys(itertools.product(counts, (True, False)), 0.0)
+    reduced = 0
+    for span in spans:
+        if span.part in counts and (span.part, span.what) != left_out:
+            seconds[span.part, span.what == "compute"] += span.seconds
+            reduced += counts[span.part] * span.nbytes * (span.what == "all-reduce")
+    compute, collectives = (sum(seconds[part, which] * counts[part] for part in counts) for which in (True, False))
+    parts = {part: Part(counts[part], seconds[part, True], seconds[part, False]) for part in counts}
+    return Time(compute, collectives, spread, reduced, parts)
+
+
+def memory_of(weights: int, measured: Sequence[Measured], workload: Workload, counts: Mapping[str, int]) -> Memory:
+    """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
+    cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
+    # A whole model keeps what its forward pass saved of all its layers, and one layer of each kind was run.
+    saved = (run.activations + sum(n * (counts[part] - 1) for part, n in run.saved.items()) for run in measured)
+    return Memory(weights, cache, max(saved), weights if workload.phase == "train" else 0)
 
 
 # ------------------------------------------------------------------------------------------------------- the rates
 
 
-@dataclass(frozen=True)
-class Rates:
-    """How fast a rank computes: seconds to start a part, seconds for an operation, seconds for a byte."""
+def fit(columns: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """A factor for each column, with which they make these times; the relative errors are the least possible.
 
-    start: float
-    per_flop: float
-    per_byte: float
-
-    def seconds(self, work: Work) -> float:
-        """The time of a part's computation."""
-        return self.start + work.flops * self.per_flop + work.nbytes * self.per_byte
-
-
-def fit_rates(points: Sequence[tuple[Work, float]]) -> Rates | None:
-    """The rates for which the relative errors of these times are least; None without points.
-
-    No rate is negative, and there are no more of them than points: of as good fits, the one with the fewest rates.
+    No factor is negative, and there are no more of them than times: of as good fits, the one with the fewest.
     """
-    timed = [(work, seconds) for work, seconds in points if seconds > 0]
-    if not timed:
-        return None
-    columns = np.array([[1.0, work.flops, work.nbytes] for work, _ in timed])
-    times = np.array([seconds for _, seconds in timed])
-    relative = columns / times[:, None]
-    best, least = np.zeros(3), math.inf
-    for count in range(1, min(3, len(timed)) + 1):
-        for chosen in itertools.combinations(range(3), count):
-            part = relative[:, chosen]
-            scale = np.abs(part).max(axis=0)
-            if not scale.all():
-                continue
-            solved = np.linalg.lstsq(part / scale, np.ones(len(timed)), rcond=None)[0] / scale
-            error = float(np.square(part @ solved - 1).sum())
-            if (solved >= 0).all() and error < 0.9 * least:
-                least = error
-                best = np.zeros(3)
-                best[list(chosen)] = solved
-    return Rates(*map(float, best))
+    relative = np.array(columns, dtype=float) / np.array(times)[:, None]
+    width, best, least = relative.shape[1], np.zeros(relative.shape[1]), math.inf
+    for chosen in (some for n in range(1, width + 1) for some in itertools.combinations(range(width), n)):
+        part = relative[:, chosen]
+        scale = np.abs(part).max(axis=0)
+        if len(chosen) > len(times) or not scale.all():
+            continue
+        solved = np.linalg.lstsq(part / scale, np.ones(len(times)), rcond=None)[0] / scale
+        error = float(np.square(part @ solved - 1).sum())
+        if (solved >= 0).all() and error < 0.9 * least:
+            least, best = error, np.zeros(width)
+            best[list(chosen)] = solved
+    return [float(factor) for factor in best]
 
 
 @dataclass(frozen=True)
@@ -250,164 +152,39 @@ class Link:
     bandwidth: float
     measured: tuple[tuple[int, float], ...] = ()
 
-    def all_reduce(self, nbytes: int) -> float:
-        """The time of an all-reduce into which each rank puts ``nbytes``."""
-        return self.latency + 2 * (self.ranks - 1) / self.ranks * nbytes / self.bandwidth
-
-    def all_gather(self, nbytes: int) -> float:
-        """The time of gathering ``nbytes`` of each rank."""
-        return self.latency / 2 + (self.ranks - 1) * nbytes / self.bandwidth
-
     def over(self, ranks: int, bandwidth: float | None = None) -> Link:
         """The same for another number of ranks: the latency grows with the steps of a ring."""
-        steps = (ranks - 1) / (self.ranks - 1)
-        return Link(ranks, self.latency * steps, bandwidth or self.bandwidth)
+        return Link(ranks, self.latency * (ranks - 1) / (self.ranks - 1), bandwidth or self.bandwidth)
 
 
 def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
-    """Latency and bandwidth for which the relative errors of these all-reduces are least: bytes and seconds of each."""
-    measured = tuple(times)
-    timed = [(nbytes, seconds) for nbytes, seconds in measured if seconds > 0]
+    """The link of these all-reduces: bytes and seconds of each."""
+    timed = tuple((nbytes, seconds) for nbytes, seconds in times if seconds > 0)
     moved = 2 * (ranks - 1) / ranks
-    columns = np.array([[1.0, moved * nbytes] for nbytes, _ in timed]) / np.array([[s] for _, s in timed])
-    scale = columns.max(axis=0)
-    latency, per_byte = np.linalg.lstsq(columns / scale, np.ones(len(timed)), rcond=None)[0] / scale
-    least = min(seconds for _, seconds in timed)
-    rate = max(per_byte, 1e-15)
-    return Link(ranks, float(max(latency, 0.0) or least / 10), float(1 / rate), measured)
+    latency, per_byte = fit([(1.0, moved * nbytes) for nbytes, _ in timed], [seconds for _, seconds in timed])
+    return Link(ranks, latency, 1 / max(per_byte, 1e-15), timed)
 
 
-def communication(work: Work, link: Link | None) -> float:
-    """The time of a part's collectives; none of one rank."""
-    if link is None:
-        return 0.0
-    return sum(map(link.all_reduce, work.reduced)) + (link.all_gather(work.gathered) if work.gathered else 0.0)
+def _link(links: Mapping[int, Link], degree: int, bandwidth: float | None) -> Link | None:
+    """The link of a degree: measured, or as over the most ranks that were measured, no more than these if possible."""
+    if not links or degree in links:
+        return links.get(degree) or (Link(degree, 0.0, bandwidth) if bandwidth else None)
+    return links[max((n for n in links if n <= degree), default=min(links))].over(degree, bandwidth)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The time of one part of a step, in seconds, and the bytes of its all-reduces that a rank puts in."""
-
-    compute: float
-    collectives: float
-    reduced: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rank holds, in bytes: in training, ``gradients`` too, and what the forward pass leaves for the backward
-    one is among the activations.
-    """
-
-    weights: int
-    cache: int
-    activations: int
-    gradients: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.cache + self.activations + self.gradients
+def communication(plan: Plan, workload: Workload, link: Link) -> float:
+    """The time of a step's collectives by the plan; the logits of inference are gathered."""
+    train, ranks = workload.phase == "train", link.ranks
+    passes = all_reduces(plan)[: 2 if train else 1]
+    nbytes = sum(each.nbytes for each in passes) * workload.tokens
+    seconds = link.latency * sum(each.count for each in passes) + 2 * (ranks - 1) / ranks * nbytes / link.bandwidth
+    whole = plan.model.sizes.of({})
+    logits = plan.rank_sizes(0, whole).get("vocab", 0) * workload.batch * activation_bytes(plan)
+    is_gathered = not train and 0 < logits < whole.get("vocab", 0) * workload.batch * activation_bytes(plan)
+    return seconds + (link.latency / 2 + (ranks - 1) * logits / link.bandwidth if is_gathered else 0.0)
 
 
-@dataclass(frozen=True)
-class Time:
-    """One step of the whole model: by part, with the number of times that the part occurs."""
-
-    parts: Mapping[str, Part]
-    counts: Mapping[str, int]
-    spread: float = 0.0
-
-    @property
-    def compute(self) -> float:
-        """Seconds that the ranks compute."""
-        return sum(part.compute * self.counts[name] for name, part in self.parts.items())
-
-    @property
-    def collectives(self) -> float:
-        """Seconds in collectives."""
-        return sum(part.collectives * self.counts[name] for name, part in self.parts.items())
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.compute + self.collectives
-
-    @property
-    def share(self) -> float:
-        """The part of the time that is spent in collectives, 0 to 1."""
-        return self.collectives / self.seconds if self.seconds else 0.0
-
-    @property
-    def reduced(self) -> int:
-        """Bytes that a rank puts into all-reduces."""
-        return sum(part.reduced * self.counts[name] for name, part in self.parts.items())
-
-
-def counts_of(kinds: Sequence[LayerKind]) -> dict[str, int]:
-    """How often each part occurs in the model."""
-    return {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
-
-
-def time_of(ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Time:
-    """The time of a workload, from what all ranks found.
-
-    A trainer computes the loss from each rank's part of the logits: in training, gathering them does not count.
-    """
-    spans, spread = joined([rank.measured[workload].steps for rank in ranks])
-    counts = counts_of(kinds)
-    parts: dict[str, Part] = {}
-    for name in counts:
-        spans_of = [span for span in spans if span.part == name]
-        left_out = "all-gather" if workload.phase == "train" and name == OUTSIDE[1] else None
-        sent = [span for span in spans_of if span.what.startswith("all-") and span.what != left_out]
-        parts[name] = Part(
-            compute=sum(span.seconds for span in spans_of if span.what == "compute"),
-            collectives=sum(span.seconds for span in sent),
-            reduced=sum(span.nbytes for span in spans_of if span.what == "all-reduce"),
-        )
-    return Time(parts, counts, spread)
-
-
-def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
-    """One step from the repeated steps of all ranks, and the spread of its time: half of the middle half, relative.
-
-    Ranks compute side by side, so the slowest counts. A collective lasts from when the last rank comes, so the shortest
-    counts. Waiting is left out. Of the repetitions, each span has the median.
-    """
-    repetitions: list[list[Span]] = []
-    for steps in zip(*of_ranks, strict=True):
-        together = []
-        for spans in zip(*steps, strict=True):
-            first = spans[0]
-            seconds = [span.seconds for span in spans]
-            if first.what != "wait":
-                value = max(seconds) if first.what == "compute" else min(seconds)
-                together.append(Span(first.part, first.what, first.nbytes, value))
-        repetitions.append(together)
-    totals = [sum(span.seconds for span in step) for step in repetitions]
-    medians = tuple(
-        Span(spans[0].part, spans[0].what, spans[0].nbytes, statistics.median(span.seconds for span in spans))
-        for spans in zip(*repetitions, strict=True)
-    )
-    if len(totals) < 2:
-        return medians, 0.0
-    low, middle, high = statistics.quantiles(totals, n=4)
-    return medians, (high - low) / 2 / middle if middle else 0.0
-
-
-def memory_of(weights: int, ranks: Sequence[RankResult], workload: Workload, kinds: Sequence[LayerKind]) -> Memory:
-    """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
-    counts = counts_of(kinds)
-    measured = [rank.measured[workload] for rank in ranks]
-    if workload.phase != "train":
-        cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
-        return Memory(weights, cache, max(run.activations for run in measured))
-    # A whole model keeps those of all its layers, and one layer of each kind was run.
-    activations = max(
-        run.activations + sum(saved * (counts[part] - 1) for part, saved in run.saved.items()) for run in measured
-    )
-    return Memory(weights, 0, activations, gradients=weights)
+# --------------------------------------------------------------------------------------------------- the whole model
 
 
 @dataclass(frozen=True)
@@ -420,7 +197,7 @@ class NotRun:
 
 @dataclass(frozen=True)
 class Row:
-    """A degree and a workload: the time as measured and as the model of the cost has it, and what a rank holds.
+    """A degree and a workload: the time as measured and as predicted, and what a rank holds.
 
     ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan.
     """
@@ -464,86 +241,54 @@ def whole_model(
 ) -> tuple[list[Row], list[Link]]:  # fmt: skip
     """The row of each degree and workload, from the ``results`` of the degrees that ran, and the links among these.
 
-    ``capacity`` is a rank's memory in bytes, ``bandwidth`` that of the links of degrees that did not run.
+    ``capacity`` is a rank's memory in bytes, ``bandwidth`` that of the links of degrees that did not run. What did not
+    run takes memory and operations in proportion to the run that is nearest to it.
     """
+    counts = {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
+    ran = {(degree, of): [rank.measured[of] for rank in ranks] for degree, ranks in results.items()
+           for of in ranks[0].measured}  # fmt: skip
+    times = {at: time_of(measured, at[1], counts) for at, measured in ran.items()}
     links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
-    times = {
-        (degree, workload): time_of(ranks, workload, kinds)
-        for degree, ranks in results.items()
-        for workload in ranks[0].measured
-    }
-    needs = {(degree, work): works(plan, kinds, work) for degree, plan in plans.items() for work in workloads}
+    weights = {degree: totals_of(plan, rows_of(plan)).bytes_per_rank for degree, plan in plans.items()}
     rows = []
-    for degree, plan in plans.items():
-        weights, (forward, backward) = totals_of(plan, rows_of(plan)).bytes_per_rank, all_reduces(plan)
-        link = _link(links, degree, bandwidth)
-        for workload in workloads:
-            measured = times.get((degree, workload))
-            predicted = _predict(degree, workload, needs, times, counts_of(kinds), link)
-            if measured is not None:
-                memory = memory_of(weights, results[degree], workload, kinds)
-            else:
-                memory = _memory_like(degree, plans, workload, weights, results, kinds)
-            stated = forward.nbytes + (backward.nbytes if workload.phase == "train" else 0) if degree > 1 else 0
-            why = not_run.get((degree, workload))
-            of_step = stated * workload.tokens
-            rows.append(Row(degree, workload, measured, predicted, memory, capacity[degree], of_step, why))
+    for (degree, plan), workload in itertools.product(plans.items(), workloads):
+        train, link = workload.phase == "train", _link(links, degree, bandwidth)
+        predicted, memory = None, Memory(weights[degree], 0, 0, weights[degree] if train else 0)
+        near = sorted(
+            (at for at in ran if at[1].phase == workload.phase),
+            key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq),
+        )
+        if near:
+            other, like = near[0]
+            more = max(1.0, workload.batch * workload.seq / (like.batch * like.seq))
+            heads = [plans[n].rank_sizes(0, plan.model.sizes.of({"layer": kinds[0].first})).get("kv", 1)
+                     for n in (degree, other)]  # fmt: skip
+            memory = memory_of(weights[degree], ran[near[0]], workload, counts)
+            cache = int(memory.cache * more * heads[0] / heads[1])
+            memory = replace(memory, cache=cache, activations=int(memory.activations * more))
+            points = [(ran[at][0].work[name], part.compute) for at in near if at[0] != degree
+                      for name, part in times[at].parts.items() if part.compute > 0]  # fmt: skip
+            if points and (degree == 1 or link is not None):
+                start, per_flop, per_byte = fit([(1.0, *work) for work, _ in points], [time for _, time in points])
+                share, tokens = weights[degree] / weights[other], workload.tokens / like.tokens
+                compute = sum(
+                    count * (start + flops * share * tokens * per_flop + nbytes * share * per_byte)
+                    for part, count in counts.items()
+                    for flops, nbytes in [ran[near[0]][0].work[part]]
+                )
+                predicted = Time(compute, communication(plan, workload, link) if degree > 1 and link else 0.0)
+        stated = sum(each.nbytes for each in all_reduces(plan)[: 2 if train else 1]) if degree > 1 else 0
+        measured, missing = times.get((degree, workload)), not_run.get((degree, workload))
+        of_step = stated * workload.tokens
+        rows.append(Row(degree, workload, measured, predicted, memory, capacity[degree], of_step, missing))
     return rows, [*links.values()]
 
 
-def _exchanges(ranks: Sequence[RankResult]) -> Iterator[tuple[int, float]]:
+def _exchanges(ranks: Sequence[RankResult]) -> Iterable[tuple[int, float]]:
     """The bytes of each all-reduce that was timed by itself, and the median of its time."""
     for nbytes in ranks[0].exchanges:
         of_ranks = zip(*(rank.exchanges[nbytes] for rank in ranks), strict=True)
         yield nbytes, statistics.median(map(min, of_ranks))  # the last to come says how long it took
-
-
-def _link(links: Mapping[int, Link], degree: int, bandwidth: float | None) -> Link | None:
-    """The link of a degree: measured, or as over the most ranks that were measured, no more than these if possible."""
-    if degree == 1 or degree in links:
-        return links.get(degree)
-    if not links:
-        return Link(degree, 0.0, bandwidth) if bandwidth else None
-    below = [ranks for ranks in links if ranks <= degree]
-    return links[max(below) if below else min(links)].over(degree, bandwidth)
-
-
-def _predict(
-    degree: int, workload: Workload, needs: dict[tuple[int, Workload], dict[str, Work]],
-    times: dict[tuple[int, Workload], Time], counts: dict[str, int], link: Link | None,
-) -> Time | None:  # fmt: skip
-    """The time of a step by the rates of all other degrees that ran the phase; None if there is none."""
-    points = [
-        (needs[key][part], of_part.compute)
-        for key, time in times.items()
-        if key[0] != degree and key[1].phase == workload.phase
-        for part, of_part in time.parts.items()
-    ]
-    rates = fit_rates(points)
-    if rates is None or (degree > 1 and link is None):
-        return None
-    parts = {
-        part: Part(rates.seconds(work), communication(work, link), sum(work.reduced))
-        for part, work in needs[degree, workload].items()
-    }
-    return Time(parts, counts)
-
-
-def _memory_like(
-    degree: int, plans: Mapping[int, Plan], workload: Workload, weights: int,
-    results: Mapping[int, Sequence[RankResult]], kinds: Sequence[LayerKind],
-) -> Memory:  # fmt: skip
-    """What a rank would hold at a degree that was not run: the cache by its KV heads, activations as at the nearest."""
-    ran = [(other, run) for other, ranks in results.items() for run in ranks[0].measured if run.phase == workload.phase]
-    if not ran:
-        return Memory(weights, 0, 0, weights if workload.phase == "train" else 0)
-    other, measured = min(ran, key=lambda at: (at[1] != workload, abs(at[0] - degree), -at[1].batch * at[1].seq))
-    like = memory_of(weights, results[other], measured, kinds)
-    factor = max(1.0, workload.batch * workload.seq / (measured.batch * measured.seq))
-    layer, plans_of = {"layer": kinds[0].first}, (plans[degree], plans[other])
-    heads = [plan.rank_sizes(0, plan.model.sizes.of(layer)).get("kv", 1) for plan in plans_of]
-    cache = int(like.cache * factor * heads[0] / heads[1])
-    return replace(like, cache=cache, activations=int(like.activations * factor))
 
 
 # ------------------------------------------------------------------------------------------------------- recommendation
@@ -564,24 +309,30 @@ class Recommendation:
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
     """The degree to use for all workloads of these rows: of those that ran; of others only if none of these fits."""
-    of: dict[int, list[Row]] = {}
-    for row in rows:
-        of.setdefault(row.tp, []).append(row)
-    fitting = [degree for degree in sorted(of) if all(row.fits and row.rate for row in of[degree])]
+    of = {degree: [row for row in rows if row.tp == degree] for degree in sorted({row.tp for row in rows})}
+    fitting = [degree for degree in of if all(row.fits and row.rate for row in of[degree])]
     ran = [degree for degree in fitting if all(row.measured for row in of[degree])]
     if not fitting:
         return Recommendation(None, _none_fits(of[max(of)]))
     among = ran or fitting
     best = _best(among, of)
-    reasons = [_memory(best, sorted(of), of)]
+    capacity = human_bytes(max(row.capacity for row in of[best]))
+    fits_below = [all(row.fits for row in of[degree]) for degree in of if degree < best]
+    if fits_below and not any(fits_below):
+        reason = f"the smallest that fits {capacity} a rank"
+    else:
+        reason = f"it needs {human_bytes(max(row.memory.total for row in of[best]))} of {capacity} a rank"
+    reasons = [reason + _left_out(of[best]) + ("" if best in ran else ", by prediction alone")]
     smaller, larger = ([d for d in among if d < best], [d for d in fitting if d > best])
     if smaller:
         reasons.append(f"{_gain(of[smaller[-1]], of[best]):.2f} times as fast as tp {smaller[-1]}")
     if larger:
-        reasons.append(_larger(larger[0], of[best], of[larger[0]]))
-    alone = ((rows[0].workload, _best(among, dict(zip(of, ([row] for row in rows), strict=True))))
-            for rows in zip(*of.values(), strict=True))  # fmt: skip
-    return Recommendation(best, "; ".join(reasons), tuple((work, degree) for work, degree in alone if degree != best))
+        reasons.append(_larger(of[best], of[larger[0]]))
+    alone = []
+    for number, row in enumerate(of[best]):
+        degree = _best(among, {d: [of[d][number]] for d in among})
+        alone += [(row.workload, degree)] if degree != best else []
+    return Recommendation(best, "; ".join(reasons), tuple(alone))
 
 
 def _best(degrees: Sequence[int], of: Mapping[int, Sequence[Row]]) -> int:
@@ -595,31 +346,17 @@ def _best(degrees: Sequence[int], of: Mapping[int, Sequence[Row]]) -> int:
 
 def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
     """How many times as fast a degree is as another, over all workloads."""
-    ratios = [b.rate / a.rate for a, b in zip(few, many, strict=True)]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return statistics.geometric_mean(b.rate / a.rate for a, b in zip(few, many, strict=True))
 
 
-def _memory(best: int, degrees: Sequence[int], of: dict[int, list[Row]]) -> str:
-    """Why no smaller degree: it does not fit. Else what the rank needs; how it was found, unless it was measured."""
-    is_measured = all(row.measured for row in of[best])
-    capacity = human_bytes(max(row.capacity for row in of[best]))
-    smaller = [all(row.fits for row in of[degree]) for degree in degrees if degree < best]
-    if smaller and not any(smaller):
-        text = f"the smallest that fits {capacity} a rank"
-    else:
-        text = f"it needs {human_bytes(max(row.memory.total for row in of[best]))} of {capacity} a rank"
-    text += _left_out(of[best])
-    return text if is_measured else f"{text}, by prediction alone"
-
-
-def _larger(degree: int, few: Sequence[Row], many: Sequence[Row]) -> str:
-    share, gain = max(row.time.share for row in many if row.time), _gain(few, many)
-    possible = degree / few[0].tp - 1
-    change = f"gains {gain - 1:.0%} of a possible {possible:.0%}" if gain >= 1 else f"is {1 - gain:.0%} slower"
-    how = "spends" if all(row.measured for row in many) else "is predicted to spend"
-    most = "up to " if len(many) > 1 else ""
-    change = change if how == "spends" else change.replace("gains", "gain").replace("is ", "be ")
-    return f"tp {degree} {how} {most}{share:.0%} in collectives and {change}"
+def _larger(few: Sequence[Row], many: Sequence[Row]) -> str:
+    """What a larger degree would bring."""
+    share, gain = max(row.time.share for row in many if row.time), _gain(few, many) - 1
+    spends, gains, is_slower = ("spends", "gains", "is") if all(row.measured for row in many) else (
+        "is predicted to spend", "gain", "be")  # fmt: skip
+    change = f"{gains} {gain:.0%} of a possible {many[0].tp / few[0].tp - 1:.0%}"
+    change = change if gain >= 0 else f"{is_slower} {-gain:.0%} slower"
+    return f"tp {many[0].tp} {spends} {'up to ' if len(many) > 1 else ''}{share:.0%} in collectives and {change}"
 
 
 def _none_fits(rows: Sequence[Row]) -> str:

@@ -94,16 +94,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a measurement is repeated: until the spread is small, or ``seconds`` are over."""
-
-    seconds: float = 3.0
-    spread: float = 0.03
-    least: int = 5
-    most: int = 100
-
-
-@dataclass(frozen=True)
 class ProfileRequest(HubAccess):
     """What ``profile`` takes: a checkpoint, or only its config.json, and perhaps a ``plan_file`` of the user's own.
 
@@ -144,16 +134,16 @@ class ProfileRequest(HubAccess):
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one degree do. ``plan`` has only the first layer of each kind."""
+    """What the ranks of one degree do. ``plan`` has only the first layer of each kind; a measurement is repeated for
+    ``seconds`` at most.
+    """
 
     plan: Plan
     kinds: tuple[LayerKind, ...]
     is_built_in: bool
     workloads: tuple[Workload, ...]
-    dtype: str
-    device: str
     threads: int
-    patience: Patience
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ class Span:
     """A stretch of a step on one rank.
 
     ``part`` is ``embedding``, ``layer 3``, ``head`` or, if it belongs to no part, empty. ``what`` is ``compute``,
-    ``wait`` (for the other ranks), ``all-reduce`` or ``all-gather``, into which this rank put ``nbytes``.
+    ``all-reduce`` or ``all-gather``, into which this rank put ``nbytes``.
     """
 
     part: str
@@ -177,11 +167,13 @@ Step = tuple[Span, ...]
 class Measured:
     """What one rank measured of a workload. Bytes are those of the parts that ran: one layer of each kind.
 
+    ``work`` has for each part the operations of its multiplications, and the bytes that they read and write.
     ``activations`` is the most that lived at once besides weights and cache. With gradients, ``saved`` has for each
     part what its forward pass keeps for the backward pass.
     """
 
     steps: tuple[Step, ...]
+    work: Mapping[str, tuple[float, float]]
     cache: Mapping[str, int]
     activations: int
     saved: Mapping[str, int]

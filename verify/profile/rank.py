@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 from transformers import StaticCache
 
 from formats.errors import ReshardError
@@ -27,7 +28,7 @@ from formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
 from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
-from verify.profile.job import OUTSIDE, Job, Measured, Patience, RankResult, Span, Step, Workload
+from verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
 from verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from verify.rank.device import names, stream
 from verify.rank.gradients import sum_where_ranks_part
@@ -37,33 +38,18 @@ from verify.rank.roles import Rank
 from verify.rank.trace import running
 
 
-class Now:
-    """A mark of time on a CPU, as ``torch.Event`` is one on a stream."""
-
-    def record(self) -> None:
-        """Note the time."""
-        self._time = time.perf_counter()
-
-    def elapsed_time(self, end: Now) -> float:
-        """Milliseconds from this mark to a later one."""
-        return (end._time - self._time) * 1e3
-
-
 class Meter(Carrier):
     """Cuts a step into spans; every collective that goes through it is a span of its own.
 
-    Tensors are summed in their own dtype, as engines do. ``mark`` makes a mark of time, and ``wait`` waits until the
-    device has come to all of them; by default those of the device.
+    Tensors are summed in their own dtype, as engines do.
     """
 
-    def __init__(
-        self, device: torch.device, mark: Callable[[], Any] = Now, wait: Callable[[], None] = lambda: None
-    ) -> None:
-        self._mark, self._wait = stream(device.type) if device.type != "cpu" and mark is Now else (mark, wait)
+    def __init__(self, device: torch.device) -> None:
+        self._mark, self._wait = stream(device.type)
         self._meets = device.type == "cpu" and dist.get_world_size() > 1
         self._labels: list[tuple[str, str, int]] = []
         self._marks: list[Any] = []
-        self._part = ""
+        self.part = ""
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """The same dtype."""
@@ -81,34 +67,56 @@ class Meter(Carrier):
 
     def enter(self, part: str) -> None:
         """What follows belongs to this part of the model; of an empty name, to none."""
-        self._part = part
+        self.part = part
         self._begin("compute")
 
     def step(self) -> Step:
-        """The spans since the last step."""
+        """The spans since the last step, without what this rank waited for others."""
         self._begin("")
         self._wait()
         seconds = (begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(self._marks))
-        spans = tuple(Span(*label, time) for label, time in zip(self._labels[:-1], seconds, strict=True))
-        self._labels, self._marks, self._part = [], [], ""
-        return spans
+        spans = zip(self._labels[:-1], seconds, strict=True)
+        step = tuple(Span(*label, time) for label, time in spans if label[1] != "wait")
+        self._labels, self._marks, self.part = [], [], ""
+        return step
 
     def _begin(self, what: str, nbytes: int = 0) -> None:
-        self._labels.append((self._part, what, nbytes))
+        self._labels.append((self.part, what, nbytes))
         self._marks.append(self._mark())
         self._marks[-1].record()
 
 
-class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """How many bytes the tensors have that were made in its block and still live: now, and at most.
+_ATEN = torch.ops.aten
+_FLASH = "_scaled_dot_product_flash_attention"
+
+
+def _grouped(x: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    """The operations of the experts' multiplications, each of some rows of ``x``."""
+    return 2 * math.prod(x) * out_shape[-1]
+
+
+_FLOPS = {
+    **flop_registry,
+    _ATEN._grouped_mm: shape_wrapper(_grouped),  # type: ignore[no-untyped-call]
+    getattr(_ATEN, f"{_FLASH}_for_cpu"): flop_registry[getattr(_ATEN, _FLASH)],
+    getattr(_ATEN, f"{_FLASH}_for_cpu_backward"): flop_registry[getattr(_ATEN, f"{_FLASH}_backward")],
+}
+"""The operations of each kind of multiplication, as torch counts them."""
+
+
+class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """How many bytes the tensors have that were made in its block and still live: now, and at most. And the ``work`` of
+    each part of the model: the operations of its multiplications, and the bytes that they read and write.
 
     Whatever the device; scratch memory inside of a kernel is not seen. What is left out (:meth:`leave_out`) counts at
-    no time, also not before that was said.
+    no time, also not before that was said. ``part`` tells which part of the model runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part: Callable[[], str] = str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
+        self.work: dict[str, tuple[float, float]] = {}
+        self._part = part
         self._changes: list[tuple[int, int]] = []  # the number of a storage, and the bytes that come or go with it
         self._alive: dict[int, tuple[int, int]] = {}  # of each storage that lives, its number and its bytes
         self._left_out: set[int] = set()
@@ -128,10 +136,19 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and _storage(x) not in inputs and _storage(x) not in self._alive:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        inputs = {_storage(x) for x in tensors}
+        for x in outputs:
+            if _storage(x) not in inputs and _storage(x) not in self._alive:
                 self._add(x)
+        count = _FLOPS.get(func.overloadpacket)
+        if count is not None:
+            flops, nbytes = self.work.get(self._part(), (0.0, 0.0))
+            # Of experts that are multiplied together, no more are read than there are rows.
+            used = min(1.0, len(args[0]) / len(args[1])) if func.overloadpacket is _ATEN._grouped_mm else 1.0
+            nbytes += sum(x.nbytes * (used if x is args[1] else 1.0) for x in (*tensors, *outputs))
+            self.work[self._part()] = flops + count(*args, **(kwargs or {}), out_val=result), nbytes
         return result
 
     def _add(self, x: torch.Tensor) -> None:
@@ -179,43 +196,45 @@ def run_job(job: Job) -> RankResult:
     longest = max(workload.seq for workload in job.workloads)
     with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")
-        runner = _Runner(build(rank, job.kinds, groups, getattr(torch, job.dtype), device, longest), job, groups, meter)
+        dtype = getattr(torch, job.plan.model.config["dtype"])
+        runner = _Runner(build(rank, job.kinds, groups, dtype, device, longest), job, groups, meter)
         measured = {workload: runner.measure(workload) for workload in job.workloads}
-        exchanges = dict(_exchanges(job, device, meter)) if job.plan.mesh.size > 1 else {}
+        exchanges = dict(_exchanges(job, dtype, meter)) if job.plan.mesh.size > 1 else {}
     return RankResult(measured, exchanges, str(dist.get_backend()), names(device.type, 1))
 
 
-def repeat(run: Callable[[], None], meter: Meter, patience: Patience, warm_ups: int = 2) -> tuple[Step, ...]:
-    """Run something again and again, all ranks together: the spans of each run but those that only warm up.
+_SPREAD, _LEAST, _MOST = 0.03, 5, 100
+"""A run is repeated until the middle half of so many times or more lies together, or so often."""
 
-    Rank 0 decides when it is enough: the middle half of its times lies close together, or patience is over.
+
+def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: int = 2) -> tuple[Step, ...]:
+    """Run something again and again, all ranks together, for so many seconds at most: the spans of each run but those
+    that only warm up. Rank 0 decides when it is enough.
     """
     steps: list[Step] = []
     for _ in range(warm_ups):
         started = time.monotonic()
         run()
         meter.step()
-        if _agreed(time.monotonic() - started > patience.seconds / 4):
+        if _agreed(time.monotonic() - started > seconds / 4):
             break
     started = time.monotonic()
-    while True:
+    while not (steps and _agreed(is_enough(steps, time.monotonic() - started, seconds))):
         dist.barrier()
         run()
         steps.append(meter.step())
-        if _agreed(is_enough(steps, time.monotonic() - started, patience)):
-            return tuple(steps)
+    return tuple(steps)
 
 
-def is_enough(steps: Sequence[Step], seconds: float, patience: Patience) -> bool:
-    """Whether runs that took so long in all are enough: patience is over, or the middle half of them lies together."""
-    few = 2 if seconds > patience.seconds * len(steps) else 3  # runs that are long by themselves vary little
-    if len(steps) >= patience.most or (len(steps) >= min(few, patience.least) and seconds > patience.seconds):
-        return True
-    if len(steps) < max(2, patience.least):
+def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
+    """Whether runs that took ``elapsed`` seconds are enough: these are over, or their middle half is close."""
+    few = 2 if elapsed > seconds * len(steps) else 3  # runs that are long by themselves vary little
+    if len(steps) >= _MOST or elapsed > seconds:
+        return len(steps) >= few
+    if len(steps) < _LEAST:
         return False
-    times = [sum(span.seconds for span in step if span.what != "wait") for step in steps]
-    low, middle, high = statistics.quantiles(times, n=4)
-    return high - low < patience.spread * middle
+    low, middle, high = statistics.quantiles((sum(span.seconds for span in step) for step in steps), n=4)
+    return high - low < _SPREAD * middle
 
 
 def _agreed(answer: bool) -> bool:
@@ -230,56 +249,50 @@ class _Runner:
         self._blocks, self._job, self._groups, self._meter = blocks, job, groups, meter
         self._model = running(blocks.model)
         self._device = next(blocks.model.parameters()).device
-        self._living: Living | None = None
-        for parameter in blocks.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
+        self._account: Account | None = None
         self._saved: dict[str, int] = {}
         parameters = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
+        for parameter in blocks.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
             module.register_forward_pre_hook(partial(self._entering, part, not number), with_kwargs=True)
             module.register_forward_hook(partial(self._after, part))
         blocks.last.register_forward_hook(lambda *_: meter.enter(HEAD))
 
     def measure(self, workload: Workload) -> Measured:
-        """Time a workload on this rank, and see what memory it takes."""
-        doing, patience = f"tp {self._job.plan.mesh.size}: {workload}", self._job.patience
+        """Time a workload on this rank, and see what memory and operations it takes."""
+        doing, train = f"tp {self._job.plan.mesh.size}: {workload}", workload.phase == "train"
         say(doing)
-        grad = workload.phase == "train"
-        with torch.set_grad_enabled(grad):
-            prepare = {"decode": self._decode, "prefill": self._prefill, "train": self._train}[workload.phase]
-            run, cache_of = prepare(workload)
+        with torch.set_grad_enabled(train):
+            run = {"decode": self._decode, "prefill": self._prefill, "train": self._train}[workload.phase](workload)
             self._saved = {}
             started = time.monotonic()
-            with Living() as self._living:
-                run()
-            living, self._living = self._living, None
+            with Account(lambda: self._meter.part) as self._account:
+                kept = run()
+            account, self._account = self._account, None
             self._meter.step()
             seconds = time.monotonic() - started
-            is_long = _agreed(seconds > patience.seconds)
+            is_long = _agreed(seconds > self._job.seconds)
             if is_long:
                 say(f"{doing}: a run takes {human_time(seconds)}, and two more follow")
-            cache = self._cache_bytes(cache_of())
+            layers = getattr(kept, "layers", None)
+            cache = {kind.part: _nbytes(vars(layers[kind.first]).values()) for kind in self._job.kinds if layers}
+            kept = None
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
-            steps = repeat(run, self._meter, patience, warm_ups=0 if is_long else 2)
+            steps = repeat(run, self._meter, self._job.seconds, warm_ups=0 if is_long else 2)
         for parameter in self._blocks.model.parameters():
             parameter.grad = None
-        return Measured(steps, cache, max(0, living.peak - inside), self._saved if grad else {})
+        work = {part: account.work.get(part, (0.0, 0.0)) for part in (*OUTSIDE, *self._blocks.layers)}
+        return Measured(steps, work, cache, max(0, account.peak - inside), self._saved if train else {})
 
-    # ------------------------------------------------------------------------------------------------------ phases
+    def _prefill(self, workload: Workload) -> Callable[[], Any]:
+        ids = self._ids(workload.batch, workload.seq)
+        return lambda: self._run(ids, None, **self._last_logits)
 
-    def _prefill(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
-        ids, caches = self._ids(workload.batch, workload.seq), [None]
-
-        def run() -> None:
-            self._meter.enter(EMBEDDING)
-            caches[0] = self._run(ids, None, **self._last_logits)
-
-        return run, lambda: caches[0]
-
-    def _decode(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
+    def _decode(self, workload: Workload) -> Callable[[], Any]:
         ids = self._ids(workload.batch, 1)
         if getattr(self._model, "_can_compile_fullgraph", False):  # it can do with a cache that has its place
             cache: Any = StaticCache(config=self._model.config, max_cache_len=workload.seq + 1)
@@ -292,37 +305,38 @@ class _Runner:
         self._meter.step()
         _age(cache, workload.seq)
         state = [dict(vars(layer)) for layer in cache.layers]
-        lengths = [_length(layer) for layer in cache.layers]
+        lengths = [getattr(layer, "cumulative_length", None) for layer in cache.layers]
+        numbers = [int(length) if isinstance(length, Tensor) else None for length in lengths]
 
-        def run() -> None:
-            for layer, saved, length in zip(cache.layers, state, lengths, strict=True):
-                vars(layer).update(saved)
-                if length is not None:
-                    layer.cumulative_length.fill_(length)
-            self._meter.enter(EMBEDDING)
-            self._run(ids, cache)
+        def run() -> Any:
+            for layer, values, number in zip(cache.layers, state, numbers, strict=True):
+                vars(layer).update(values)
+                if number is not None:
+                    layer.cumulative_length.fill_(number)
+            return self._run(ids, cache)
 
-        return run, lambda: cache
+        return run
 
-    def _train(self, workload: Workload) -> tuple[Callable[[], None], Callable[[], Any]]:
-        ids, model, meter = self._ids(workload.batch, workload.seq), self._model, self._meter
+    def _train(self, workload: Workload) -> Callable[[], None]:
+        ids, meter = self._ids(workload.batch, workload.seq), self._meter
 
         def run() -> None:
             for parameter in self._blocks.model.parameters():
                 parameter.grad = None
             meter.enter(EMBEDDING)
-            logits = model(input_ids=ids, use_cache=False)[0]
+            logits = self._model(input_ids=ids, use_cache=False)[0]
             meter.enter("")
             sum_where_ranks_part([logits], self._blocks.loaded.parts, self._groups)
             grad = torch.full_like(logits, 1 / logits.numel())
             meter.enter(HEAD)
             torch.autograd.backward([logits], [grad])
 
-        return run, lambda: None
+        return run
 
     def _run(self, ids: Tensor, cache: Any, **options: Any) -> Any:
         """Run the model; the cache that it leaves: the given one, or one of its own making. None if it keeps none."""
         cached = {} if cache is None else {self._cache: cache}
+        self._meter.enter(EMBEDDING)
         return getattr(self._model(input_ids=ids, use_cache=True, **cached, **options), self._cache, None)
 
     def _ids(self, batch: int, seq: int) -> Tensor:
@@ -337,38 +351,27 @@ class _Runner:
         hidden = args[0] if args else kwargs["hidden_states"]
         if is_first and hidden.requires_grad:
             hidden.register_hook(lambda _: self._meter.enter(EMBEDDING))
-        if self._living is not None:
-            self._saved[part] = -self._living.now
+        if self._account is not None:
+            self._saved[part] = -self._account.now
         self._meter.enter(part)
 
     def _after(self, part: str, _: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) else output
         if first.requires_grad:
             first.register_hook(lambda _: self._meter.enter(part))
-        if self._living is not None:
-            self._saved[part] += self._living.now
+        if self._account is not None:
+            self._saved[part] += self._account.now
         self._meter.enter("")
 
     def _leave_out_gradient(self, parameter: Tensor) -> None:
         """Gradients are no activations: they are as large as the weights, whose account has them."""
-        if self._living is not None and parameter.grad is not None:
-            self._living.leave_out(parameter.grad)
-
-    def _cache_bytes(self, cache: Any) -> dict[str, int]:
-        """The bytes that each kind of layer keeps for later tokens."""
-        if not hasattr(cache, "layers"):
-            return {}
-        return {kind.part: _nbytes(vars(cache.layers[kind.first]).values()) for kind in self._job.kinds}
+        if self._account is not None and parameter.grad is not None:
+            self._account.leave_out(parameter.grad)
 
 
 def _nbytes(values: Any) -> int:
-    nbytes = 0
-    for value in values:
-        if isinstance(value, Tensor):
-            nbytes += value.nbytes if value.dim() > 1 else 0
-        elif isinstance(value, (dict, list, tuple)):
-            nbytes += _nbytes(value.values() if isinstance(value, dict) else value)
-    return nbytes
+    """The bytes that a layer keeps for later tokens."""
+    return sum(x.nbytes for x in tree_leaves(list(values)) if isinstance(x, Tensor) and x.dim() > 1)
 
 
 def _age(cache: Any, tokens: int) -> None:
@@ -391,17 +394,13 @@ def _age(cache: Any, tokens: int) -> None:
             layer.cumulative_length = tokens
 
 
-def _length(layer: Any) -> int | None:
-    length = getattr(layer, "cumulative_length", None)
-    return int(length) if isinstance(length, Tensor) else None
-
-
-def _exchanges(job: Job, device: torch.device, meter: Meter) -> Iterator[tuple[int, list[float]]]:
+def _exchanges(job: Job, dtype: torch.dtype, meter: Meter) -> Iterator[tuple[int, list[float]]]:
     """Time all-reduces of several sizes."""
     say(f"tp {job.plan.mesh.size}: all-reduces")
-    dtype, patience = getattr(torch, job.dtype), replace(job.patience, seconds=job.patience.seconds / 4)
     for nbytes in _SIZES:
-        x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)  # ones would grow until they are infinite
+        x = torch.zeros(
+            nbytes // dtype.itemsize, dtype=dtype, device=world().device
+        )  # ones would grow until they are infinite
         send = partial(meter.carry, "all-reduce", x.nbytes, partial(dist.all_reduce, x))
-        steps = repeat(send, meter, patience)
+        steps = repeat(send, meter, job.seconds / 4)
         yield x.nbytes, [span.seconds for step in steps for span in step if span.what == "all-reduce"]

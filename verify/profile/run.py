@@ -17,22 +17,14 @@ from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
 from verify.forward.launch import RankAnswer
-from verify.profile.cost import NotRun, recommend, whole_model, works
-from verify.profile.job import Job, LayerKind, Patience, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
+from verify.profile.cost import NotRun, recommend, whole_model
+from verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
 
 _LESS = "give a smaller batch or seq, or another degree"
-
-
-class _MemoryRanOut(Exception):  # noqa: N818
-    """Memory ran out in a rank while a workload ran; None: before or after that."""
-
-    def __init__(self, workload: Workload | None) -> None:
-        super().__init__()
-        self.workload = workload
 
 
 def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
@@ -113,66 +105,50 @@ def _needed_here(plan: Plan, kinds: Sequence[LayerKind], workload: Workload) -> 
     boxes, tensors = plan.boxes(0), with_layers(plan, kinds).model.tensors
     here = [kind for _, kind, _ in tensors if kind in boxes]
     weights = sum(math.prod(boxes[kind].shape) * DTYPE_BITS[kind.dtype] // 8 for kind in here)
-    cost = works(plan, kinds, workload)
-    sizes, width = plan.rank_sizes(0, plan.model.sizes.of({})), activation_bytes(plan)
-    widest = sizes.get("ff", 0) * 3 + sizes.get("hidden", 0) * 8
-    train = workload.phase == "train"
-    logits = (workload.tokens if train else workload.batch) * sizes.get("vocab", 0) * plan.mesh.size * width * 2
-    activations = workload.tokens * widest * width * (4 * len(kinds) if train else 1)
-    cache = sum(int(cost[kind.part].nbytes) for kind in kinds) if workload.phase == "decode" else 0
-    return weights * (2 if train else 1) + activations + logits + cache
+    sizes, train = plan.rank_sizes(0, plan.model.sizes.of({})), workload.phase == "train"
+    hidden = sizes.get("hidden", 0)
+    activations = workload.tokens * (sizes.get("ff", 0) * 3 + hidden * 8) * (4 * len(kinds) if train else 1)
+    logits = (workload.tokens if train else workload.batch) * sizes.get("vocab", 0) * plan.mesh.size * 2
+    pairs = sizes["kv"] * sizes["head"] if {"kv", "head"} <= sizes.keys() else hidden
+    cache = workload.batch * workload.seq * 2 * pairs * len(kinds) if workload.phase == "decode" else 0
+    return weights * (2 if train else 1) + (activations + logits + cache) * activation_bytes(plan)
 
 
 def _run_what_fits(
     plan: Plan, kinds: tuple[LayerKind, ...], node: Node, request: ProfileRequest, progress: Callable[[str], None]
 ) -> tuple[list[RankResult], dict[Workload, NotRun]]:
-    """Run at one degree what there is memory for, and say of the other workloads why they did not run.
+    """Run the ranks of one degree with what there is memory for, and say of the other workloads why they did not run.
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
-    missing: dict[Workload, NotRun] = {}
+    from verify.profile.rank import answer_job
+
+    degree, missing = plan.mesh.size, dict[Workload, NotRun]()
     for workload in request.workloads:
-        need, free = _needed_here(plan, kinds, workload), node.free(plan.mesh.size)
+        need, free = _needed_here(plan, kinds, workload), node.free(degree)
         if need > free:
             why = f"needs {human_bytes(need)} a rank to be run, {human_bytes(free)} are free"
             missing[workload] = NotRun(why, ran_out=False)
-    while runs := [workload for workload in request.workloads if workload not in missing]:
-        try:
-            return _run(plan, kinds, runs, node, request, progress), missing
-        except _MemoryRanOut as error:
-            last = error.workload
-            why = "memory ran out" if last is None else f"memory ran out at {last}"
-            gone = runs if last is None else [run for run in runs if run.takes_as_much_as(last)]
-            missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
-    return [], missing
-
-
-def _run(
-    plan: Plan, kinds: tuple[LayerKind, ...], workloads: Sequence[Workload], node: Node, request: ProfileRequest,
-    progress: Callable[[str], None],
-) -> list[RankResult]:  # fmt: skip
-    """Run the ranks of one degree. Raises ReshardError, and _MemoryRanOut with the workload at which memory ran out."""
-    from verify.profile.rank import answer_job
-
-    dtype, degree = str(plan.model.config["dtype"]), plan.mesh.size
-    is_built_in = request.plan_file is None
-    job = Job(
-        with_layers(plan, kinds), kinds, is_built_in, tuple(workloads), dtype, node.device, node.threads,
-        Patience(request.seconds),
-    )  # fmt: skip
-    last = [f"tp {degree}"]
+    doing = ""
 
     def note(text: str) -> None:
-        last[0] = text
+        nonlocal doing
+        doing = text
         progress(text)
 
-    try:
-        return run_processes(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
-    except RankAnswer as answer:
-        raise answer.value from None
-    except RankError as error:
-        if machine_fault(error.message) != MEMORY:
-            raise
-        _, _, doing = last[0].partition(": ")
-        workload = next((run for run in workloads if doing.partition(": ")[0] == str(run)), None)
-        raise _MemoryRanOut(workload) from error
+    while runs := tuple(workload for workload in request.workloads if workload not in missing):
+        is_built_in = request.plan_file is None
+        job = Job(with_layers(plan, kinds), kinds, is_built_in, runs, node.threads, request.seconds)
+        try:
+            run = run_processes(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+            return run, missing
+        except RankAnswer as answer:
+            raise answer.value from None
+        except RankError as error:
+            if machine_fault(error.message) != MEMORY:
+                raise
+        last = next((run for run in runs if f"{doing}: ".startswith(f"tp {degree}: {run}: ")), None)
+        why = "memory ran out" if last is None else f"memory ran out at {last}"
+        gone = runs if last is None else [run for run in runs if run.takes_as_much_as(last)]
+        missing |= dict.fromkeys(gone, NotRun(why, ran_out=request.memory is None))
+    return [], missing

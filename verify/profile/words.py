@@ -61,9 +61,8 @@ class Profile(Result):
         for workload in dict.fromkeys(row.workload for row in self.rows):
             rows = [row for row in self.rows if row.workload == workload]
             cells = lines_of([_row(row) for row in rows])
-            names = [name for name in cells[0] if name not in {"batch", "seq"}]
-            right = [i for i, name in enumerate(names) if name != "fits"]
-            table = align([names, *([line[name] for name in names] for line in cells)], right=right, width=None)
+            right = [i for i, name in enumerate(cells[0]) if name != "fits"]
+            table = align([[*cells[0]], *([*line.values()] for line in cells)], right=right, width=None)
             lines += ["", f"{workload}: {_STEP[workload.phase]}", *table]
             lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
             lines += _differences(rows)
@@ -84,8 +83,6 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def _cells(row: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
     memory, time, how = row["memory"], row["measured"] or row["predicted"], "" if row["measured"] else "~"
     return {
-        "batch": str(row["batch"]),
-        "seq": str(row["seq"]),
         "tp": str(row["tp"]),
         "tokens/s": f"{how}{human_rate(row['tokens_per_second'])}" if row["tokens_per_second"] else "–",
         "a step": f"{how}{human_time(time['seconds'])}" if time else "–",
@@ -169,16 +166,9 @@ def _row(row: Row) -> dict[str, Any]:
 def _time(time: Time | None) -> dict[str, Any] | None:
     if time is None:
         return None
-    return {
-        "seconds": time.seconds,
-        "compute": time.compute,
-        "collectives": time.collectives,
-        "spread": time.spread,
-        "parts": {
-            name: {"count": time.counts[name], "compute": part.compute, "collectives": part.collectives}
-            for name, part in time.parts.items()
-        },
-    }
+    document = {"seconds": time.seconds, **asdict(time)}
+    del document["reduced"]
+    return document
 
 
 def _link(link: Link) -> dict[str, Any]:

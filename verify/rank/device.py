@@ -6,6 +6,7 @@ Whatever verify asks of an accelerator, it asks here: torch has one module of th
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -91,10 +92,24 @@ def empty() -> None:
         torch.get_device_module(kind).empty_cache()
 
 
+class Now:
+    """A mark of time on a CPU, as ``torch.Event`` is one on a stream."""
+
+    def record(self) -> None:
+        """Note the time."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Now) -> float:
+        """Milliseconds from this mark to a later one."""
+        return (end._time - self._time) * 1e3
+
+
 def stream(kind: str) -> tuple[Callable[[], Any], Callable[[], None]]:
     """What makes a mark of time on the current stream (``record``, ``elapsed_time`` in milliseconds), and what waits
     until the device has done all.
     """
+    if kind == "cpu":
+        return Now, lambda: None
     module = torch.get_device_module(kind)
     return partial(module.Event, enable_timing=True), module.synchronize
 

@@ -33,6 +33,7 @@ from reshard.pages.markup import (
     ratio,
     rectangle,
     rounded,
+    table,
     text,
     to_number,
 )
@@ -222,10 +223,8 @@ def page(document: Document) -> str:
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     headline = HEADLINES.get(str(document.get("verdict")), HEADLINES["unchecked"])
     parts = (_header(document, headline), _plan(document), _exact(document), _forward(document), _gradients(document))
-    foot = element("footer", element("p", "Written by ", element("code", "reshard verify"), ". ",
-                   "The same in numbers: ", element("code", "--json"), "."), class_="muted")  # fmt: skip
-    body = element("body", element("main", *parts, _setting(document)), foot)
-    return html_page(f"{headline}: {Path(str(document.get('shards'))).name} · reshard verify", style, body)
+    title = f"{headline}: {Path(str(document.get('shards'))).name}"
+    return html_page("reshard verify", title, style, *parts, _setting(document))
 
 
 # ----------------------------------------------------------------------------------------------------------- sections
@@ -489,28 +488,14 @@ def _list(title: str, items: Sequence[object]) -> Html | None:
 
 
 def _table(
-    caption: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    *,
-    wide: int,
-    marks: Sequence[bool] = (),
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, wide: int, marks: Sequence[bool] = (),
     left_out: int = 0,
-) -> Html:
-    """A table that scrolls in its own box. The first ``wide`` columns are names, the others numbers."""
+) -> Html:  # fmt: skip
+    """A table whose first ``wide`` columns are names, the others numbers; ``marks`` are the rows that differ."""
     left_out += max(0, len(rows) - ROWS)
-    lines = []
-    for i, row in enumerate(rows[:ROWS]):
-        first, *further = (cell if isinstance(cell, Html) or j >= wide else _code(cell) for j, cell in enumerate(row))
-        cells = (element("td", cell, class_="number" if j >= wide else None) for j, cell in enumerate(further, 1))
-        kind = "different" if marks and marks[i] else None
-        lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
-    heads = (element("th", name, scope="col", class_="number" if j >= wide else None) for j, name in enumerate(columns))
-    note = f"; {left_out:,} more lines are in --json" if left_out > 0 else ""
-    table = element(
-        "table",
-        element("caption", caption, note, "."),
-        element("thead", element("tr", *heads)),
-        element("tbody", *lines),
+    lines = (
+        (cell if isinstance(cell, Html) or j >= wide else _code(cell) for j, cell in enumerate(row)) for row in rows
     )
-    return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=caption)
+    note = f"; {left_out:,} more lines are in --json" if left_out > 0 else ""
+    kinds = ["different" if mark else None for mark in marks]
+    return table(f"{caption}{note}.", columns, [[*line] for line in [*lines][:ROWS]], texts=columns[:wide], kinds=kinds)

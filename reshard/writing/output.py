@@ -45,9 +45,9 @@ from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished
+from reshard.publishing.journal import Finished, unfinished_command
 from reshard.source.source import Source
-from reshard.store.staging_names import staging_of, unfinished_command
+from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
     from formats.files.dcp import Stored as StoredChunk

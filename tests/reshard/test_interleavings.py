@@ -91,6 +91,11 @@ def whole(**options: bool) -> Process:
     return Process(FileShare(WHOLE, frozenset({"a"}), {"a": 1}), **options)
 
 
+def again(*files: str) -> Process:
+    """A part with files of a part of two, as if their number had been changed."""
+    return Process(FileShare("part-0-of-3", frozenset(files), {"a": 1, "b": 1}))
+
+
 Place = object
 """Where a process is, for what it does next (see ``Run.place``); a text, if it has ended."""
 
@@ -297,13 +302,21 @@ SPLIT = {"rank-0/w": OLD, "rank-1/w": OLD, LIST: json.dumps(["rank-0", "rank-1"]
             pytest.param(processes, how, marks=thorough)
             for processes, how in [
                 ([whole(), parts(["a"], [])[0]], {"refusals": (BUSY, EXISTS)}),
+                ([*parts(["a"], ["b"]), again("a")], {"refusals": (BUSY, EXISTS), "detail": Detail.NOTICED}),
                 ([whole(overwrite=True)] * 2, {"refusals": (BUSY,), "old": OUTPUT, "detail": Detail.NOTICED}),
                 (ranks(2, overwrite=True), {"faults": KILL, "old": SPLIT, "detail": Detail.NOTICED}),
                 (ranks(2, overwrite=True), {"faults": ANY, "old": SPLIT, "detail": Detail.NOTICED}),
             ]
         ),
     ],
-    ids=["the same part", "the whole and a part", "an output replaced twice", "ranks replaced", "with Ctrl-C"],
+    ids=[
+        "the same part",
+        "the whole and a part",
+        "a part and another number",
+        "an output replaced twice",
+        "ranks replaced",
+        "with Ctrl-C",
+    ],
 )
 def test_some_get_in_the_way_of_others(processes: list[Process], how: dict[str, Any]) -> None:
     """One is refused or comes after the other; the same commands complete the output, whatever has happened."""

@@ -452,12 +452,8 @@ class Uploading(Staging):
         )
 
     def commit(self, documents: Documents) -> None:
-        """Upload the small files; those that make a folder a checkpoint come last.
-
-        Before that, it removes what a stopped run should have cleared and did not.
-        """
-        files, objects = documents(), self._bucket.objects()
-        self._remove_old(objects.keys() - files.keys() - self.share.planned.keys())
+        """Upload the small files; those that make a folder a checkpoint come last."""
+        files = documents()
         self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST})
         for name in (document for document in LAST if document in files):
             self._put_in(name, files[name])
@@ -468,7 +464,7 @@ class Uploading(Staging):
             if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):
                 raise self._replaced(name)
         self._bucket.delete(UNFINISHED)
-        self._all(self._bucket.delete, journals(objects))
+        self._all(self._bucket.delete, journals(there))
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
         """Call a function for all names, a few at a time."""

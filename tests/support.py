@@ -20,7 +20,6 @@ import numpy as np
 from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.__main__ import main
 from reshard.mesh.plan import Box, Plan
-from reshard.store.staging_names import PUBLISHED
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,
@@ -97,11 +96,6 @@ def write_tied_twice(folder: Path, config: dict) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by relative name."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def result_of(folder: Path) -> dict[str, bytes]:
-    """Every file of an output, without the empty one by which a process that comes late knows that it is complete."""
-    return {name: data for name, data in contents(folder).items() if not name.startswith(PUBLISHED)}
 
 
 def without_manifest(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from tests import peft_adapters, store
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import checkpoint
 from tests.programs.test_megatron import golden
-from tests.support import LLAMA, command, result_of, write_checkpoint
+from tests.support import LLAMA, command, contents, write_checkpoint
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 ELSEWHERE = ("--engine", "profile", "live", "s3://", "org/model")
@@ -77,7 +77,7 @@ def test_from_megatron_to_vllm(form: str, tmp_path: Path) -> None:
     beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
     assert beside - {"reshard.json"} == {"config.json"}, beside
     command("merge", lines[1][1], tmp_path / "step", "--config", lines[1][-1])
-    assert result_of(tmp_path / "step") == result_of(tmp_path / "merged")
+    assert contents(tmp_path / "step") == contents(tmp_path / "merged")
 
 
 @thorough

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import thorough
-from tests.support import result_of, write_checkpoint
+from tests.support import contents, write_checkpoint
 
 pytestmark = thorough
 
@@ -39,8 +39,8 @@ def test_an_output_is_made_without_a_stream(line: str, redirected: str, made: Pa
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert shell(line.format(tmp_path / "plain"), made).returncode == 0
-    assert {**result_of(tmp_path / "out"), "reshard.json": b""} == {
-        **result_of(tmp_path / "plain"),
+    assert {**contents(tmp_path / "out"), "reshard.json": b""} == {
+        **contents(tmp_path / "plain"),
         "reshard.json": b"",
     }
 

@@ -22,12 +22,12 @@ from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
 from reshard.store.selection import modules
-from reshard.store.staging_names import PUBLISHED, STATE, UNFINISHED, check_staging, document_of, staging_of
+from reshard.store.staging_names import STATE, UNFINISHED, check_staging, document_of, staging_of
 
 if TYPE_CHECKING:
     from formats.notation.format import Format
 
-LAST = ("config.json", "model.safetensors.index.json", MANIFEST)
+LAST = (ADAPTER_CONFIG, "config.json", "model.safetensors.index.json", MANIFEST)
 """The files that make a place a checkpoint: when files are written one by one, these are written last and removed
 first.
 """
@@ -69,15 +69,6 @@ class Existing:
         """Whether it is the unfinished output of a bucket; a folder may be a copy of one."""
         return UNFINISHED in self.names and not self.is_folder
 
-    def is_published(self, task: str) -> bool:
-        """Whether it is the output of a task that several processes have completed, and no other task has begun to
-        replace it.
-
-        A process that publishes removes another task's mark: if both are there, the other task came later.
-        """
-        marks = {name for name in self.names if name.startswith((PUBLISHED, UNFINISHED))}
-        return marks == {f"{PUBLISHED}{task}"}
-
     def check_replaceable(self, same: Mapping[str, bytes], *, overwrite: bool) -> None:
         """Raise CheckpointError unless nothing is there, or a checkpoint, or part of one, that may be replaced.
 
@@ -114,11 +105,11 @@ class Existing:
         A place that is marked as unfinished may have files of several outputs.
         """
         accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
-        remaining, manifest = self.names - accounted - {MANIFEST}, document_of(self.read(MANIFEST))
+        manifest = document_of(self.read(MANIFEST))
+        remaining = self.names - accounted - {MANIFEST, *_listed(manifest)}
         from formats.notation.format_file import all_formats  # rarely needed
 
         if manifest.get("format") == "reshard" and not self._is_unfinished:
-            remaining -= {*_listed(manifest)}
             formats = [format for name, format in all_formats().items() if name == manifest.get("layout")]
         else:
             remaining -= {name for name in remaining if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name)}

@@ -1,5 +1,8 @@
-"""The journals of a staging folder: which files are finished, which parts of the others are, their checksums, and what
-they were made from.
+"""The journals of a staging folder: who writes which files, which are finished, which parts of the others are, their
+checksums, and what they were made from.
+
+Each share of the files has one. It begins with the task and the names of the files, and the process that writes the
+share has it locked. Its last line says that the process has ended, and all of the share is finished.
 
 A later run keeps a finished file if its state (size, time, inode) is unchanged. A restart of the machine may lose
 written bytes; after one, the checksum must be right too. Of an unfinished file it keeps the parts whose checksums are
@@ -22,7 +25,7 @@ from typing import IO, Any
 
 from formats.files.checksum import Stamp, file_checksum, read_stamp
 from formats.files.sharded import FileRecord
-from reshard.store.staging_names import JOURNAL, STATE, not_begun, open_new
+from reshard.store.staging_names import BUILT, JOURNAL, SUFFIX, not_begun, open_new
 from reshard.system import boot_id
 
 
@@ -87,10 +90,11 @@ class Journals:
     """The journals in a staging folder, one for each share of the files.
 
     ``inputs`` are the states of the files that a run reads, ``planned`` the files of the output that it knows: a
-    finished file is taken only from a run that had the same.
+    finished file is taken only from a run of the same ``task`` that had the same.
     """
 
     work: Path
+    task: str
     inputs: Sequence[Stamp]
     planned: frozenset[str]
 
@@ -98,21 +102,20 @@ class Journals:
         """The journal of a share."""
         return self.work / f"{JOURNAL}{label}"
 
-    def all(self) -> list[Path]:
-        """The journals of all shares, of any run."""
-        return sorted(self.work.glob(f"{JOURNAL}*"))
+    def begin(self, share: FileShare) -> None:
+        """Begin a run in the journal of a share.
 
-    def begin(self, label: str, files: int) -> IO[str]:
-        """Begin a run in the journal of a share of so many files."""
-        journal = open_new(self.path(label), "a")
-        begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self.inputs], "files": files}
-        begin |= {"planned": sorted(self.planned), "boot": boot_id(), "host": platform.node()}
-        journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
-        return journal
+        It is closed then: over NFS, others see it from now on.
+        """
+        begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self.inputs], "task": self.task}
+        begin |= {"folders": bool(share.folders), "files": sorted(share.files), "planned": sorted(self.planned)}
+        begin |= {"boot": boot_id(), "host": platform.node()}
+        with open_new(self.path(share.label), "a") as journal:
+            journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
 
     def note(self, journal: IO[str], name: str, finished: Finished) -> None:
         """Add a finished file to a journal."""
-        journal.write(json.dumps(finished.to_document(name) | {"state": _state(self.work / name)}) + "\n")
+        journal.write(json.dumps(finished.to_document(name) | {"state": _state(self.work / BUILT / name)}) + "\n")
 
     def note_moved(self, journal: IO[str], moved: Moved) -> None:
         """Add steps that are complete to a journal."""
@@ -137,22 +140,31 @@ class Journals:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 if entry["name"] in names:
                     is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
-                    file, expected = self.work / entry["name"], entry["checksum"]
-                    if _is_untouched(file, entry) and (is_safe or (expected and file_checksum(file) == expected)):
+                    file, expected = self.work / BUILT / entry["name"], entry["checksum"]
+                    is_untouched = file.is_file() and not file.is_symlink() and _state(file) == entry["state"]
+                    if is_untouched and (is_safe or (expected and file_checksum(file) == expected)):
                         yield entry["name"], read_finished(entry)
 
     def _entries(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
-        for path in self.all():
+        for path in journals_in(self.work):
             for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     inputs = [read_stamp(document, "") for document in begin["inputs"]]
-                    if {*begin["planned"]} == self.planned and _are_same(inputs, self.inputs):
+                    is_same = begin["task"] == self.task and {*begin["planned"]} == self.planned
+                    if is_same and _are_same(inputs, self.inputs):
                         yield from entries
 
 
-def read_journal(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The entries of a journal whose first key is ``kind``, each with what its run began with; none without a file."""
+def journals_in(work: Path) -> list[Path]:
+    """The journals of all shares, of any run."""
+    return sorted(work.glob(f"{JOURNAL}*"))
+
+
+def read_journal(path: Path, *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The entries of a journal whose first key is one of ``kinds``, each with what its run began with; none without a
+    file.
+    """
     begin: dict[str, Any] = {}
     if path.is_file() and not path.is_symlink():
         with path.open() as lines:
@@ -160,12 +172,8 @@ def read_journal(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[s
                 with contextlib.suppress(ValueError):  # the last line of a run that was killed may not have ended
                     if line.startswith('{"inputs"'):
                         begin = json.loads(line)
-                    if line.startswith(f'{{"{kind}"'):
+                    if line.startswith(tuple(f'{{"{kind}"' for kind in kinds)):
                         yield begin, json.loads(line)
-
-
-def _is_untouched(path: Path, entry: Mapping[str, Any]) -> bool:
-    return path.is_file() and not path.is_symlink() and _state(path) == entry["state"]
 
 
 def _state(path: Path) -> list[int]:
@@ -181,8 +189,6 @@ def _are_same(earlier: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
     )
 
 
-LOCK = f"{STATE}lock-"
-"""Begins the name of a share's lock file, which the process that writes the share has locked."""
 WHOLE = "output"
 """The label of a share that is the whole output."""
 
@@ -206,35 +212,48 @@ class FileShare:
         """Whether other processes write the rest of the output."""
         return bool(self.folders) or not (self.label == WHOLE or self.label.endswith("-of-1"))
 
-    def to_document(self) -> dict[str, Any]:
-        """What the runs for other shares must know of this one."""
-        return {"folders": bool(self.folders), "files": sorted(self.files)}
-
-    def goes_with(self, other: Mapping[str, Any]) -> bool:
-        """Whether the share that a document describes may be written at the same time: no file is in both."""
-        return other["folders"] == bool(self.folders) and self.files.isdisjoint(other["files"])
+    def goes_with(self, run: Run) -> bool:
+        """Whether another share may be written at the same time: no file is in both, nor is either the whole."""
+        is_like = WHOLE not in (self.label, run.label) and run.begin["folders"] == bool(self.folders)
+        return is_like and self.files.isdisjoint(run.begin["files"])
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a process is with its part of an output: files finished, of how many, and whether it is at work."""
+class Run:
+    """The last run of a share: what it began with (nothing, if it has not), whether all of it is finished, and whether
+    its process is at work.
+    """
 
-    part: str
-    finished: int
-    files: int
-    running: bool
+    label: str
+    begin: Mapping[str, Any]
+    has_ended: bool
+    is_at_work: bool
 
 
-def parts_of(work: Path) -> list[Progress]:
-    """The parts of an unfinished output that several processes write; none, if one process writes it."""
-    parts = dict[str, Progress]()
-    for path in sorted(work.glob(f"{LOCK}part-*")):
-        label = path.name.removeprefix(LOCK)
-        journal = work / f"{JOURNAL}{label}"
-        files = [int(entry.get("files", 0)) for _, entry in read_journal(journal, "inputs")] or [0]
-        names = {entry["name"] for _, entry in read_journal(journal, "name")}
-        parts[label] = Progress(label, len(names), files[-1], is_locked(path))
-    return [*parts.values(), *(Progress(label, 0, 0, running=False) for label in not_begun(parts))]
+def runs_in(work: Path, mine: str | None = None) -> Iterator[Run]:
+    """The last run of each share, in the order of their names. Of the share ``mine``, no other process is at work."""
+    for path in journals_in(work):
+        label, lines = path.name.removeprefix(JOURNAL), [*read_journal(path, "inputs", "ended")]
+        begin, last = lines[-1] if lines else ({}, {})
+        yield Run(label, begin, "ended" in last, label != mine and is_locked(path))
+
+
+def unfinished_command(path: Path) -> str | None:
+    """The command whose staging folder this is; None for any other path."""
+    tasks = (str(run.begin.get("task", "")) for run in (runs_in(path) if path.name.endswith(SUFFIX) else ()))
+    return next((task.rpartition("-")[0] for task in tasks if task), None)
+
+
+def unfinished_parts(work: Path) -> Iterator[str]:
+    """How far each part of an output is that has not ended; nothing, if one process writes the output."""
+    parts = [run for run in runs_in(work) if run.label.startswith("part-")]
+    for run in parts:
+        names = {entry["name"] for _, entry in read_journal(work / f"{JOURNAL}{run.label}", "name")}
+        files = len(run.begin.get("files", ()))
+        written = f"{len(names)} of {files} files are written" if files else "no file is written"
+        if not run.has_ended:
+            yield f"{run.label}: {written}, {'it is' if run.is_at_work else 'nobody is'} at work"
+    yield from (f"{part}: no file is written, nobody is at work" for part in not_begun([run.label for run in parts]))
 
 
 def is_locked(path: Path) -> bool:

@@ -1,26 +1,22 @@
-"""Builds an output beside its place, and commits it when it is complete: staging folder, journal, locks, renames.
+"""Builds an output beside its place, and commits it when it is complete: staging folder, journals, renames.
 
-The output is built in the staging folder ``OUT.partial``. Files named ``.reshard-*`` there are not part of the output:
+The staging folder ``OUT.partial`` has:
 
-- the task, an empty file; its name tells another run whether it may use the finished files;
-- a journal for each share of the files, with those that are finished, and the parts of the others that are, their
-  checksums, and the sums of the source bytes read for them;
-- a lock for each share, which says what it writes or that it has ended, and the common lock;
+- the output, in a folder of its own;
+- a journal for each share of the files (``journal.py``), which is also the lock of the share;
+- the common lock;
 - an older output, or an older rank, that is being replaced.
 
-A folder ``OUT.partial`` without a task file was not made by reshard, and is refused.
+A folder ``OUT.partial`` without a journal was not made by reshard, and is refused.
 
-A process writes a *share* of the files (``journal.py``). Several may write at the same time if they have the same task,
-and no file in common. It does not matter which process has written a file: any later run takes it. One rename commits a
-*unit*: all of ``OUT``, by the process that finds all files finished and no other process at work; or the folder of a
-rank (``--rank``), when its process has finished it. The manifest comes last, and lists what is complete.
+A process writes a *share* of the files. Several may write at the same time if they have the same task, and no file in
+common. It does not matter which process has written a file: any later run takes it. One rename commits a *unit*: all of
+``OUT``, when each file is finished and is in a share that has ended, and no process is at work; or the folder of a rank
+(``--rank``), when its process has finished it. The manifest comes last, and lists what is complete.
 
-A process takes its share's lock, and gives it back, only while it has the common lock: nobody begins or ends at the
-same time as another. docs/explanation/design.md has the states; tests/reshard/test_interleavings.py tries all orders of
-the steps of this code, so a call that is added here may need its model there (``model_disk.py``).
-
-An empty file, named ``PUBLISHED`` and the task, stays in an output if a process may come late: it tells that process
-that nothing is left to do.
+A process locks its share, and unlocks it, only while it has the common lock: nobody begins or ends at the same time as
+another. docs/explanation/design.md has the states; tests/reshard/test_interleavings.py tries all orders of the steps of
+this code, so a call that is added here may need its model there (``model_disk.py``).
 
 Guarantees: POSIX rename is atomic. What a later run keeps, ``journal.py`` says. Published output survives a power loss
 only with ``fsync``.
@@ -30,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,22 +35,16 @@ from typing import IO, Any
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.checksum import Stamp
 from reshard.publishing.existing import Existing, existing_in
-from reshard.publishing.journal import LOCK, WHOLE, FileShare, Finished, Journals, Moved, is_locked
+from reshard.publishing.journal import WHOLE, FileShare, Finished, Journals, Moved, Run, journals_in, runs_in
 from reshard.store.staging_names import (
+    BUILT,
     COMMON,
-    PUBLISHED,
     STATE,
-    TASK,
     check_staging,
-    clear_leftovers,
-    document_of,
     is_folder,
     is_there,
     lock,
-    markers,
-    not_begun,
     open_new,
-    remove_state,
     remove_tree,
     staging_of,
     task_name,
@@ -67,8 +56,6 @@ Documents = Callable[[], Mapping[str, bytes]]
 """Makes the small files of an output, the manifest last, once no other process changes the output."""
 
 _REPLACED = f"{STATE}replaced-"
-_ENDED = "ended"
-"""What the lock of a share says when its process has done all it had to do."""
 PATIENCE = 2.0
 """Seconds to wait for a lock: the processes of a killed run hold it until they have ended."""
 
@@ -102,25 +89,24 @@ class Staging:
         self.shown = str(out)
         """What messages call the output."""
         self.work = staging_of(out)
-        self._journals = Journals(self.work, tuple(inputs), frozenset(share.planned))
+        self._built = self.work / BUILT
         self._name = task_name(task)
-        # The name has the digest, and the file is empty: to remove a file with content takes 0.2 s on a busy disk.
-        self._task = self.work / f"{TASK}{self._name}"
+        self._journals = Journals(self.work, self._name, tuple(inputs), frozenset(share.planned))
         self._lock_of_share: IO[str] | None = None
-        """The lock of this share, while it is held."""
+        """The journal of this share, while it is locked."""
         self._common: IO[str] | None = None
         """The lock that each process takes to begin and to end, while it is held."""
         self._journal: IO[str] | None = None
         self._may_hold_others = share.has_others
         """Whether other processes build their files in this folder."""
         self._is_last = False
-        """Whether this process has taken over what the others have finished."""
+        """Whether all is finished, by whichever process, and this one commits it."""
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Staging:
         try:
             with disk_errors(self.work):
-                self._enter()
+                self._lock_share()
                 self._begin()
         except BaseException as error:
             self._end(error)
@@ -130,23 +116,26 @@ class Staging:
     def __exit__(self, *exception: object) -> None:
         self._end(exception[1])
 
-    def _enter(self) -> None:
+    def _lock_share(self) -> None:
         """Lock this share, if what is there may be replaced or continued."""
         give_up = time.monotonic() + PATIENCE
         while True:
             self._hold()
-            self._lock_of_share = lock(self.work / f"{LOCK}{self.share.label}", wait=False)
+            self._lock_of_share = lock(self._journals.path(self.share.label), wait=False)
             if self._lock_of_share is not None:
                 break
             self._release()
             if time.monotonic() > give_up:
                 raise self._busy(self.share.label, "wait for it, or stop it")
             time.sleep(0.01)
-        self._restore_replaced()
+        for unit in ("", *self.share.folders):  # what a killed run had moved aside
+            place = self.out / unit
+            if self._aside(unit).exists() and not place.exists() and place.parent.is_dir():
+                self._aside(unit).rename(place)
         self.check()
         self._adopt_or_clear()
-        # opened again and closed: over NFS, others see then what is in it
-        Path(self._lock_of_share.name).write_text(json.dumps({"task": self._name} | self.share.to_document()))
+        self._built.mkdir(exist_ok=True)
+        self._journals.begin(self.share)
         self._release()
 
     def _end(self, error: object) -> None:
@@ -157,9 +146,9 @@ class Staging:
                     self._hold()
                     if isinstance(error, MismatchError):
                         self._clear()
-                    if error is None and not self.share.folders:  # others have yet to write their files
-                        Path(self._lock_of_share.name).write_text(_ENDED)
-                    elif not self._is_built() and not any(self._other_processes()):
+                    if error is None and not (self._is_last or self.share.folders):  # others have yet to end
+                        self._lock_of_share.write('{"ended": true}\n')
+                    elif not self._is_built() and not any(run.is_at_work for run in self._runs()):
                         remove_tree(self.work)
         finally:
             self._release(self._journal, self._lock_of_share)
@@ -170,58 +159,35 @@ class Staging:
     def check(self) -> None:
         """Raise CheckpointError if what is there may not be replaced, or if the disk has no room for the output.
 
-        Raises PublishedError if other processes have finished this task. Changes nothing.
+        Changes nothing.
         """
-        self._check_existing(existing_in(self.out))
+        self._check(existing_in(self.out))
         needed = sum(self.share.planned.values())
         for name in (name for planned in self.share.planned for name in (planned, f"{planned}.incomplete")):
             with contextlib.suppress(FileNotFoundError):  # others may remove what is built
-                needed -= (self.work / name).lstat().st_blocks * 512
+                needed -= (self._built / name).lstat().st_blocks * 512
         check_space(self.out.parent, needed)
 
-    def _check_existing(self, existing: Existing) -> None:
-        is_part = self.share.label != WHOLE and not self.share.folders
-        if is_part and not self._overwrite and existing.is_published(self._name):
-            raise PublishedError(f"{self.shown} is complete")
-        self._check(existing)
-
     # -- the folder
-
-    def _claim(self) -> None:
-        while True:
-            try:
-                self.work.mkdir()
-                return
-            except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                    check_staging(self.out)
-                    return
-
-    def _restore_replaced(self) -> None:
-        """Rename back what a killed run had moved aside."""
-        for unit in ("", *self.share.folders):
-            place = self.out / unit
-            if self._aside(unit).exists() and not place.exists() and place.parent.is_dir():
-                self._aside(unit).rename(place)
 
     def _aside(self, unit: str) -> Path:
         """Where a rank, or the output (``""``), is while it is replaced."""
         return self.work / f"{_REPLACED}{unit or WHOLE}"
 
-    def _top(self) -> list[Path]:
-        return [entry for entry in self.work.iterdir() if not entry.name.startswith(STATE)]
-
     def _is_built(self) -> bool:
         """Whether the folder has a file of the output, finished or not."""
-        return any(not is_folder(path) for entry in self._top() for path in (entry, *entry.rglob("*")))
+        return any(not is_folder(path) for path in self._built.rglob("*"))
 
     # -- locks
 
     def _hold(self) -> None:
         """Take the common lock, unless this process has it; the folder is made if it is not there."""
         while self._common is None:
-            self._claim()
             with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
+                try:
+                    self.work.mkdir()
+                except FileExistsError:
+                    check_staging(self.out)
                 self._common = lock(self.work / COMMON, wait=True)
 
     def _release(self, *files: IO[str] | None) -> None:
@@ -231,12 +197,9 @@ class Staging:
                 file.close()
         self._common = None
 
-    def _other_processes(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The labels of the shares that other runs are writing, and what their locks say of them."""
-        for path in self.work.glob(f"{LOCK}*"):
-            label = path.name.removeprefix(LOCK)
-            if label != self.share.label and is_locked(path):
-                yield label, document_of(path.read_bytes())
+    def _runs(self) -> list[Run]:
+        """The last run of each share; of those at work, other processes'."""
+        return [*runs_in(self.work, self.share.label)]
 
     def _busy(self, label: str, hint: str) -> CheckpointError:
         what = self.shown if label == WHOLE else f"{label} of {self.shown}"
@@ -255,23 +218,21 @@ class Staging:
         Raises CheckpointError if another run writes another task here, or files of this share, or if there are files of
         another task and several processes write this one: they would be of two commands.
         """
-        for label, share in self._other_processes():
-            if share.get("task") != self._name:
+        runs = [run for run in self._runs() if run.begin]
+        for run in (run for run in runs if run.is_at_work):
+            if run.begin.get("task") != self._name:
                 raise self._written_else()
-            if WHOLE in (label, self.share.label) or not self.share.goes_with(share):
-                raise self._busy(label, "wait for it, or stop it")
-        if self._task.exists():
-            for entry in (p for root in self._top() for p in (root, *root.rglob("*")) if p.is_symlink()):
+            if not self.share.goes_with(run):
+                raise self._busy(run.label, "wait for it, or stop it")
+        if all(run.begin.get("task") == self._name for run in runs):
+            for entry in (path for path in (self._built, *self._built.rglob("*")) if path.is_symlink()):
                 entry.unlink()  # reshard makes no links, and must not write through one
             return
         if self._may_hold_others and self._is_built():
             raise self._begun_by_others(str(self.work))
-        for entry in (*self._top(), *self._journals.all(), *self.work.glob(f"{PUBLISHED}*")):
+        others = [path for path in journals_in(self.work) if path != self._journals.path(self.share.label)]
+        for entry in (self._built, *others):
             remove_tree(entry)
-        self._task.touch()
-        for marker in markers(self.work):
-            if marker != self._task:
-                marker.unlink()
 
     def _begun_by_others(self, place: str) -> CheckpointError:
         return CheckpointError(
@@ -282,18 +243,18 @@ class Staging:
     def _begin(self) -> None:
         """Keep this share's files that earlier runs have finished, and go on with the journal."""
         self.finished |= self._journals.finished_files(self.share.files)
-        self._journal = self._journals.begin(self.share.label, len(self.share.files))
+        self._journal = open_new(self._journals.path(self.share.label), "a")
         for name, finished in self.finished.items():
             self._journals.note(self._journal, name, finished)
         self._journal.flush()
 
     def _clear(self) -> None:
         """Remove what was built, because it cannot be trusted: this share, or all if it is the last of them."""
-        if (self._is_last or not self.share.has_others) and not any(self._other_processes()):
-            cleared = [*self._top(), *self._journals.all()]
+        if (self._is_last or not self.share.has_others) and not any(run.is_at_work for run in self._runs()):
+            cleared = [self._built, *journals_in(self.work)]
         else:
-            names = (self._journals.path(self.share.label).name, *self.share.files, *self.share.folders)
-            cleared = [self.work / name for name in names]
+            names = (*self.share.files, *self.share.folders)
+            cleared = [*(self._built / name for name in names), self._journals.path(self.share.label)]
         for path in cleared:
             remove_tree(path)
 
@@ -305,7 +266,7 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """The path at which a file of the output is built; makes its folder."""
-        path = self.work / name
+        path = self._built / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -331,17 +292,22 @@ class Staging:
     # -- publishing
 
     def is_last(self) -> bool:
-        """Whether all planned files are finished and no other process is at work: then this process commits.
+        """Whether all planned files are finished, and all who wrote them have ended: then this process commits.
 
         If several processes write one unit, ``finished`` then has the files of all, and none begins until this process
-        has left.
+        has left. Who was killed after its last file has not ended: it would come again, and find the output there.
         """
         planned = self.share.planned.keys()
-        if self.share.label == WHOLE or self.share.folders:
+        if self.share.folders:
             return planned <= self.finished.keys()
-        self._hold()
-        self.finished |= self._journals.finished_files(planned - self.share.files, is_last=True)
-        self._is_last = planned <= self.finished.keys() and not any(self._other_processes())
+        left, is_alone = planned - self.share.files, True
+        if left or self.share.has_others:
+            self._hold()
+            self.finished |= self._journals.finished_files(left, is_last=True)
+            runs = self._runs()
+            is_alone = not any(run.is_at_work for run in runs)
+            left = left.difference(*(run.begin["files"] for run in runs if run.has_ended))
+        self._is_last = is_alone and not left and planned <= self.finished.keys()
         return self._is_last
 
     def commit(self, documents: Documents) -> None:
@@ -352,52 +318,30 @@ class Staging:
         """
         with disk_errors(self.out):
             self._hold()
+            units, files = self.share.folders or ("",), documents()
+            beside = [name for name in files if self.share.folders and name.partition("/")[0] not in units]
+            for name in (name for name in files if name not in beside):
+                self._write(self._built / name, files[name])
             if self.share.folders:
-                self._commit_folders(documents())
-            else:
-                self._commit_all(documents())
-
-    def _commit_all(self, documents: Mapping[str, bytes]) -> None:
-        for name, content in documents.items():
-            self._write(self.work / name, content)
-        mark, is_kept = f"{PUBLISHED}{self._name}", self._may_come_late()
-        if is_kept or self.share.label != WHOLE:
-            (self.work / mark).touch()
-        self._move("")
-        remove_state(self.out, None if is_kept else mark)
-        self._sync(self.out.parent)
-
-    def _may_come_late(self) -> bool:
-        """Whether a part has not begun, or its process was killed: it finds the output complete when it comes."""
-        states = {path.name.removeprefix(LOCK): path.read_text() for path in self.work.glob(f"{LOCK}*")}
-        states[self.share.label] = _ENDED
-        return {*states.values()} != {_ENDED} or bool(not_begun(states))
-
-    def _commit_folders(self, documents: Mapping[str, bytes]) -> None:
-        self.out.mkdir(exist_ok=True)
-        self._sync(self.out.parent)
-        inside = {name for name in documents if name.partition("/")[0] in self.share.folders}
-        for name in inside:
-            self._write(self.work / name, documents[name])
-        for folder in self.share.folders:
-            self._move(folder)
-            self._sync(self.out)
-        for folder in self.share.folders:
-            remove_tree(self._aside(folder))
-        for name in (name for name in documents if name not in inside):
-            self._write(self.out / name, documents[name])
+                self.out.mkdir(exist_ok=True)
+                self._sync(self.out.parent)
+            for unit in units:
+                self._move(unit)
+                self._sync((self.out / unit).parent)
+            for folder in self.share.folders:
+                remove_tree(self._aside(folder))
+            for name in beside:  # the manifest last
+                self._write(self.out / name, files[name])
 
     def _move(self, unit: str) -> None:
         """Rename a unit to its final name; an older one is moved aside, if it may be replaced."""
-        target, built = self.out / unit, self.work / unit
+        target, built = self.out / unit, self._built / unit
         if self._fsync:
             for folder, _, _ in os.walk(built):
                 self._sync(Path(folder))
         if target.exists() and any(target.iterdir()):
             if not unit and not self._overwrite:
                 raise _appeared(self.out)
-            if not unit:
-                clear_leftovers(target, wait=True)  # the run that has published it may not have ended
             remove_tree(self._aside(unit))
             target.rename(self._aside(unit))
         try:

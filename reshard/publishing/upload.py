@@ -1,11 +1,12 @@
 """Publishes an output in a bucket: a few files at a time are built in a folder here, and uploaded.
 
 The files that make a folder a checkpoint (``config.json``, the index, the manifest) come last, so that a reader never
-takes a part of it for a checkpoint. While an upload is unfinished, an object ``.reshard-unfinished`` says so, and names
-the task. A journal object for each process has the files that it has uploaded, with their etags: a stopped run can go
-on, on any machine, and keeps the files that have not changed.
+takes a part of it for a checkpoint, and have the task in their metadata. While an upload is unfinished, an object
+``.reshard-unfinished`` says so, and names the task. A journal object for each process has the files that it has
+uploaded, with their etags: a stopped run can go on, on any machine, and keeps the files that have not changed.
 
-To replace a checkpoint, or another task's unfinished output, the place is first marked, then cleared.
+To replace a checkpoint, or another task's unfinished output, the place is first marked, then cleared of all that the
+new output does not have: the manifest, which knows what may be removed, goes last.
 
 Before and after each file, a process checks that the place is still its task's. A store has no locks: if a file arrives
 after another task published, the process notices it afterwards, and marks the place as unfinished.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from reshard.publishing.journal import WHOLE, FileShare, Finished, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging
 from reshard.store.remote import Remote, StoredFile, ask, etag_of, open_store
 from reshard.store.selection import is_url
-from reshard.store.staging_names import JOURNAL, PUBLISHED, STATE, UNFINISHED, document_of, remove_tree
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, document_of, remove_tree
 from reshard.store.threads import WAKE, Threads
 from reshard.system import check_space
 
@@ -47,19 +48,17 @@ _SINGLE = 8 << 20
 """An object of at most so many bytes is written by one request."""
 _SECOND = len("2026-01-01 00:00:00")
 """The length of a time to the second: HTTP headers have no fractions."""
+_TASK = "reshardtask"
+"""The key of an object's metadata that names the task; Azure's have no hyphens."""
 
 T = TypeVar("T")
 
 
-class Owner(NamedTuple):
-    """The task whose output is unfinished at a place (an empty text: no task's), and the state of the object that says
-    so.
+class Small(NamedTuple):
+    """A small object: its content, the task that its metadata name, and its state."""
 
-    ``clears`` has the files that were there before, which it removes.
-    """
-
-    task: str
-    clears: Collection[str]
+    content: bytes
+    task: str | None
     version: Mapping[str, str]
 
 
@@ -78,11 +77,6 @@ class Bucket:
     @cached_property
     def _store(self) -> ObjectStore:
         return open_store(self.url, once=True)
-
-    @cached_property
-    def _patient_store(self) -> ObjectStore:
-        """A store that tries the parts of a large object again by itself."""
-        return open_store(self.url)
 
     def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
         """The result of a request for an object. Raises CheckpointError."""
@@ -127,31 +121,36 @@ class Bucket:
 
     def content(self, key: str) -> bytes | None:
         """The content of a small object; None, if it is not there."""
-        answer = self._get(key)
-        return answer[0] if answer is not None else None
+        small = self.small(key)
+        return small.content if small is not None else None
 
-    def _get(self, key: str) -> tuple[bytes, Mapping[str, Any]] | None:
-        """The content and the state of a small object; None, if it is not there."""
+    def small(self, key: str) -> Small | None:
+        """A small object; None, if it is not there."""
         from obstore import get
 
-        def request() -> tuple[bytes, Mapping[str, Any]] | None:
+        def request() -> Small | None:
             try:
                 answer = get(self._store, key)
             except FileNotFoundError:
                 return None
-            return bytes(answer.bytes()), answer.meta
+            version = {name: str(of) for name in ("e_tag", "version") if (of := answer.meta.get(name)) is not None}
+            return Small(bytes(answer.bytes()), answer.attributes.get(_TASK), version)
 
         return self._ask("reading", key, request)
 
-    def put(self, key: str, content: bytes | Path) -> str | None:
-        """Write an object, a large file in several parts; returns its etag. Raises CheckpointError."""
+    def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
+        """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
+
+        A small one says of which ``task`` it is.
+        """
         from obstore import head, put
 
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size > _SINGLE:  # a part that fails is sent again, not the whole file
-            self._ask("writing", key, lambda: put(self._patient_store, key, content))
+        if size > _SINGLE:  # the store itself sends a part that fails again, not the whole file
+            store = open_store(self.url)
+            self._ask("writing", key, lambda: put(store, key, content))
         else:
-            self.note(key, content)
+            self.note(key, content, task)
         meta = self._ask("writing", key, lambda: head(self._store, key))
         if meta["size"] != size:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
@@ -167,50 +166,33 @@ class Bucket:
 
         self._ask("removing", key, request)
 
-    def note(self, key: str, content: bytes | Path) -> None:
+    def note(self, key: str, content: bytes | Path, task: str = "") -> None:
         """Write a small object, which others may replace at any time. Raises CheckpointError."""
         from obstore import put
 
-        self._ask("writing", key, lambda: put(self._store, key, content, use_multipart=False))
+        attributes = {_TASK: task} if task else None
+        self._ask("writing", key, lambda: put(self._store, key, content, attributes=attributes, use_multipart=False))
 
-    # -- whose it is while it is unfinished
-
-    def owner(self) -> Owner | None:
-        """The task of the processes that write here, from the object that marks the place as unfinished; None without
-        it.
-        """
-        answer = self._get(UNFINISHED)
-        if answer is None:
-            return None
-        says, meta = document_of(answer[0]), answer[1]
-        version = {name: str(meta.get(name)) for name in ("e_tag", "version") if meta.get(name) is not None}
-        clears = says.get("clears")
-        return Owner(str(says.get("task", "")), {*clears} if isinstance(clears, list) else (), version)
-
-    def begin(self, task: str, over: Owner | None = None, clears: Collection[str] = ()) -> bool:
-        """Mark the place as unfinished output of a task, if it has no mark, or still that of the owner ``over``, whom
-        it replaces.
-
-        ``clears`` are the files that it will remove. Returns whether the place is the task's now.
+    def begin(self, task: str, over: Small | None = None) -> None:
+        """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it
+        replaces.
         """
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
         says = "reshard writes here; the same command again finishes it"
-        content = json_bytes({"task": task, "says": says, "clears": sorted(clears)})
+        content = json_bytes({"task": task, "says": says})
 
         def request() -> None:
             mode: Any = "create" if over is None else dict(over.version)
             try:
-                put(self._store, UNFINISHED, content, mode=mode)
+                put(self._store, UNFINISHED, content, attributes={_TASK: task}, mode=mode)
             except (AlreadyExistsError, PreconditionError, FileNotFoundError):
                 return
             except NotSupportedError:
-                put(self._store, UNFINISHED, content)
+                put(self._store, UNFINISHED, content, attributes={_TASK: task})
 
         self._ask("writing", UNFINISHED, request)
-        owner = self.owner()
-        return owner is not None and owner.task == task
 
 
 def journals(objects: Iterable[str]) -> list[str]:
@@ -260,11 +242,12 @@ class Uploading(Staging):
     ) -> None:  # fmt: skip
         folder = bucket.folder.with_name(f"{bucket.folder.name}-{share.label}")
         super().__init__(folder, task, share, inputs, overwrite=overwrite, check=check)
-        self._bucket, self._number = bucket, os.urandom(4).hex()
+        self._bucket = bucket
+        self._journal_key = f"{JOURNAL}{share.label}.{os.urandom(4).hex()}"
+        """The key of this process's journal; another run of the same part may be at work, on another machine."""
         self.shown, self._may_hold_others = bucket.name, False
         self._threads: Threads | None = None
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._lock_entries = Lock()
+        self._lock_journal = Lock()
         self._in_place: dict[str, str | None] = {}
         """The etags of what stands at its final name."""
         self._uploads: list[Future[None]] = []
@@ -277,71 +260,84 @@ class Uploading(Staging):
                 "remove what is there first",
             )
         existing = self._bucket.existing(is_first=True)
-        owner = self._bucket.owner() if UNFINISHED in existing.names else None
+        owner = self._bucket.small(UNFINISHED) if UNFINISHED in existing.names else None
+        if self.share.label != WHOLE and self._is_published():
+            raise PublishedError(f"{self.shown} is complete")
         if any(not name.startswith(STATE) for name in existing.names) and (owner is None or owner.task != self._name):
-            self._check_existing(replace(existing, names=existing.names.difference(owner.clears if owner else ())))
+            self._check(existing)
         check_space(self.work.parent, max(self.share.planned.values(), default=0))
 
     def _begin(self) -> None:
         super()._begin()
         self._threads = Threads(_FILES)
         objects, local = self._claim_place(), set(self.finished)
-        for name, entry in self._uploaded(objects):
+        uploaded = dict(self._uploaded(objects))
+        if not self.share.planned.keys() <= uploaded.keys():  # else other processes may be writing the small files
+            self._remove_old(objects.keys() - self.share.planned.keys())
+        for name, entry in uploaded.items():
             if name in self.share.files:
-                self._entries[name] = entry
+                self._in_place[name] = entry["etag"]
                 self.finished[name] = read_finished(entry)
-                (self.work / name).unlink(missing_ok=True)  # a run was killed before it did so, or while it wrote
-        for name in local - self._entries.keys():
+                self.path(name).unlink(missing_ok=True)  # a run was killed before it did so, or while it wrote
+        for name in local - self._in_place.keys():
             self._upload_soon(name)
 
     def _claim_place(self) -> dict[str, str | None]:
-        """Make the place this task's, and clear it of what another has made; returns what is there of this task."""
+        """Make the place this task's; returns what is there."""
         for _ in range(_TRIES):
-            owner = self._bucket.owner()
+            owner = self._bucket.small(UNFINISHED)
             objects = self._bucket.objects()  # after it: who has published since then is seen
             if owner is not None and owner.task == self._name:
                 return objects
             if owner is None and not objects.keys().isdisjoint(LAST):
                 self.check()  # another process may have published meanwhile
-            old = objects.keys() - {UNFINISHED}
-            if old and self.share.has_others:
+            if self.share.has_others and objects.keys() - {UNFINISHED}:
                 raise self._begun_by_others(self.shown)
-            if self._bucket.begin(self._name, owner, old):
-                self._remove_all_old(old)
-                return {}
+            self._bucket.begin(self._name, owner)
         raise self._written_else()
 
-    def _remove_all_old(self, old: Iterable[str]) -> None:
-        """Remove what was there before; first what makes it a checkpoint."""
-        old = {*old}
-        for some in (old & {*LAST}, old - {*LAST}):
-            self._all(self._remove_old, some)
+    def _remove_old(self, names: Iterable[str]) -> None:
+        """Remove what was there before, if it is of a checkpoint; what knows that goes last.
+
+        Raises CheckpointError.
+        """
+        old = {name for name in names if not name.startswith(STATE)}
+        if old:
+            self._check(replace(self._bucket.existing(), names=frozenset({*old, UNFINISHED})))
+        for some in (old - {*LAST}, old & {*LAST}):
+            self._all(self._remove, some)
 
     def _end(self, error: object) -> None:
         for upload in self._uploads:
             upload.cancel()
         if self._threads is not None:
             self._threads.close()
-        if isinstance(error, PublishedError):
-            self._remove_here()
+        if error is None or isinstance(error, PublishedError):  # all is in the bucket
+            self._hold()
+            remove_tree(self.work)
         super()._end(error)
-
-    def _remove_here(self) -> None:
-        """Remove the local folder: all is in the bucket."""
-        self._hold()
-        remove_tree(self.work)
 
     # -- whose place it is
 
     def _check_ours(self) -> None:
         """Raise CheckpointError if the place is no longer this task's, PublishedError if others have finished it."""
-        owner = self._bucket.owner()
+        owner = self._bucket.small(UNFINISHED)
         if owner is not None and owner.task == self._name:
             return
         if owner is not None:
             raise self._written_else()
         self.check()
         raise CheckpointError(f"{self.shown} was published or removed by another run", "run it again")
+
+    def _is_published(self) -> bool:
+        """Whether the output of this task is complete there, with the weight files that this process has seen there."""
+        objects = self._bucket.objects()
+        seen = {name: etag for name, etag in self._in_place.items() if self._is_last and name in self.share.planned}
+        last = [name for name in LAST if name in objects]
+        if not last or UNFINISHED in objects or seen.items() - objects.items():
+            return False
+        document = self._bucket.small(last[-1])
+        return document is not None and document.task == self._name
 
     @contextmanager
     def _while_ours(self, name: str) -> Iterator[None]:
@@ -354,10 +350,10 @@ class Uploading(Staging):
         try:
             self._check_ours()
         except CheckpointError:
-            existing = self._bucket.existing()
-            if UNFINISHED in existing.names or existing.is_published(self._name) or existing.names.isdisjoint(LAST):
+            objects = self._bucket.objects()
+            if UNFINISHED in objects or objects.keys().isdisjoint(LAST) or self._is_published():
                 raise
-            self._bucket.begin("")
+            self._bucket.begin("of nobody")
             raise CheckpointError(
                 f"another run published {self.shown} while {name} was written or removed there, so it may hold "
                 f"files of both and is marked as unfinished",
@@ -393,21 +389,13 @@ class Uploading(Staging):
 
     def _upload(self, name: str) -> None:
         with self._while_ours(name):
-            etag = self._bucket.put(name, self.work / name)
-        entry = self.finished[name].to_document(name) | {"etag": etag}
-        with self._lock_entries:
-            self._entries[name] = entry
-            self._put_journal()
-        (self.work / name).unlink()
-
-    def _put_journal(self) -> None:
-        document = {"task": self._name, "files": len(self.share.files), "entries": [*self._entries.values()]}
-        self._bucket.note(self._journal_key, json_bytes(document))
-
-    @property
-    def _journal_key(self) -> str:
-        """The key of this process's journal; another run of the same part may be at work, on another machine."""
-        return f"{JOURNAL}{self.share.label}.{self._number}"
+            etag = self._bucket.put(name, self.path(name))
+        with self._lock_journal:
+            self._in_place[name] = etag
+            entries = [self.finished[name].to_document(name) | {"etag": of} for name, of in self._in_place.items()]
+            document = {"task": self._name, "files": len(self.share.files), "entries": entries}
+            self._bucket.note(self._journal_key, json_bytes(document))
+        self.path(name).unlink()
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -448,7 +436,7 @@ class Uploading(Staging):
         self._wait()
         self._check_ours()
         uploaded = dict(self._uploaded(self._bucket.objects()))
-        gone = (self._entries.keys() | self.finished.keys()) - uploaded.keys()
+        gone = self.finished.keys() - uploaded.keys()
         if gone:
             self._check_ours()
             raise self._replaced(min(gone))
@@ -457,18 +445,6 @@ class Uploading(Staging):
         self._is_last = self.share.planned.keys() <= self.finished.keys()
         return self._is_last
 
-    def _check_in_place(self, files: Mapping[str, bytes]) -> None:
-        """Raise CheckpointError if what was put at its final name is not there any more.
-
-        Another process of the task may have put a small file there again: that has the same content, and perhaps
-        another etag.
-        """
-        objects = self._bucket.objects()
-        for name, etag in sorted(self._in_place.items()):
-            is_as_put = name in objects and objects[name] == etag
-            if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):
-                raise self._replaced(name)
-
     def _replaced(self, name: str) -> CheckpointError:
         return CheckpointError(
             f"{self.shown}/{name} was replaced or removed by another run",
@@ -476,31 +452,29 @@ class Uploading(Staging):
         )
 
     def commit(self, documents: Documents) -> None:
-        """Upload the small files; those that make a folder a checkpoint come last.
-
-        Before that, it removes what a stopped run should have cleared and did not.
-        """
-        published = f"{PUBLISHED}{self._name}"
-        files = {**documents(), published: b""}
-        owner, objects = self._bucket.owner(), self._bucket.objects()
-        self._remove_all_old(objects.keys() & {*(owner.clears if owner else ())} - files.keys() - self.finished.keys())
-        self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST, published})
-        for name in (document for document in (*LAST, published) if document in files):
+        """Upload the small files; those that make a folder a checkpoint come last."""
+        files = documents()
+        self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST})
+        for name in (document for document in LAST if document in files):
             self._put_in(name, files[name])
-        self._check_in_place(files)
+        there = self._bucket.objects()
+        for name, etag in sorted(self._in_place.items()):
+            # another process of the task may have put a small file again: the same content, and perhaps another etag
+            is_as_put = name in there and there[name] == etag
+            if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):
+                raise self._replaced(name)
         self._bucket.delete(UNFINISHED)
-        self._all(self._bucket.delete, journals(objects))
-        self._remove_here()
+        self._all(self._bucket.delete, journals(there))
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
         """Call a function for all names, a few at a time."""
         assert self._threads is not None
         self._threads.map(function, sorted(names))
 
-    def _remove_old(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         with self._while_ours(name):  # else it may be of those who have taken over
             self._bucket.delete(name)
 
     def _put_in(self, name: str, content: bytes) -> None:
         with self._while_ours(name):
-            self._in_place[name] = self._bucket.put(name, content)
+            self._in_place[name] = self._bucket.put(name, content, self._name)

@@ -30,11 +30,11 @@ from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
 from formats.store import FilePath, glob
-from reshard.publishing.journal import parts_of
+from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.opening import Kind, Recognised, open_source, recognise
 from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
 from reshard.source.source import Source
-from reshard.store.staging_names import SUFFIX, staging_of, unfinished_command
+from reshard.store.staging_names import SUFFIX, staging_of
 from reshard.text import Result, human_bytes, plural
 
 
@@ -382,10 +382,7 @@ def _staging(path: Path, command: str) -> Report:
     report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
     out = path.with_name(path.name.removesuffix(SUFFIX))
     report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
-    for part in parts_of(path):
-        if part.running or not part.files or part.finished < part.files:
-            written = f"{part.finished} of {part.files} files are written" if part.files else "no file is written"
-            report.problems.append(f"{part.part}: {written}, {'it is' if part.running else 'nobody is'} at work")
+    report.problems += unfinished_parts(path)
     report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command writes what is missing"
     return report
 

@@ -39,10 +39,10 @@ from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
+from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
 from reshard.store.selection import Weights
-from reshard.store.staging_names import unfinished_command
 
 Place = str | Path | StoredPath
 """How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""

@@ -1,7 +1,6 @@
 """How reshard recognises its own folders and files: the names of those beside an output while it is built.
 
-A folder ``OUT.partial`` with a task file was made by reshard; without one it is refused. Names that begin with
-``STATE`` are not part of the output.
+A folder ``OUT.partial`` with a journal was made by reshard; without one it is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
@@ -21,19 +19,15 @@ from typing import IO, Any
 from formats.errors import CheckpointError
 
 STATE = ".reshard-"
-"""Names in a staging folder that begin so are not part of the output."""
-
-TASK = f"{STATE}task-"
-PUBLISHED = f"{STATE}published-"
-"""Begins the name of an empty file in an output that several processes have written; the name of their task follows."""
-_MARKER = re.compile(re.escape(TASK) + "[a-z]+-[0-9a-f]{32}")
-
+"""The names of what says how far an output is begin so."""
 UNFINISHED = f"{STATE}unfinished"
 """The object that says that an output is still being uploaded."""
 COMMON = f"{STATE}common"
 """The lock that each process takes to begin and to end."""
 JOURNAL = f"{STATE}journal-"
-"""The names of objects that say what a process has uploaded begin so."""
+"""The names of what says what a process writes, and has written, begin so: a file that it has locked, or an object."""
+BUILT = "output"
+"""The folder in a staging folder that gets the name of the output."""
 SUFFIX = ".partial"
 
 
@@ -42,30 +36,18 @@ def staging_of(out: Path) -> Path:
     return out.with_name(out.name + SUFFIX)
 
 
-def unfinished_command(path: Path) -> str | None:
-    """The command whose staging folder this is; None for any other path."""
-    if not path.name.endswith(SUFFIX):
-        return None
-    return next((marker.name.removeprefix(TASK).rpartition("-")[0] for marker in markers(path)), None)
-
-
-def markers(work: Path) -> list[Path]:
-    """The task files in a folder: they show that reshard made it."""
-    return [p for p in work.glob(f"{TASK}*") if _MARKER.fullmatch(p.name) and p.is_file() and not p.is_symlink()]
-
-
 def check_staging(out: Path) -> None:
     """Raise CheckpointError if the staging path is in use by something else. Changes nothing, follows no link."""
     work, hint = staging_of(out), "move it away, or choose another output folder"
     if work.is_symlink():
         raise CheckpointError(f"{work} is a link, and {out.name} would be built there", hint)
-    # A run marks the folder before it puts anything else there, and removes the mark last. Other runs may do so now.
+    # A run puts its journal there before anything else, and removes it last. Other runs may do so now.
     with contextlib.suppress(FileNotFoundError):
         try:
             other = next((entry for entry in work.iterdir() if not entry.name.startswith(STATE)), None)
         except NotADirectoryError:
             raise CheckpointError(f"{work} is a file, and {out.name} would be built there", hint) from None
-        if other is not None and not markers(work) and os.path.lexists(other):
+        if other is not None and not [*work.glob(f"{JOURNAL}*")] and os.path.lexists(other):
             raise CheckpointError(
                 f"{work} holds '{other.name}' and was not made by reshard, and {out.name} would be built there", hint
             )
@@ -77,16 +59,6 @@ def task_name(task: Mapping[str, Any]) -> str:
     return f"{task['command']}-{digest}"
 
 
-def clear_leftovers(out: Path, *, wait: bool = False) -> None:
-    """Remove the staging files in an output from a run that was killed right after publishing."""
-    common = None
-    if not out.is_symlink() and (out / COMMON).is_file():
-        common = lock(out / COMMON, wait=wait)
-    if common is not None:  # else the run is still removing them
-        with common:
-            remove_state(out)
-
-
 def is_folder(path: Path) -> bool:
     """Whether it is a folder, and no link to one."""
     return path.is_dir() and not path.is_symlink()
@@ -95,8 +67,8 @@ def is_folder(path: Path) -> bool:
 def remove_tree(path: Path) -> None:
     """Remove a file, a link or a folder.
 
-    Of a staging folder the task file goes last: if a run is killed here, the rest is still known as reshard's. Only the
-    common lock goes after it: nobody begins in a folder that is being removed.
+    Of a staging folder the journals go last: if a run is killed here, the rest is still known as reshard's. Only the
+    common lock goes after them: nobody begins in a folder that is being removed.
     """
     if not is_folder(path):
         path.unlink(missing_ok=True)
@@ -114,21 +86,8 @@ def remove_tree(path: Path) -> None:
                 raise
 
 
-def _order(entry: Path) -> int:
-    """The place of a staging folder's entry among those that are removed."""
-    name = entry.name
-    last = [name.startswith(STATE), name.startswith(TASK), name.startswith(PUBLISHED), name == COMMON]
-    return max(number for number, holds in enumerate([True, *last]) if holds)
-
-
-def remove_state(out: Path, mark: str | None = None) -> None:
-    """Remove the staging files from a published output; the common lock last, because ``clear_leftovers`` looks for it.
-
-    Of the marks of tasks that several processes have published, only ``mark`` is removed.
-    """
-    for entry in sorted(out.glob(f"{STATE}*"), key=_order):
-        if entry.name == mark or not entry.name.startswith(PUBLISHED):
-            remove_tree(entry)
+def _order(entry: Path) -> tuple[bool, bool]:
+    return entry.name == COMMON, entry.name.startswith(JOURNAL)
 
 
 def lock(path: Path, *, wait: bool) -> IO[str] | None:
@@ -136,12 +95,12 @@ def lock(path: Path, *, wait: bool) -> IO[str] | None:
 
     Raises OSError if its folder is not there.
     """
-    file = open_new(path, "a")
-    with contextlib.suppress(BlockingIOError):
+    with contextlib.ExitStack() as opened, contextlib.suppress(BlockingIOError):
+        file = opened.enter_context(open_new(path, "a"))
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         if is_there(file):
+            opened.pop_all()  # else, and after Ctrl-C, it is closed: this process waits for the lock again to end
             return file
-    file.close()
     return None
 
 

@@ -45,9 +45,9 @@ from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished
+from reshard.publishing.journal import Finished, unfinished_command
 from reshard.source.source import Source
-from reshard.store.staging_names import staging_of, unfinished_command
+from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
     from formats.files.dcp import Stored as StoredChunk
@@ -126,26 +126,24 @@ class Output:
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
         is_same = source.format.name == format.name or self._has_names_of(source)
-        training = self._training = source.training if is_same or format.files.is_single else None
+        self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
-        is_carried = training is not None and state is None and not format.files.is_single
-        self._carried = list(training.archives()) if training is not None and is_carried else []
         self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
         self._objects: dict[str, StoredChunk] = {}
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
-        self.states: list[Output] = [*self._states()] if format.files.is_single else []
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
             if (rank := number % plan.mesh.size) in self._files:
                 self._files[rank] += self._files_of(number)
         self._intact = list(self._intact_file())
-        self.files = [file for files in (*self._files.values(), self._intact) for file in files]
-        if not format.files.is_single:
-            self.states = [*self._states()]
+        self.states: list[Output] = [*self._states()]
+        masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
+        self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
+        self.files: list[NewFile] = [file for files in (*self._files.values(), self._intact) for file in files]
         self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -222,19 +220,16 @@ class Output:
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
                    for stored, shape in stored_shapes]  # fmt: skip
         constants = self.arrangement.fixed_of(rank, self._constants)
-        files = self.format.files
-        if files.is_single:
-            masters = {tensor.name for of in self.states if of._kind == files.weights
-                       for file in of.files for tensor in file.tensors}  # fmt: skip
-            parts = [[tensor] for tensor in tensors if tensor.name not in masters]
-        else:
-            parts = partition(tensors, self.max_shard_size if files.has_parts else 1 << 62)
+        files, kind = self.format.files, self._state.kind if self._state is not None else None
+        if kind is None or kind in files.masters:
+            kind = files.weights
+        largest = -1 if files.is_single else self.max_shard_size if files.has_parts else 1 << 62
+        parts = partition(tensors, largest)
         for number, part in enumerate(parts):
             if part or self.format.plain:
-                single = {"tensor": part[0].name, "kind": self._kind} if files.is_single else {}
-                name = files.name_of(
-                    self.plan.mesh, rank, self._written[rank] if files.is_distributed else number, len(parts), **single
-                )
+                index = self._written[rank] if files.is_distributed else number
+                tensor_name = part[0].name if part else ""
+                name = files.name_of(self.plan.mesh, rank, index, len(parts), tensor=tensor_name, kind=kind)
                 self._written[rank] += 1
                 file = self._file(name, rank, part)
                 places = file.places() if constants else ()
@@ -243,14 +238,13 @@ class Output:
 
     def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of these tensors, in the container that its name tells."""
-        is_single = self.format.files.is_single
-        if self.format.files.is_distributed and not is_single:
+        if name.endswith(".distcp"):
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
             from formats.files.torch_zip import build_archive  # rarely needed
 
             inside, entries = self.format.container.inside, self.format.container.entries
-            archive = build_archive(tensors, inside, entries, is_single=is_single)
+            archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
             return NewFile(
                 name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
             )
@@ -285,12 +279,6 @@ class Output:
             yield _safetensors(INTACT_FILE, INTACT_RANK, tensors, {"format": "pt"})
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
-
-    @property
-    def _kind(self) -> str:
-        """What files of the model's tensors, or of a state, are called where each has one."""
-        files, kind = self.format.files, self._state.kind if self._state is not None else None
-        return files.weights if kind is None or kind in files.masters else kind
 
     def _universal(self) -> Iterator[tuple[str, bytes]]:
         from formats.files.universal import universal_documents  # rarely needed
@@ -345,8 +333,10 @@ class Output:
             at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
             keys[tensor] = self._name_there(key), dtype, at
             chunks.append(NewChunk(tensor, dtype, at, nbytes))
-        objects = {} if self._objects or self._state is not None else self._extra_states()
-        carried_parts, self._carried = self._carried, []
+        objects, carried_parts = dict[str, bytes](), list[Any]()
+        if not self._chunks and self._state is None:  # the first file has what is no tensor of the model's
+            objects = self._extra_states()
+            carried_parts = [*self._training.archives()] if self._training is not None else []
         carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(carried_parts)}
         laid = build_chunks(chunks, objects | carried)
         file = name.rpartition("/")[2]
@@ -422,11 +412,12 @@ class Output:
                 self._check_own(settings, content)
         if files.is_single:
             yield from ((files.place + name, content) for name, content in self._universal())
-        for name, document in self.format.container.documents.items() if not files.is_single else ():
-            from formats.files.dcp import object_bytes  # rarely needed
+        else:
+            for name, document in self.format.container.documents.items():
+                from formats.files.dcp import object_bytes  # rarely needed
 
-            content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
-            yield files.place + name, content
+                content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
+                yield files.place + name, content
         if self._chunks:
             yield files.place + METADATA, self._saved()
         if self.format is not OWN:

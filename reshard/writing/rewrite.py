@@ -25,7 +25,7 @@ from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Reader, Sums, checksum_of
-from reshard.placement.stored import Location, Stored
+from reshard.placement.stored import Location
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
@@ -33,7 +33,7 @@ from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.retries import Traffic, tried_again
 from reshard.store.selection import is_url
-from reshard.store.staging_names import clear_leftovers, staging_of
+from reshard.store.staging_names import staging_of
 from reshard.system import Share
 from reshard.text import Result, human_bytes, plural
 from reshard.writing.output import NewFile, Output
@@ -132,6 +132,8 @@ class Summary(Result):
 
 def _paragraph(summary: Summary) -> str:
     """What, how many tensors and files, bytes, seconds, padding, where."""
+    if summary.part is not None and not summary.files:
+        return "None of the files is for this process."
     if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
         return f"None of the files is left to write for this process: {_where(summary)}."
     if not summary.ranks:
@@ -256,17 +258,21 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     summary = _summary(new, share, bucket.name if bucket else folder, request, ranks)
     summary = replace(summary, part=request.part, tried_again=tried_again() - start.tried_again)
     new.source.check_names([*share.planned, *new.documents])
+    if request.part is not None and not share.files:
+        return summary
     building = _staging(new, start, share, request)
     try:
         if request.dry_run:
             building.check()
             return summary
-        clear_leftovers(folder)
         if ranks is not None and not ranks:
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
-            targets = _targets(new, staging)
+            targets = {
+                TargetFile(staging.path(f.name), f.header, f.size, name=f.name, fixed=f.fixed, crcs=f.crcs): f
+                for f in new.all_files()
+            }
             try:
                 written = write_files(new, targets, staging, request, request.progress)
                 committed = publish(new, written, staging, request)
@@ -395,14 +401,6 @@ class Written:
     """Seconds of moving bytes."""
 
 
-def _targets(new: Output, staging: Staging) -> dict[TargetFile, NewFile]:
-    """The files that are written, in the staging folder."""
-    return {
-        TargetFile(staging.path(f.name), f.header, f.size, name=f.name, fixed=f.fixed, crcs=f.crcs): f
-        for f in new.all_files()
-    }
-
-
 def write_files(
     new: Output, targets: Mapping[TargetFile, NewFile], staging: Staging, options: Options, progress: Progress
 ) -> Written:
@@ -411,8 +409,13 @@ def write_files(
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files = new.source, [*targets.values()]
-    jobs = _jobs(new, targets)
+    source, files, jobs, to = new.source, [*targets.values()], list[Job](), iter(targets)
+    for part in (new, *new.states):
+        places: dict[int, dict[str, TargetPlace]] = {}
+        for file in part.files:
+            of_rank, place = places.setdefault(file.rank, {}), next(to)
+            of_rank.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
+        jobs += jobs_of(part.source, part.arrangement, places)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
     targets_here = {target: file for target, file in targets.items() if file.name in staging.share.files}
     total = sum(file.size for file in targets_here.values())
@@ -440,21 +443,8 @@ def write_files(
         )  # fmt: skip
         moving += time.monotonic() - start
         traffic = traffic.plus(sums.traffic)
-    part = [job.name for job in jobs] if source.format.plain else None
-    return Written(todo, traffic, sums, source.files_of(part), began, moving)
-
-
-def _jobs(new: Output, targets: Iterable[TargetFile]) -> list[Job]:
-    """The jobs that write the files of an output, which are given in its order."""
-    jobs = list[Job]()
-    to = iter(targets)
-    for part in (new, *new.states):
-        places: dict[int, dict[str, TargetPlace]] = {}
-        for file in part.files:
-            of_rank, place = places.setdefault(file.rank, {}), next(to)
-            of_rank.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
-        jobs += jobs_of(part.source, part.arrangement, places)
-    return jobs
+    names = [job.name for job in jobs] if source.format.plain else None
+    return Written(todo, traffic, sums, source.files_of(names), began, moving)
 
 
 # --------------------------------------------------------------------------------------------------- publishing
@@ -478,7 +468,13 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
     if options.checksum:
         _add_others((part for entry in staging.finished.values() for part in entry.reads), sums, files)
         _sum_what_no_target_needs(new.source, sums)
-        _check_sources(written.read, sums)
+        for file in (file for file in written.read if file.expected is not None):
+            computed = sums.checksum(file) or checksum_of(file)  # of which only a part was read is read in full here
+            if computed != file.expected:
+                raise MismatchError(
+                    f"{file.path} has the checksum {computed}, its manifest says {file.expected}",
+                    "the file is damaged: fetch or split it again",
+                )
     for new_file in files:
         checksum = staging.finished[new_file.name].checksum
         if checksum is not None and new_file.expected not in (None, checksum):
@@ -520,7 +516,13 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
         (source.files[info.file], info)
         for rank, tensors in enumerate(source.ranks)
         for stored, _ in source.arrangement.tensors_of(rank)
-        if (info := tensors.get(stored.name_on(rank))) is not None and _is_left(stored, rank)
+        if (info := tensors.get(stored.name_on(rank))) is not None
+        # constants, zeros, what was computed from a tensor that is kept
+        and (
+            stored.constant is not None
+            or (bool(stored.atoms) and Location(stored, 0).is_zero(rank))
+            or any(part.function for part in stored.geometry.portions)
+        )
     ]
     reader = Reader(add)
     try:
@@ -530,25 +532,3 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
             reader.fill(np.empty(info.nbytes, dtype=np.uint8), file, info.offset)
     finally:
         reader.close()
-
-
-def _is_left(stored: Stored, rank: int) -> bool:
-    """Whether no target needs what a rank stores: constants, zeros, what was computed from a tensor that is kept."""
-    is_zero = bool(stored.atoms) and Location(stored, 0).is_zero(rank)
-    return stored.constant is not None or is_zero or any(part.function for part in stored.geometry.portions)
-
-
-def _check_sources(files: Iterable[SourceFile], sums: Sums) -> None:
-    """Raise MismatchError if a source file does not have the checksum in its manifest.
-
-    Files of which only a part was read so far are read in full here.
-    """
-    for file in files:
-        if file.expected is None:
-            continue
-        checksum = sums.checksum(file) or checksum_of(file)
-        if checksum != file.expected:
-            raise MismatchError(
-                f"{file.path} has the checksum {checksum}, its manifest says {file.expected}",
-                "the file is damaged: fetch or split it again",
-            )

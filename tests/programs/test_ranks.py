@@ -12,7 +12,7 @@ from reshard.api import merge, split
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
 from tests.programs.oracles import checkpoint
-from tests.support import command, contents, result_of
+from tests.support import command, contents
 
 CASES = [
     ("vllm", "llama", {"tp": 4}),
@@ -38,7 +38,7 @@ def test_ranks_add_up_to_what_one_process_writes(form: str, model: str, mesh: di
         assert not out.exists()
         found.append(split(source, out, **mesh, ranks=[rank], format=form).complete)
     assert found == [False] * (size - 1) + [True]
-    assert result_of(out) == contents(tmp_path / "one") and not staging_of(out).exists()
+    assert contents(out) == contents(tmp_path / "one") and not staging_of(out).exists()
 
 
 def test_ranks_are_written_at_the_same_time_by_the_shares_of_a_launcher(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_ranks_are_written_at_the_same_time_by_the_shares_of_a_launcher(tmp_path
     with ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(split, source, out, tp=4, ranks=Share(index, 4), format="vllm") for index in range(4)]
     assert any(run.result().complete for run in runs)
-    assert result_of(out) == contents(tmp_path / "one")
+    assert contents(out) == contents(tmp_path / "one")
     with pytest.raises(CheckpointError, match="exists"):  # all have ended: nobody comes late
         split(source, out, tp=4, ranks=Share(0, 4), format="vllm")
 
@@ -60,7 +60,7 @@ def test_a_rank_that_is_missing_is_written_by_the_same_command(tmp_path: Path) -
         merge(out, tmp_path / "merged")
     assert command("split", source, out, "--tp", "2", "--as", "vllm", "--rank", "0").returncode == 0
     merge(out, tmp_path / "merged")
-    assert result_of(tmp_path / "merged") == contents(source)
+    assert contents(tmp_path / "merged") == contents(source)
 
 
 @pytest.mark.parametrize("form", ["transformers", "dcp"])

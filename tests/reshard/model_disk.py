@@ -186,6 +186,8 @@ class Run:
         self.process, self.answers, self.disk, self._detail = process, list(answers), disk, detail
         self._at, self.has_common, self._has_stepped, self._since, self._where = 0, False, False, 0, ""
         self.staging: staging.Staging | None = None
+        self.handles = set[str]()
+        """The names, each for one opening, of the files that it has open."""
         self.place: object = ()
         self.is_blocked = False
         """Whether the step is to wait for a lock that another process has."""
@@ -262,10 +264,13 @@ class File:
 
     def __init__(self, name: Name, mode: str) -> None:
         self.run = Run.current
-        self.name, self._text, self._who = name, "", (self.run.process, str(name))
-        if name.name.startswith(staging_names.JOURNAL):
+        self.name, self._text = name, ""
+        if name.name.startswith(staging_names.JOURNAL) and not self.run.has_common:
             self.run.arrive("writing")
+        self._handle = next(each for each in (str(name), f"{name}, again") if each not in self.run.handles)
+        self._who = self.run.process, self._handle
         _call("open", self._who, str(name), mode)
+        self.run.handles.add(self._handle)
 
     def flock(self, flags: int) -> None:
         _call("flock", self._who, flags)
@@ -287,6 +292,7 @@ class File:
 
     def close(self) -> None:
         self.flush()
+        self.run.handles.discard(self._handle)
         _call("close", self._who)
         if self.name.name == staging_names.COMMON:
             self.run.has_common = False

@@ -62,6 +62,8 @@ class StoreServer:
         self.lists_bare_etags = False
         """As Azure does: its lists have etags without quotes, its answers have them with."""
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        """The headers with metadata of the objects that were put as a whole, by key."""
         self.numbers = itertools.count()
         handler = type("Handler", (_Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -199,6 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
         code, headers = 200, {"ETag": etag(path), "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
         headers["x-goog-generation"] = generation_of(path)
+        headers |= self.store.metadata.get(path.relative_to(self.store.root).as_posix(), {})
         if self.headers.get("If-Match") not in (None, headers["ETag"]):
             return self.reply(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
@@ -238,6 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "uploadId" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = content
         else:
+            meta = {name: of for name, of in self.headers.items() if name.startswith(("x-amz-meta-", "x-goog-meta-"))}
+            self.store.metadata[key] = meta
             self.put(key, content)
         self.reply(200, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'}, b"")
 

@@ -99,7 +99,7 @@ def test_a_folder_of_the_users_is_not_taken_for_staging(command, tmp_path):
     mine, out = tmp_path / "out.partial", tmp_path / "out"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years")
-    (mine / f"{STATE}task-notes.txt").write_text("a name that only begins like the marker")
+    (mine / f"{STATE}notes.txt").write_text("a name that only begins like a journal's")
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"out\.partial holds '.*' and was not made by reshard"):
         run()
@@ -128,10 +128,10 @@ def test_no_link_in_a_staging_folder_is_followed(tmp_path, monkeypatch):
     mine.mkdir()
     (mine / "model.safetensors").write_text("mine")
     (mine / "config.json").write_text("mine")
-    for rank in (tmp_path / "out.partial").glob("rank-*"):
+    for rank in (tmp_path / "out.partial/output").glob("rank-*"):
         shutil.rmtree(rank)
         rank.symlink_to(mine)
-    (tmp_path / "out.partial/tokenizer.json").symlink_to(mine / "config.json")
+    (tmp_path / "out.partial/output/tokenizer.json").symlink_to(mine / "config.json")
     split(source, out, tp=2)
     assert contents(out) == contents(tmp_path / "expected")
     assert {path.read_text() for path in mine.iterdir()} == {"mine"}
@@ -471,10 +471,10 @@ def test_killed_while_an_output_is_replaced(moment, again, tmp_path, monkeypatch
     real = Path.rename
 
     def rename(path, target):
-        if moment == "before" and path.name == "out.partial":
+        if moment == "before" and path == tmp_path / "out.partial/output":
             raise Killed
         result = real(path, target)
-        if moment == "after" and path.name == "out.partial":
+        if moment == "after" and path == tmp_path / "out.partial/output":
             raise Killed
         return result
 
@@ -515,7 +515,7 @@ def test_killed_while_a_rank_is_replaced(moment, again, tmp_path, monkeypatch):
     before = without_sums(out)
 
     def rename(path, target):
-        is_new = path == tmp_path / "out.partial" / "rank-00-of-02"
+        is_new = path == tmp_path / "out.partial/output/rank-00-of-02"
         if moment == "before" and is_new:
             raise Killed
         result = real(path, target)

@@ -13,7 +13,7 @@ from formats.errors import CheckpointError, PlanError
 from formats.notation.format_file import all_formats
 from reshard.api import merge, split
 from reshard.publishing.existing import Existing, Read
-from reshard.store.staging_names import PUBLISHED, UNFINISHED
+from reshard.store.staging_names import UNFINISHED
 from tests import store
 from tests.marks import one_of_each
 from tests.programs import oracles
@@ -180,12 +180,6 @@ def test_an_unfinished_place_may_hold_files_of_several_outputs() -> None:
     names = ["reshard.json", "model-rank-0-part-0.safetensors", "tokenizer.json", "thesis.txt"]
     assert unknown(names, {"reshard.json": manifest}.get) == sorted(names[1:])
     assert unknown([*names, UNFINISHED], {"reshard.json": manifest}.get) == ["thesis.txt"]
-
-
-def test_an_output_that_another_task_has_begun_to_replace_is_not_complete() -> None:
-    mine, other = f"{PUBLISHED}split-mine", f"{PUBLISHED}split-other"
-    for names, complete in (({mine}, True), ({mine, other}, False), ({mine, UNFINISHED}, False), (set(), False)):
-        assert Existing("out", frozenset(names), {}.get).is_published("split-mine") is complete
 
 
 def test_a_merge_over_another_checkpoint(source: Path, tmp_path: Path) -> None:

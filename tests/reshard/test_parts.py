@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,16 @@ from formats.errors import CheckpointError, MismatchError, ReshardError
 from formats.files.safetensors import read_header
 from reshard.api import merge, split
 from reshard.publishing import staging as output
-from reshard.publishing.journal import FileShare
+from reshard.publishing.journal import WHOLE, FileShare, Run
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
-from reshard.store.staging_names import STATE, staging_of
+from reshard.store.staging_names import BUILT, STATE, staging_of
 from reshard.system import Share
 from reshard.writing import rewrite
 from tests import store
 from tests.forked import Forked
 from tests.marks import of_ranks, thorough
-from tests.support import change_tensor, command, contents, result_of, write_checkpoint
+from tests.support import change_tensor, command, contents, write_checkpoint
 
 FORMS = ["transformers", "dcp", "vllm", "megatron", None]
 
@@ -49,8 +48,8 @@ def shards(checkpoint: Path) -> Path:
 
 def written(folder: Path) -> set[str]:
     """The files of the output that are in the staging folder."""
-    found = (path.relative_to(staging_of(folder)).as_posix() for path in staging_of(folder).rglob("*.safetensors"))
-    return set(found)
+    built = staging_of(folder) / BUILT
+    return {path.relative_to(built).as_posix() for path in built.rglob("*.safetensors")}
 
 
 def journal(out: Path, index: int, count: int) -> str:
@@ -78,7 +77,7 @@ def test_parts_add_up_to_what_one_process_writes(form: str | None, checkpoint: P
         for index in (2, 0, 1)
     ]
     assert complete == [False, False, True]
-    assert result_of(out) == result_of(tmp_path / "one") and not staging_of(out).exists()
+    assert contents(out) == contents(tmp_path / "one") and not staging_of(out).exists()
 
 
 @pytest.mark.parametrize("count", [2, 9])  # more processes than files, too
@@ -90,8 +89,8 @@ def test_a_merge_in_parts_reads_each_byte_once(
 
     monkeypatch.setattr(rewrite, "checksum_of", again)
     done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
-    assert [summary.complete for summary in done][-1] and sum(each.files for each in done) == 5
-    assert result_of(tmp_path / "out") == result_of(checkpoint)
+    assert [summary.complete for summary in done].count(True) == 1 and sum(each.files for each in done) == 5
+    assert contents(tmp_path / "out") == contents(checkpoint)
 
 
 def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_all_at_the_same_time(checkpoint: Path, shards: Path, tmp_path: Path) ->
         with ThreadPoolExecutor(4) as pool:
             done = [pool.submit(merge, shards, out, part=Share(index, 4)) for index in range(4)]
         assert [each.result().complete for each in done].count(True) >= 1
-        assert result_of(out) == result_of(checkpoint) and not staging_of(out).exists()
+        assert contents(out) == contents(checkpoint) and not staging_of(out).exists()
         shutil.rmtree(out)
 
 
@@ -131,7 +130,7 @@ def test_who_is_still_at_work_publishes(
 
     monkeypatch.setattr(Staging, "note_finished", finished)
     assert merge(shards, out, part=Share(1, 2)).complete and seen == [False]
-    assert result_of(out) == result_of(checkpoint)
+    assert contents(out) == contents(checkpoint)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -169,14 +168,14 @@ def test_a_killed_process_is_named_and_redone_by_the_same_command(
         merge(shards, out)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = {name: (staging_of(out) / name).stat().st_mtime_ns for name in written(out)}
+    before = {name: (staging_of(out) / BUILT / name).stat().st_mtime_ns for name in written(out)}
     assert not merge(shards, out, part=Share(1, 2)).complete
     said = command("inspect", staging_of(out)).stdout
     assert "part-0-of-2: " in said and "nobody is at work" in said and "part-1-of-2" not in said
     done = merge(shards, out, part=Share(0, 2))
     assert done.complete and done.written < done.nbytes
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    assert result_of(out) == result_of(checkpoint)
+    assert contents(out) == contents(checkpoint)
 
 
 def test_what_has_not_begun_is_named(shards: Path, tmp_path: Path) -> None:
@@ -193,30 +192,31 @@ def test_another_number_of_processes_goes_on(checkpoint: Path, shards: Path, tmp
     first = written(out)
     again = [merge(shards, out, part=Share(index, 3)) for index in range(3)]
     assert again[-1].complete and sum(each.nbytes - each.written for each in again) > 0
-    assert result_of(out) == result_of(checkpoint)
+    assert contents(out) == contents(checkpoint)
     shutil.rmtree(out)
     merge(shards, out, part=Share(0, 2))
     alone = merge(shards, out)
     assert alone.complete and alone.written < alone.nbytes and first
-    assert result_of(out) == result_of(checkpoint)
+    assert contents(out) == contents(checkpoint)
 
 
-def test_who_comes_late_has_nothing_to_do(
+def test_who_was_stopped_at_the_end_and_who_has_no_file_find_nothing_to_do(
     checkpoint: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is started again after it was stopped, or that had no file and starts last."""
+    """The output waits for the first, which may come again, and not for the second."""
     out, vllm = tmp_path / "out", ("--tp", "2", "--as", "vllm")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Staging, "is_last", stopped)
         merge(shards, out, part=Share(0, 2))
     for index in (1, 0):
+        assert not out.exists()
         done = command("merge", shards, out, "--part", "auto", RANK=str(index), WORLD_SIZE="2")
         assert done.returncode == 0, done.stderr
-    assert "None of the files is left to write" in done.stdout
+    assert "None of the files is left to write" in done.stdout and out.exists()
     for index in range(3):
         done = command("split", checkpoint, tmp_path / "vllm", *vllm, "--part", f"{index}/3")
         assert done.returncode == 0, done.stderr
-    assert "None of the files is left" in done.stdout
+    assert "None of the files is for this process" in done.stdout and (tmp_path / "vllm").exists()
     other = write_checkpoint(tmp_path / "other", files=5, seed=7)
     split(other, tmp_path / "others", tp=4)
     for source, target, more in (
@@ -254,17 +254,17 @@ def test_a_part_of_an_earlier_state_of_the_source_is_not_taken(checkpoint: Path,
     done = split(source, out, **arguments, part=Share(0, 2))
     assert done.complete and done.written == done.nbytes
     split(source, tmp_path / "one", **arguments)
-    assert result_of(out) == result_of(tmp_path / "one")
+    assert contents(out) == contents(tmp_path / "one")
 
 
 def test_a_part_that_was_damaged_is_written_again(shards: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     merge(shards, out, part=Share(0, 2))
-    shutil.copyfile(path := min(staging_of(out).glob("*.safetensors")), tmp_path / "copy")
+    shutil.copyfile(path := min(staging_of(out).rglob("*.safetensors")), tmp_path / "copy")
     (tmp_path / "copy").replace(path)
     assert not merge(shards, out, part=Share(1, 2)).complete
     assert merge(shards, out, part=Share(0, 2)).complete
-    assert result_of(out) == result_of(checkpoint)
+    assert contents(out) == contents(checkpoint)
 
 
 @pytest.mark.parametrize("form", [None, "vllm"])
@@ -305,8 +305,12 @@ def test_replicas_that_differ_stop_the_process_that_reads_them(shards: Path, tmp
 def test_a_journal_says_what_was_read(shards: Path, tmp_path: Path) -> None:
     merge(shards, tmp_path / "out", part=Share(0, 2))
     begin, *lines = [json.loads(line) for line in journal(tmp_path / "out", 0, 2).splitlines() if line]
-    assert begin["files"] == sum("name" in line for line in lines)
-    assert all(read[2] for line in lines for read in line["reads"]) and any("steps" in line for line in lines)
+    assert begin["files"] == sorted(line["name"] for line in lines if "name" in line)
+    assert (
+        all(read[2] for line in lines for read in line.get("reads", ()))
+        and "ended" in lines[-1]
+        and any("steps" in line for line in lines)
+    )
 
 
 @pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])
@@ -328,10 +332,10 @@ def test_what_a_program_does_not_keep_is_a_file_too(model: str, form: str, tmp_p
     split(source, tmp_path / "one", tp=2, format=form)
     for index in range(3):
         split(source, tmp_path / "out", tp=2, format=form, part=Share(index, 3))
-    assert result_of(tmp_path / "out") == result_of(tmp_path / "one")
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
     for index in range(2):
         merge(tmp_path / "out", tmp_path / "merged", part=Share(index, 2))
-    assert result_of(tmp_path / "merged") == result_of(source)
+    assert contents(tmp_path / "merged") == contents(source)
 
 
 @pytest.mark.parametrize("ranks", [False, True])
@@ -380,8 +384,10 @@ def test_shares_go_together_if_they_have_no_file_in_common(one: set[int], other:
     """What they are called does not matter."""
     sizes = {f"rank-{rank}": 1 for rank in range(41)}
     mine, theirs = (FileShare("rank-0", frozenset(f"rank-{rank}" for rank in of), sizes) for of in (one, other))
-    assert mine.goes_with(theirs.to_document()) == (not one & other)
-    assert not mine.goes_with(replace(theirs, folders=("rank-0",)).to_document())
+    begin = {"folders": False, "files": sorted(theirs.files)}
+    assert mine.goes_with(Run("rank-1", begin, False, True)) == (not one & other)
+    assert not mine.goes_with(Run("rank-1", begin | {"folders": True}, False, True))
+    assert not mine.goes_with(Run(WHOLE, begin, False, True))
 
 
 @pytest.mark.parametrize("arguments", [{"ranks": [0]}, {"part": Share(0, 2)}])
@@ -410,7 +416,7 @@ def test_the_first_of_two_that_replace_ranks_leaves_the_work_of_the_other(
     error = staging_while_split(monkeypatch, checkpoint, out, other, ranks=[0], overwrite=True)
     assert error is None and not staging_of(out).exists()
     merge(out, tmp_path / "merged")
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 def staging_while_split(

@@ -25,11 +25,11 @@ from formats.store import joined
 from reshard.publishing import upload as uploads
 from reshard.publishing.upload import Bucket
 from reshard.store.remote import HubFile, StoredFile, open_store
-from reshard.store.staging_names import PUBLISHED, staging_of
+from reshard.store.staging_names import staging_of
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
-from tests.support import LLAMA, command, llama_tensors, result_of, write_checkpoint, write_file
+from tests.support import LLAMA, command, contents, llama_tensors, write_checkpoint, write_file
 
 pytestmark = thorough
 
@@ -61,7 +61,7 @@ def run(store: StoreServer, tmp_path: Path) -> Run:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in result_of(folder).items() if name.endswith(".safetensors")}
+    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -88,7 +88,7 @@ def test_from_a_bucket_as_from_disk(kind: str, store: StoreServer, run: Run, che
     assert command("split", checkpoint, tmp_path / "local", "--tp", "4").returncode == 0
     assert_same_weights(tmp_path / "out", tmp_path / "local")
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 @pytest.mark.parametrize("form", [(), ("--as", "vllm"), ("--as", "transformers")])
@@ -98,7 +98,7 @@ def test_shards_in_a_bucket_are_merged(
     assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
     done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
     assert done.returncode == 0, done.stderr
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 @pytest.mark.parametrize("form", [(), ("--as", "vllm")])
@@ -175,14 +175,13 @@ def test_into_a_bucket_and_back(store: StoreServer, run: Run, checkpoint: Path, 
     done = run("split", checkpoint, "s3://bucket/shards/llama", "--tp", "2")
     assert done.returncode == 0 and "The result is s3://bucket/shards/llama" in done.stdout, done.stderr
     assert command("split", checkpoint, tmp_path / "local", "--tp", "2").returncode == 0
-    assert result_of(store.root / "shards" / "llama").keys() == result_of(tmp_path / "local").keys()
+    assert contents(store.root / "shards" / "llama").keys() == contents(tmp_path / "local").keys()
     assert_same_weights(store.root / "shards" / "llama", tmp_path / "local")
     puts = [r.path.rpartition("/")[2] for r in store.requests if r.method == "PUT"]
-    assert puts[0] == ".reshard-unfinished" and puts[-2] == "reshard.json" and puts[-1].startswith(PUBLISHED)
-    (left,) = (path for path in (store.root / "shards" / "llama").iterdir() if path.name.startswith("."))
-    assert left.name.startswith(f"{PUBLISHED}split-") and left.stat().st_size == 0
+    assert puts[0] == ".reshard-unfinished" and puts[-1] == "reshard.json"
+    assert not [path for path in (store.root / "shards" / "llama").iterdir() if path.name.startswith(".")]
     assert run("merge", "s3://bucket/shards/llama", "s3://bucket/merged").returncode == 0
-    assert result_of(store.root / "merged") == result_of(checkpoint)
+    assert contents(store.root / "merged") == contents(checkpoint)
     assert not any(path.is_file() for path in (tmp_path / "cache").rglob("uploads/*"))
     assert run("inspect", "s3://bucket/shards/llama").returncode == 0
 
@@ -193,15 +192,15 @@ def test_what_is_in_a_bucket_is_not_overwritten(store: StoreServer, run: Run, ch
     done = run("split", checkpoint, "s3://bucket/mine", "--tp", "2")
     assert done.returncode == 2 and "holds 'thesis.txt' and is not a checkpoint" in done.stderr
     assert run("split", checkpoint, "s3://bucket/shards", "--tp", "2").returncode == 0
-    before = result_of(store.root / "shards")
+    before = contents(store.root / "shards")
     done = run("split", checkpoint, "s3://bucket/shards", "--tp", "4")
     assert done.returncode == 2 and "s3://bucket/shards exists" in done.stderr
-    assert result_of(store.root / "shards") == before
+    assert contents(store.root / "shards") == before
     assert run("split", checkpoint, "s3://bucket/shards", "--tp", "4", "--overwrite").returncode == 0
-    there = {name.partition("/")[0] for name in result_of(store.root / "shards") if "/" in name}
+    there = {name.partition("/")[0] for name in contents(store.root / "shards") if "/" in name}
     assert there == {f"rank-0{rank}-of-04" for rank in range(4)}
     assert run("merge", "s3://bucket/shards", tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 @pytest.mark.parametrize("form", [(), ("--as", "vllm")])
@@ -234,7 +233,7 @@ def test_a_stopped_upload_goes_on(store: StoreServer, run: Run, checkpoint: Path
     puts = {r.path for r in store.requests if r.method == "PUT" and r.path.endswith(".safetensors")}
     assert puts and not puts & there and len(puts | there) == 4
     assert run("merge", url, tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 def test_places_that_take_no_files(store: StoreServer, run: Run, checkpoint: Path) -> None:
@@ -253,12 +252,12 @@ def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int, largest: list[int]) -
     """Little room to build an output in; ``largest`` gets the bytes that lie there when a file is uploaded."""
     put = Bucket.put
 
-    def measured(self: Bucket, key: str, content: bytes | Path) -> str | None:
+    def measured(self: Bucket, key: str, content: bytes | Path, task: str = "") -> str | None:
         if isinstance(content, Path) and key.endswith(".safetensors"):
             folder = next(parent for parent in content.parents if parent.name == "uploads")
             built = (path for path in folder.rglob("*.safetensors*") if path.is_file())
             largest.append(sum(path.stat().st_size for path in built))
-        return put(self, key, content)
+        return put(self, key, content, task)
 
     monkeypatch.setattr(Bucket, "put", measured)
     monkeypatch.setattr(uploads, "ROOM", nbytes)
@@ -276,7 +275,7 @@ def test_a_bucket_needs_the_disk_for_a_few_files(
     room_for(monkeypatch, max(sizes.values()), largest)  # one file at a time
     done = run("split", checkpoint, "s3://bucket/shards", *line)
     assert done.returncode == 0, done.stderr
-    assert result_of(store.root / "shards") == result_of(tmp_path / "local")
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
     assert largest and max(largest) <= max(sizes.values()) < sum(sizes.values())
     assert not [path for path in (tmp_path / "cache").rglob("*.safetensors") if "uploads" in str(path)]
 
@@ -299,7 +298,7 @@ def test_processes_share_a_place_in_a_bucket(
     assert label in run("inspect", url).stderr
     last = process(0)
     assert last.returncode == 0 and "The result is s3://bucket/shards" in last.stdout, last.stderr
-    assert result_of(store.root / "shards") == result_of(tmp_path / "local")
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
     before = {path: path.stat().st_mtime_ns for path in (store.root / "shards").rglob("*")}
     late = process(1)
     assert late.returncode == 0 and "is left to write for this process" in late.stdout, late.stdout + late.stderr
@@ -313,7 +312,7 @@ def test_a_merge_in_parts_into_a_bucket(store: StoreServer, run: Run, checkpoint
         done = run("merge", tmp_path / "shards", "s3://bucket/merged", "--part", f"{index}/2")
         assert done.returncode == 0, done.stderr
     assert "None of the files is left" in done.stdout
-    assert result_of(store.root / "merged") == result_of(checkpoint)
+    assert contents(store.root / "merged") == contents(checkpoint)
 
 
 def test_two_that_find_all_files_there(
@@ -331,7 +330,7 @@ def test_two_that_find_all_files_there(
     done = run(*line, "1/2")
     assert done.returncode == 0 and "The result is" in said[0] and "None of the files is left" in done.stdout
     assert command("split", *line[1:2], tmp_path / "local", *line[3:-1]).returncode == 0
-    assert result_of(store.root / "shards") == result_of(tmp_path / "local")
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
     assert not list((tmp_path / "cache").rglob("uploads/*"))
 
 
@@ -347,7 +346,7 @@ def test_what_another_task_has_uploaded_is_not_taken(
     done = run("split", checkpoint, "s3://bucket/shards", "--tp", "2")
     assert done.returncode == 0, done.stderr
     assert command("split", checkpoint, tmp_path / "local", "--tp", "2").returncode == 0
-    assert result_of(store.root / "shards") == result_of(tmp_path / "local")
+    assert contents(store.root / "shards") == contents(tmp_path / "local")
 
 
 def test_another_machine_goes_on_with_what_is_in_the_bucket(
@@ -365,7 +364,7 @@ def test_another_machine_goes_on_with_what_is_in_the_bucket(
     puts = {r.path for r in store.requests if r.method == "PUT" and r.path.endswith(".safetensors")}
     assert puts & there == {f"/bucket/{replaced.relative_to(store.root)}"}
     assert run("merge", "s3://bucket/shards", tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -389,7 +388,7 @@ def test_a_fault_that_passes(fault: str, store: StoreServer, run: Run, checkpoin
     assert not store.faults
     assert "tried again" in done.stdout or fault == "slow"
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +421,7 @@ def test_a_fault_on_the_way_leaves_what_is_complete(
     store.always = None
     assert run("split", url, out, "--tp", "2", "--rank", "1").returncode == 0
     assert command("merge", out, tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 def test_ctrl_c_ends_at_once(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
@@ -604,7 +603,7 @@ def test_several_processes_read_elsewhere(
         )
         assert done.returncode == 0, done.stderr
     assert command("split", checkpoint, tmp_path / "local", "--tp", "2", *more).returncode == 0
-    one, other = ({name: data for name, data in result_of(tmp_path / out).items() if name != "reshard.json"}
+    one, other = ({name: data for name, data in contents(tmp_path / out).items() if name != "reshard.json"}
                   for out in ("out", "local"))  # fmt: skip
     assert one == other
 
@@ -619,7 +618,7 @@ def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_
         assert done.returncode == 0, done.stderr
         assert hub.expired > 0
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])

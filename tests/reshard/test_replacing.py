@@ -21,13 +21,13 @@ from reshard.publishing.upload import Bucket, Uploading
 from reshard.source.opening import Access
 from reshard.store import retries
 from reshard.store.remote import Read, StoredFile
-from reshard.store.staging_names import PUBLISHED, UNFINISHED
+from reshard.store.staging_names import JOURNAL, UNFINISHED
 from reshard.system import Share
 from reshard.transforms.opening import open_any
 from reshard.writing.rewrite import place_of
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status
-from tests.support import change_tensor, command, contents, result_of, without_manifest, write_checkpoint
+from tests.support import change_tensor, command, contents, without_manifest, write_checkpoint
 
 pytestmark = thorough
 
@@ -57,7 +57,7 @@ def access(tmp_path: Path) -> Cache:
 
 def local(checkpoint: Path, folder: Path, tp: int) -> dict[str, bytes]:
     split(checkpoint, folder, tp=tp)
-    return result_of(folder)
+    return contents(folder)
 
 
 def state(store: StoreServer, tmp_path: Path) -> str:
@@ -82,7 +82,7 @@ def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     store.faults.extend([lambda _: False, lambda _: False, status(403)])
     with pytest.raises(CheckpointError, match="refused"):
         split(checkpoint, URL, tp=1, **access, overwrite=True, max_shard_size=5_000)
-    left = result_of(store.root / "out")
+    left = contents(store.root / "out")
     assert state(store, tmp_path) == "unfinished" and not [name for name in left if name.startswith("rank-00-of-02")]
     give_up = time.monotonic() + 5
     while len(before := noted(store)) < 2 and time.monotonic() < give_up:  # those that were on their way still come
@@ -93,7 +93,7 @@ def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     sent = {request.path.removeprefix("/bucket/out/") for request in store.requests if request.method == "PUT"}
     assert not sent & before  # what was there is not sent again
     split(checkpoint, tmp_path / "local", tp=1, max_shard_size=5_000)
-    assert result_of(store.root / "out") == result_of(tmp_path / "local")
+    assert contents(store.root / "out") == contents(tmp_path / "local")
 
 
 @pytest.mark.parametrize("again", [1, 2])
@@ -114,9 +114,9 @@ def test_what_a_stopped_run_has_not_cleared_is_removed(
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
         patch.setattr(Bucket, "delete", stop)
         split(checkpoint, URL, tp=1, **access, overwrite=True)
-    assert "notes.txt" in result_of(store.root / "out") and "reshard.json" not in result_of(store.root / "out")
+    assert {"notes.txt", "reshard.json", UNFINISHED} <= contents(store.root / "out").keys()  # who knows it goes last
     split(checkpoint, URL, tp=again, **access, overwrite=True)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", again)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", again)
 
 
 def test_at_every_moment_the_old_or_the_new_or_unfinished(
@@ -154,7 +154,7 @@ def test_stopped_while_the_old_is_replaced(
     store.before_put, store.denied = None, False
     assert state(store, tmp_path) == "unfinished"
     split(checkpoint, URL, tp=1, **access, overwrite=True)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
 def test_a_process_of_another_task_stops_before_it_uploads(
@@ -174,7 +174,7 @@ def test_a_process_of_another_task_stops_before_it_uploads(
             split(checkpoint, URL, tp=1, **access)
     finally:
         Uploading.note_finished = first  # type: ignore[method-assign]
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
     assert state(store, tmp_path) == "old"
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_came_after_another_task_had_published_is_said(
         split(checkpoint, URL, tp=1, **access)
     assert state(store, tmp_path) == "unfinished"
     split(checkpoint, URL, tp=2, **access)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
 
 
 def test_the_same_file_again_after_its_task_was_published_changes_nothing(
@@ -210,7 +210,7 @@ def test_the_same_file_again_after_its_task_was_published_changes_nothing(
     assert state(store, tmp_path) == "new"
 
 
-@pytest.mark.parametrize("moment", ["tokenizer.json", PUBLISHED])
+@pytest.mark.parametrize("moment", ["tokenizer.json", "reshard.json"])
 def test_who_comes_late_with_a_small_file_does_not_say_complete(
     moment: str, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -228,7 +228,7 @@ def test_who_comes_late_with_a_small_file_does_not_say_complete(
         split(checkpoint, URL, tp=2, **access, part=Share(0, 1))
     assert state(store, tmp_path) == "unfinished"
     split(other, URL, tp=2, **access)
-    assert result_of(store.root / "out") == local(other, tmp_path / "local", 2)
+    assert contents(store.root / "out") == local(other, tmp_path / "local", 2)
 
 
 def test_two_parts_that_publish_at_the_same_time_both_say_complete(
@@ -300,8 +300,8 @@ def test_a_small_file_that_was_put_again_is_published(
     """By another process of the task; some stores give it another etag then."""
     put = Bucket.put
 
-    def again(self: Bucket, key: str, content: bytes | Path) -> str | None:
-        found = put(self, key, content)
+    def again(self: Bucket, key: str, content: bytes | Path, task: str = "") -> str | None:
+        found = put(self, key, content, task)
         return found if key.endswith(".safetensors") else '"the first"'
 
     monkeypatch.setattr(Bucket, "put", again)
@@ -313,14 +313,15 @@ def test_what_was_uploaded_is_not_sent_again_as_a_small_file(
     store: StoreServer, access: Cache, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process was killed after it had noted the upload, and before it removed the file here."""
-    note = Uploading._put_journal
+    note = Bucket.note
 
-    def killed(self: Uploading) -> None:
-        note(self)
-        raise KeyboardInterrupt
+    def killed(self: Bucket, key: str, *of: Any) -> None:
+        note(self, key, *of)
+        if key.startswith(JOURNAL):
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Uploading, "_put_journal", killed)
+        patch.setattr(Bucket, "note", killed)
         split(checkpoint, URL, tp=1, **access)
     store.requests.clear()
     split(checkpoint, URL, tp=1, **access)
@@ -334,12 +335,12 @@ def test_a_bucket_of_googles(
         monkeypatch.setenv(name, value)
     url = URL.replace("s3:", "gs:")
     split(checkpoint, url, tp=2, **access)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "old", 2)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "old", 2)
     split(url, url.replace("out", "again"), tp=1, **access)
     split(checkpoint, url, tp=1, **access, overwrite=True)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "new", 1)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "new", 1)
     merge(url.replace("out", "again"), tmp_path / "merged", **access)
-    assert result_of(tmp_path / "merged") == result_of(checkpoint)
+    assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
 def test_who_takes_over_sees_that_another_has_published_meanwhile(
@@ -349,17 +350,17 @@ def test_who_takes_over_sees_that_another_has_published_meanwhile(
     (store.root / "out" / UNFINISHED).write_text('{"task": "of a run that was stopped"}')
     begin = Bucket.begin
 
-    def later(self: Bucket, *arguments: Any) -> bool:
+    def later(self: Bucket, *arguments: Any) -> None:
         monkeypatch.undo()
         for name, value in (store.environment | {"RESHARD_RETRY_SECONDS": "5"}).items():
             monkeypatch.setenv(name, value)
         split(checkpoint, URL, tp=2, cache_dir=tmp_path / "other")
-        return begin(self, *arguments)
+        begin(self, *arguments)
 
     monkeypatch.setattr(Bucket, "begin", later)
     with pytest.raises(CheckpointError, match="out exists"):
         split(checkpoint, URL, tp=1, **access)
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
     assert state(store, tmp_path) == "old"
 
 
@@ -378,7 +379,7 @@ def test_who_was_overtaken_removes_nothing_of_the_others(
     with pytest.raises(CheckpointError, match="another run is writing something else to s3://bucket/out"):
         split(checkpoint, URL, tp=1, **access)
     monkeypatch.setattr(Uploading, "commit", commit)
-    there = {name for name in result_of(store.root / "out") if name.startswith("rank-") and "of-02" in name}
+    there = {name for name in contents(store.root / "out") if name.startswith("rank-") and "of-02" in name}
     assert there
     said = command("inspect", URL, "--cache-dir", tmp_path / "seen").stderr
     assert f"output has {len(there)} of its " in said and "has 1 of its 1" not in said, said
@@ -394,9 +395,14 @@ def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
         monkeypatch.setenv(name, value)
     bucket = place_of(URL.replace("s3", kind), tmp_path)[1]
     assert isinstance(bucket, Bucket)
-    assert bucket.begin("a") and not bucket.begin("b")
-    seen = bucket.owner()
-    assert seen is not None and bucket.begin("b", seen) and not bucket.begin("c", seen)
+    bucket.begin("a")
+    bucket.begin("b")
+    seen = bucket.small(UNFINISHED)
+    assert seen is not None and seen.task == "a"
+    for task in ("b", "c"):
+        bucket.begin(task, seen)
+        owner = bucket.small(UNFINISHED)
+        assert owner is not None and owner.task == "b"
 
 
 def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path) -> None:
@@ -484,9 +490,7 @@ def test_a_part_of_one_and_a_part_of_another(
     with pytest.raises(CheckpointError, match="holds the unfinished output of another command"):
         split(other, out, tp=2, **access, part=second)
     assert split(checkpoint, out, tp=2, **access, part=Share(1, 2)).complete
-    assert result_of(store.root / "out" if in_a_bucket else tmp_path / "out") == local(
-        checkpoint, tmp_path / "local", 2
-    )
+    assert contents(store.root / "out" if in_a_bucket else tmp_path / "out") == local(checkpoint, tmp_path / "local", 2)
 
 
 def test_the_last_of_several_forgets_what_all_have_uploaded_if_it_cannot_be_trusted(
@@ -521,7 +525,7 @@ def test_two_commands_on_one_machine_for_one_place(
 
     store.before_put = second
     assert split(checkpoint, URL, tp=2, **access).complete and said and str(tmp_path) not in said[0]
-    assert result_of(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
 
 
 # --- what leaves nothing behind --------------------------------------------------------------------------------------
@@ -581,24 +585,26 @@ def test_another_model_of_the_same_fingerprint_is_not_taken_for_this_one(
     change_tensor(other / "model-00001-of-00002.safetensors", "model.layers.0.mlp.up_proj.weight")
     split(other, tmp_path / "others", tp=2)
     out: str | Path = URL if in_a_bucket else tmp_path / "out"
-    for index in (0, 1):
-        merge(tmp_path / "others", out, part=Share(index, 3), **access)
-    assert merge(tmp_path / "others", out, part=Share(2, 3), **access).complete
+    merge(tmp_path / "others", out, part=Share(0, 2), **access)
+    assert merge(tmp_path / "others", out, part=Share(1, 2), **access).complete
     with pytest.raises(CheckpointError, match="out exists"):
-        merge(tmp_path / "shards", out, part=Share(2, 3), **access)
+        merge(tmp_path / "shards", out, part=Share(1, 2), **access)
 
 
-def test_an_output_of_several_processes_says_whose_it_is(checkpoint: Path, tmp_path: Path) -> None:
-    """The third has no file, and may come late."""
-    split(checkpoint, tmp_path / "shards", tp=2)
-    for index in (0, 1):
-        merge(tmp_path / "shards", tmp_path / "out", part=Share(index, 3))
-    (said,) = (path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("."))
-    assert said.startswith(f"{PUBLISHED}merge-")
-    split(tmp_path / "out", tmp_path / "again", tp=2)
-    assert not list((tmp_path / "again").glob(".*"))
-    merge(tmp_path / "shards", tmp_path / "out", overwrite=True)
-    assert not list((tmp_path / "out").glob(".*"))
+@pytest.mark.parametrize("in_a_bucket", [False, True])
+def test_an_output_of_several_processes_has_nothing_beside_it(
+    in_a_bucket: bool, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
+) -> None:
+    """In a bucket, a part that comes again is told by the last document's metadata that it is complete."""
+    out: str | Path = URL if in_a_bucket else tmp_path / "out"
+    done = [split(checkpoint, out, tp=2, part=Share(index, 2), **access).complete for index in (0, 1)]
+    assert done == [False, True] and not list(access["cache_dir"].glob("assets/reshard/uploads/*"))
+    there = contents(store.root / "out" if in_a_bucket else tmp_path / "out")
+    assert there == local(checkpoint, tmp_path / "local", 2)
+    if in_a_bucket:
+        store.requests.clear()
+        assert split(checkpoint, out, tp=2, part=Share(0, 2), **access).complete
+        assert not [request for request in store.requests if request.method == "PUT"]
 
 
 # --- a busy server ----------------------------------------------------------------------------------------------------

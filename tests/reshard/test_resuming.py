@@ -25,7 +25,7 @@ from reshard.system import Share
 from reshard.writing.rewrite import Summary
 from tests.forked import Forked
 from tests.marks import of_ranks, one_of_each, thorough
-from tests.support import contents, result_of, write_checkpoint
+from tests.support import contents, write_checkpoint
 
 SMALL = Sizes(step=1200, small=100, piece=600)
 """As in tests/slow.py: a tiny model has many steps."""
@@ -252,7 +252,7 @@ def test_parts_go_on_also_in_another_number(stop: Stop, sources: Path, tmp_path:
     assert moved(out)
     done = [run("split", sources, out, sizes=SMALL, part=Share(index, 3)) for index in range(3)]
     assert sum(each.written for each in done) < sum(each.nbytes for each in done) and done[-1].complete
-    assert result_of(out) == contents(sources / "of split")
+    assert contents(out) == contents(sources / "of split")
 
 
 # -- real processes
@@ -298,5 +298,5 @@ def test_stopped_at_random_moments(kind: str, how: int, count: int, sources: Pat
         stopped += [process.wait() != 0 for process in processes].count(True)
     for process in [start(kind, sources, out, part) for part in parts]:
         assert process.wait() == 0 or f"{out} exists" in process.stderr, process.stderr
-    assert stopped and result_of(out) == contents(sources / f"of {kind}")
+    assert stopped and contents(out) == contents(sources / f"of {kind}")
     assert not staging_of(out).exists()

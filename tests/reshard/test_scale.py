@@ -13,7 +13,7 @@ from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, write_spars
 from reshard.api import plan
 from reshard.mesh.degrees import refusal, valid_degrees
 from tests.marks import thorough
-from tests.support import LLAMA, change_tensor, result_of, write_checkpoint
+from tests.support import LLAMA, change_tensor, contents, write_checkpoint
 
 
 @thorough
@@ -52,7 +52,7 @@ def test_sizes_as_they_are_shipped(tmp_path):
     for step in steps:
         done = reshard(*step)
         assert done.returncode == 0, done.stderr
-    assert result_of(tmp_path / "merged") == result_of(source)
+    assert contents(tmp_path / "merged") == contents(source)
     for shards in ("four", "vllm"):
         assert reshard("verify", source, tmp_path / shards, "--exact-only", "--quiet").stdout == "same\n"
     change_tensor(tmp_path / "four" / "rank-03-of-04" / "model.safetensors", "model.layers.1.mlp.down_proj.weight")

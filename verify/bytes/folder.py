@@ -40,7 +40,7 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import program_files
 from reshard.source.source import Source, SourceFile
-from reshard.store.staging_names import PUBLISHED, STATE
+from reshard.store.staging_names import STATE
 from verify.bytes.reading import Files
 from verify.rules import with_sound_config
 
@@ -88,8 +88,8 @@ def _extra_beside(name: str, files: set[str], folders: set[str]) -> str | None:
 
 
 def _is_ignored(name: str) -> bool:
-    """Whether a name at the top is another tool's, or that of a mark which stays."""
-    return name.startswith(".") and (not name.startswith(STATE) or name.startswith(PUBLISHED))
+    """Whether a name at the top is another tool's."""
+    return name.startswith(".") and not name.startswith(STATE)
 
 
 def _called(folder: str) -> str:

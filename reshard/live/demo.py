@@ -1,16 +1,17 @@
 """A push to look at: two processes train with FSDP2, three hold what vLLM has at tp 3, all on this machine.
 
-``python -m reshard.live.demo FOLDER RANK STORE`` is one of the five processes; ``run`` starts them.
+They are forked from one that has imported torch.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
+import os
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,43 @@ _RATE = 0.01
 
 def run(folder: Path, store: str, *, timeout: float = 120.0) -> list[dict[str, Any]]:
     """What each of the five processes says of two pushes of the checkpoint in ``folder``. Raises LiveError."""
-    command = [sys.executable, "-m", "reshard.live.demo", str(folder)]
-    started = [
-        subprocess.Popen([*command, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(TRAINERS + RECEIVERS)
-    ]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    started, pipes = [], list[Connection]()
     end, reports = time.monotonic() + timeout, []
     try:
-        for rank, process in enumerate(started):
-            out, words = process.communicate(timeout=max(0.1, end - time.monotonic()))
-            if process.returncode:
-                last = words.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-                raise LiveError(f"process {rank} of the demo failed: {last[0]}")
-            reports.append(json.loads(out))
-    except subprocess.TimeoutExpired:
-        raise LiveError(f"the demo was not done within {timeout:g} s") from None
+        for rank in range(TRAINERS + RECEIVERS):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_be, args=(theirs, folder, rank, store), daemon=True)
+            process.start()
+            started.append(process)
+            theirs.close()
+            pipes.append(ours)
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.1, end - time.monotonic())):
+                raise LiveError(f"the demo was not done within {timeout:g} s")
+            try:
+                report, problem = pipe.recv()
+            except EOFError:
+                started[rank].join()
+                report, problem = None, f"exit code {started[rank].exitcode}"
+            if report is None:
+                raise LiveError(f"process {rank} of the demo failed: {problem}")
+            reports.append(report)
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.join()
     return reports
+
+
+def _be(pipe: Connection, folder: Path, rank: int, store: str) -> None:
+    """Be one of the processes, without a word of torch's."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        pipe.send((main(folder, rank, store), ""))
+    except Exception as error:
+        pipe.send((None, "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]))
 
 
 class Weights(torch.nn.Module):
@@ -128,7 +146,3 @@ def _serve(folder: Path, rank: int, store: str) -> dict[str, Any]:
     distributed.barrier()
     take.close()
     return {"received": routes.received[rank], "exact": exact}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))

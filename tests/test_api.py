@@ -7,8 +7,6 @@ import pickle
 import pydoc
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +22,9 @@ from reshard.cli.commands import COMMANDS
 from reshard.cli.options import with_option_names
 from reshard.delta.differences import Diff
 from reshard.system import Share
-from tests.marks import thorough
 from tests.store import checkpoint
 from tests.support import command, contents
 
-ROOT = Path(__file__).parents[1]
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
 """What says how a command prints, and no function takes."""
 MORE = {
@@ -149,16 +145,6 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
         reshard.plan(checkpoint("llama"), plan_file="x.toml")
     with pytest.raises(reshard.ReshardError, match="no name for a new folder"):
         reshard.split(checkpoint("llama"), ".", tp=2)
-
-
-@thorough
-def test_a_script_is_not_run_again_in_each_rank(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    reshard.split(checkpoint("llama"), tmp_path / "out", tp=2)
-    call = f"reshard.verify({str(checkpoint('llama'))!r}, {str(tmp_path / 'out')!r}, seq=8)"
-    script.write_text(f"import reshard\nprint('it starts')\nprint({call}.verdict)\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, "it starts\nsame\n"), done.stderr
 
 
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from io import RawIOBase
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -152,12 +154,12 @@ def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("UNCHECKED: Every byte is the original's")
 
 
-@thorough
-def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path) -> None:
+def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / "deep" / ("x" * 90)
-    deep.mkdir(parents=True)
-    profile = [sys.executable, "-m", "reshard", "profile", model / "full", "--tp", "1"]
-    done = subprocess.run(profile, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(deep)})
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(deep))  # type: ignore[attr-defined]
+    monkeypatch.setattr(forkserver, "ensure_running", forkserver.ForkServer().ensure_running)  # none runs yet
+    done = command("profile", model / "full", "--tp", "1")
     assert done.returncode == 2 and f"socket cannot be in {deep}" in done.stderr and "set TMPDIR" in done.stderr
 
 

@@ -214,7 +214,7 @@ MUTATIONS = (
     Mutation("reshard/live", "self._all[holder // width] + cost[holder // width], holder", "holder", ROUTES),
     Mutation("reshard/live", "if self._hosts[s // width] == self._hosts[receiver]", "if True", ROUTES),
     Mutation("reshard/live", "if self._moves and int((self._load + cost).max()) > self._bucket:", "if False:", ROUTES),
-    Mutation("reshard/live", "-(-largest * item // self._bucket)", "1", ROUTES),
+    Mutation("reshard/live", "if most <= self._bucket or len(windows) < count:", "if True:", ROUTES),
     Mutation("reshard/live", "-DTYPE_BITS[part.move.dtype]", "0", ROUTES),
     Mutation("reshard/live", "if move.dtype == stored and function is None:", "if move.dtype == stored:", ROUTES),
     Mutation("reshard/live", "span.source and last.target + last.length == span.target", "span.source", ROUTES),

@@ -284,11 +284,13 @@ HELD = {
 }  # fmt: skip
 """What receivers have when a push has failed at a moment: the version, and whether they compute."""
 
+WAYS = ("keep", "straight", "rules")
 KILLS = [
-    (victim, moment, way)
+    (victim, moment, WAYS[(number + place) % 3])
     for number, moment in enumerate(("exchange", "received", "after", "later", "check", "join"))
-    for victim, way in enumerate(("keep", "straight", "rules", "keep", "straight")[number % 2 :][:4])
+    for place, victim in enumerate((0, 1, 2 + number % 2))
 ]
+"""All pairs of a moment, a victim (one of the receivers, which are alike) and a way."""
 
 
 @pytest.mark.parametrize("victim, moment, way", one_of_each(KILLS))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
-import traceback
 from collections.abc import Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,41 +34,14 @@ def run(folder: Path, store: str, *, timeout: float = 120.0) -> list[dict[str, A
     """What each of the five processes says of two pushes of the checkpoint in ``folder``. Raises LiveError."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    started, pipes = [], list[Connection]()
-    end, reports = time.monotonic() + timeout, []
-    try:
-        for rank in range(TRAINERS + RECEIVERS):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_be, args=(theirs, folder, rank, store), daemon=True)
-            process.start()
-            started.append(process)
-            theirs.close()
-            pipes.append(ours)
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(max(0.1, end - time.monotonic())):
-                raise LiveError(f"the demo was not done within {timeout:g} s")
-            try:
-                report, problem = pipe.recv()
-            except EOFError:
-                started[rank].join()
-                report, problem = None, f"exit code {started[rank].exitcode}"
-            if report is None:
-                raise LiveError(f"process {rank} of the demo failed: {problem}")
-            reports.append(report)
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-    return reports
-
-
-def _be(pipe: Connection, folder: Path, rank: int, store: str) -> None:
-    """Be one of the processes, without a word of torch's."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    try:
-        pipe.send((main(folder, rank, store), ""))
-    except Exception as error:
-        pipe.send((None, "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]))
+    ranks = range(TRAINERS + RECEIVERS)
+    with context.Pool(len(ranks), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # they end with us
+        try:
+            return pool.starmap_async(main, [(folder, rank, store) for rank in ranks], chunksize=1).get(timeout)
+        except multiprocessing.TimeoutError:
+            raise LiveError(f"the demo was not done within {timeout:g} s") from None
+        except Exception as error:
+            raise LiveError(f"a process of the demo failed: {error}") from None
 
 
 class Weights(torch.nn.Module):
@@ -94,6 +66,7 @@ def stepped(weight: torch.Tensor) -> torch.Tensor:
 
 def main(folder: Path, rank: int, store: str) -> dict[str, Any]:
     """One process: two pushes, a training step between them, and the same weights by a gather and a broadcast."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's warnings
     torch.set_num_threads(1)
     world = TRAINERS + RECEIVERS
     distributed.init_process_group(

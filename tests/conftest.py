@@ -135,3 +135,6 @@ def fork_server() -> None:
     )
     multiprocessing.set_forkserver_preload([*preloaded])
     forkserver.ensure_running()
+    process = multiprocessing.get_context("forkserver").Process(target=int)  # begins when all is imported
+    process.start()
+    process.join()

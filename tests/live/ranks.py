@@ -31,6 +31,17 @@ class Plot:
     trick: Callable[[], None] | None = None
     shared: bool = True
 
+    def join(self, rank: int, pipe: Connection) -> None:
+        """If one is not to join, no process waits for it before all have started, which takes as long as it takes."""
+        if self.is_about_joining:
+            pipe.send("here")
+            pipe.recv()
+        self.at(rank, "join", pipe)
+
+    @property
+    def is_about_joining(self) -> bool:
+        return self.moment == "join" and self.rank >= 0
+
     def at(self, rank: int, moment: str, pipe: Connection) -> None:
         if (rank, moment) != (self.rank, self.moment):
             return
@@ -65,6 +76,9 @@ class Ranks:
     def __enter__(self) -> Ranks:
         for rank in range(len(NAMES)):
             self.start(rank)
+        if self.plot.is_about_joining:
+            assert [self.hear(rank) for rank in range(len(NAMES))] == ["here"] * len(NAMES)
+            self.again()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +146,7 @@ def _run(rank: int, store: str, plot: Plot, pipe: Connection) -> None:
     from reshard.live.fence import Fence
     from reshard.live.wire import Wire
 
-    plot.at(rank, "join", pipe)
+    plot.join(rank, pipe)
     fence = Fence(store, rank, NAMES, timeout=TIMEOUT, join=JOIN if plot.moment == "join" else PATIENCE)
     try:
         wire = Wire(fence, rank, bucket=BUCKET, shared=plot.shared)

@@ -115,8 +115,8 @@ def be(rank: int, store: str, plot: Fault, pipe: Connection) -> None:
     """A process: pushes until one fails, reports, and does so again when it is told to."""
     stop_with_parent(os.getppid())  # the fork server, which ends with the tests
     torch.set_num_threads(1)
-    plot.at(rank, "join", pipe)
     one = (Trainer if rank < 2 else Receiver)(rank, store, plot)
+    plot.join(rank, pipe)
 
     def stop(moment: str) -> None:
         if one.version == plot.versions[-1] or moment == "check":

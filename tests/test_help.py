@@ -40,14 +40,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("help") / "model")
 
 
+def parse(name: str, arguments: list[str]) -> None:
+    """Read a command line as ``reshard`` does: a command keeps the names of its ``--help`` from the first time."""
+    with command_named(name).make_context(name, arguments, click.Context(cli, **cli.context_settings)):
+        pass
+
+
 def run_examples(name: str, folder: Path) -> None:
     """Runs the examples of a command in a folder; those that need what is elsewhere are read as a command line is."""
     for line in command_named(name).examples:
         program, word, *arguments = shlex.split(line)
         assert (program, word) == ("reshard", name)
         if any(argument.startswith(ELSEWHERE) for argument in arguments):
-            with command_named(name).make_context(name, arguments):
-                continue
+            parse(name, arguments)
+            continue
         done = command(word, *arguments, *SHORTER.get(name, ()), cwd=folder)
         assert done.returncode == 0, (line, done.stderr)
 
@@ -73,8 +79,7 @@ def test_examples_of_ranks_are_command_lines(name: str, monkeypatch: pytest.Monk
     for line in command_named(name).examples:
         program, word, *arguments = shlex.split(line)
         assert (program, word) == ("reshard", name)
-        with command_named(name).make_context(name, arguments):
-            pass
+        parse(name, arguments)
 
 
 def test_examples_write_nothing_that_the_demo_has_made(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def be(rank: int, store: str, plot: Fault, pipe: Connection) -> None:
         except Exception as problem:
             error = f"a bug: {problem!r}"
         pipe.send((error, time.time(), one.state()))
-        one.process.meeting = replace(one.process.meeting, join=START)
+        one.process.meeting = replace(one.process.meeting, join=START, timeout=START)  # nothing fails any more
         try:
             plot = pipe.recv() or replace(plot, rank=-2, versions=(3,))
         except EOFError:
@@ -226,8 +226,9 @@ class Receiver:
 
 def options(rank: int, store: str, plot: Fault) -> dict[str, Any]:
     bucket = 1 << (15 if plot.wrong == "bucket" and plot.rank == rank else 14)
-    join = JOIN if plot.moment == "join" else START
-    return {"store": store, "timeout": TIMEOUT, "join": join, "bucket": bucket, "shared": plot.shared}
+    join = JOIN if plot.is_about_joining else START
+    timeout = TIMEOUT if plot.rank != -2 else START
+    return {"store": store, "timeout": timeout, "join": join, "bucket": bucket, "shared": plot.shared}
 
 
 def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:

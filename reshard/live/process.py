@@ -230,7 +230,7 @@ class _Process:
         for parts in routes.parts(self.rank):
             peers: dict[int, list[Part]] = {}
             for part in parts:
-                peer = first + part.target // target.width if is_sender else part.source // source.width
+                peer = first + part.target.holder // target.width if is_sender else part.source.holder // source.width
                 peers.setdefault(peer, []).append(part)
             messages = []
             for rank, of in peers.items():
@@ -464,8 +464,8 @@ class Pull(_Process):
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = part.move.dst.stored.name_on(part.target)
-                counts[name] = counts.get(name, 0) + part.block.numel
+                name = part.move.dst.stored.name_on(part.target.holder)
+                counts[name] = counts.get(name, 0) + part.box.numel
             self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
         for name in self._padded:

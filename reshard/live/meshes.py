@@ -95,9 +95,9 @@ def arranged(model: Model, target: Target) -> Arrangement:
     """
     format, degrees = target.format, target.degrees
     if format.container.chunks and degrees.pp > 1:
-        check_demands(model, format, degrees.mesh)
+        check_demands(model, format, degrees.mesh, files=False)
         return on_mesh(program_plan(model, format, degrees.mesh), format)
-    return on_mesh(plan_for(model, format, degrees), format)
+    return on_mesh(plan_for(model, format, degrees, files=False), format)
 
 
 def trainer_state(model: Model, target: Target) -> LiveState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, plan_push
-from reshard.live.sides import LiveState, Slice, bound, from_document, to_document
+from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document
 from reshard.live.views import Blocks, Changes, Memory, Tensors, word_size
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -343,7 +343,7 @@ class Push(_Process):
         parts = self._read()
         parameters.check_unchanged(self._planned, [part for part, _ in parts])
         assert self.routes is not None
-        tensors = by_stored_name(self._description["format"], parts)
+        tensors = by_stored_name(self.routes.source, parts)
         for each in self.routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
                 raise MismatchError(
@@ -400,7 +400,7 @@ class Pull(_Process):
         With ``parts``, they hold what came. Raises LiveError on all ranks.
         """
         fence, wire, routes, has_base = self._begin(version)
-        live = by_stored_name(self._format or "", self._live()) if self._live else None
+        live = by_stored_name(routes.target, self._live()) if self._live else None
         room = live if live is not None and not self._keep else self._rooms(routes, live)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
@@ -496,24 +496,31 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
 def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    live = LiveState(format_of(first["format"]), [from_document(answer["held"]) for answer in trainers])
-    model = bound(live, first["config"], dtype=first["dtype"])
-    goal: LiveState | Target = target_of(first["target"])
+    config, goal, beyond = first["config"], target_of(first["target"]), frozenset[str]()
+
+    def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
+        ranks = [from_document(answer["held"]) for answer in answers]
+        return of_checkpoints(LiveState(format_of(answers[0]["format"]), ranks), config)
+
+    live, _ = state(trainers)
+    model = bound(live, config, dtype=first["dtype"])
+    ends: LiveState | Target = goal
     if receivers[0]["held"] is not None:
-        goal = LiveState(format_of(receivers[0]["format"]), [from_document(answer["held"]) for answer in receivers])
-    plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
+        ends, beyond = state(receivers)
+    plan = plan_push(model, live, ends, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
     if plan.target.ranks != meeting.receivers:
         raise PlanError(f"{goal} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
-    return plan
+    return replace(plan, beyond=tuple(sorted(beyond)))
 
 
-def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
-    """A rank's tensors by the names of stored tensors."""
-    tensors: dict[str, list[torch.Tensor]] = {}
-    live = LiveState(format_of(format), [[part for part, _ in parts]])
+def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
+    """A rank's tensors by the names of those that a side has; others are left alone."""
+    tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
+    live = LiveState(side.arrangement.format, [[part for part, _ in parts]])
     for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
-        tensors.setdefault(name, []).append(tensor)
-    return tensors
+        if name in tensors:
+            tensors[name].append(tensor)
+    return {name: of for name, of in tensors.items() if of}
 
 
 def push(

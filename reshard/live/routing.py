@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import PlanError
+from formats.errors import PlanError, listed
 from formats.files.safetensors import DTYPE_BITS
 from reshard import __version__
 from reshard.live.meshes import TRAINERS, Target, arranged, trainer_state
@@ -111,7 +111,10 @@ def view_of(part: Part, side: Side, *, sends: bool) -> View:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routes(Result):
-    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
+    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket.
+
+    ``beyond`` has the receivers' buffers that no checkpoint has: they are left alone.
+    """
 
     source: Side
     target: Side
@@ -119,6 +122,7 @@ class Routes(Result):
     ends: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    beyond: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -153,7 +157,8 @@ class Routes(Result):
         cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", self.received)]
         most = "sends" if max(self.sent) > max(self.received) else "receives"
         least = f"At least {human_time(self.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s."
-        return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least])
+        alone = [f"Left alone, as no checkpoint has them: {listed(self.beyond, 4)}."] if self.beyond else []
+        return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least, *alone])
 
     def bound(self, link: float) -> float:
         """The seconds that a push takes at least, where each rank sends and receives ``link`` bytes a second."""

@@ -22,9 +22,10 @@ from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
 from formats.notation.format import Format
 from reshard.model.binding import bind
-from reshard.model.model import Model
+from reshard.model.model import AxisSizes, Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry, row_major
+from reshard.placement.inverse import NameInverse
 from reshard.placement.pieces import Piece, Runs, Spread, boxes
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Location, Stored, name_at, stack_of
@@ -39,12 +40,14 @@ class Slice(NamedTuple):
     ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
     has the indices of each dimension that the rank holds, in the order in which its own tensor has them: the local
     tensor has, in each dimension, all its runs one after another. A rank may hold several parts of one tensor.
+    A buffer (``is_buffer``) that no checkpoint has is left alone.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
+    is_buffer: bool = False
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -62,7 +65,8 @@ def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
     numbers: dict[Slice, int] = {}
     names = [[part.name, numbers.setdefault(part._replace(name=""), len(numbers))] for part in parts]
     kinds = [
-        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs]] for kind in numbers
+        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs], kind.is_buffer]
+        for kind in numbers
     ]
     return {"names": names, "kinds": kinds}
 
@@ -70,8 +74,8 @@ def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any]) -> list[Slice]:
     """The inverse of ``to_document``."""
     kinds = [
-        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs))
-        for dtype, shape, runs in document["kinds"]
+        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs), is_buffer)
+        for dtype, shape, runs, is_buffer in document["kinds"]
     ]
     return [Slice(name, *kinds[number]) for name, number in document["names"]]
 
@@ -100,6 +104,17 @@ class LiveState:
                 if key not in names:
                     names[key] = _unstacked(self.format, part)
                 yield rank, part, *names[key]
+
+
+def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
+    """What ranks hold, without buffers that no checkpoint of the model has, and the names of these. Raises
+    CheckpointError.
+    """
+    architecture = find_architecture(dict(config), _WHERE)
+    origins = NameInverse(live.format, architecture, AxisSizes(architecture, config, {}), config)
+    names = {part.name for of in live.ranks for part in of if part.is_buffer}
+    beyond = frozenset(name for name in names if not origins.knows(name))
+    return LiveState(live.format, [[part for part in of if part.name not in beyond] for of in live.ranks]), beyond
 
 
 @dataclass(frozen=True, eq=False)

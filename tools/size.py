@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 CEILING = {
     "formats": Size(42, 7284, 756, 120),
-    "reshard": Size(114, 18206, 1732, 250),
+    "reshard": Size(114, 18195, 1729, 248),
     "verify": Size(54, 7588, 714, 110),
 }
 

@@ -26,9 +26,10 @@ from formats.notation.format_file import format_of
 from formats.transformers_internals import concrete_class, model_class, placements, settings_of
 from reshard.api import merge
 from reshard.mesh.degrees import valid_degrees
-from reshard.mesh.plan import Plan, make_plan, rank_config
+from reshard.mesh.plan import Degrees, Plan, make_plan, rank_config
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
+from reshard.placement.program_plan import plan_for
 from tests import remote, store, zoo
 from tests.marks import thorough
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
@@ -167,7 +168,8 @@ def test_bytes_of_the_ranks_are_the_originals_and_the_way_back(name: str, tmp_pa
 def test_the_names_of_transformers_modules(name: str):
     """Of the format 'transformers': those of the model that transformers loads, with their shapes."""
     plan = make_plan(store.source(name).model, Mesh())
-    if FORMAT.types.name_of(plan.model.config) in FORMAT.types.refused:
+    kind = FORMAT.types.name_of(plan.model.config)
+    if kind in FORMAT.types.refused:
         with pytest.raises(PlanError, match="has no place in the format 'transformers'"):
             arrangement_of(plan, FORMAT)
         return
@@ -175,6 +177,10 @@ def test_the_names_of_transformers_modules(name: str):
     loaded = _loaded(name)
     unsaved = loaded._keys_to_ignore_on_save or ()
     wanted = {key: tuple(value.shape) for key, value in loaded.state_dict().items() if key not in unsaved}
+    if kind in FORMAT.types.beyond:  # the modules have more: no files are written
+        with pytest.raises(PlanError, match="which checkpoints do not have"):
+            plan_for(plan.model, FORMAT, Degrees())
+        wanted = {key: shape for key, shape in wanted.items() if key in stored}
     assert {key: stored.get(key) for key in wanted} == wanted
 
 

@@ -32,7 +32,7 @@ from reshard.placement.arrangement import arrangement_of
 from tools.tables import by_reason, text_of
 
 OUTPUT = PROGRAMS / "transformers.json"
-LEVELS = {"lines": 3, "refused": 2}
+LEVELS = {"lines": 3, "refused": 2, "beyond": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
 """Names that a prefix must explain to be a line."""
@@ -52,6 +52,8 @@ class Observed:
     model_type: str
     lines: Mapping[str, Line] = field(default_factory=dict)
     reason: str | None = None
+    beyond: str | None = None
+    """What its modules have and its checkpoints do not: buffers, or second names of tensors."""
 
 
 def checkpoint_of(built: Any) -> tuple[dict[str, Any], list[FullTensor]]:
@@ -82,10 +84,17 @@ def observe(model_type: str, built: Any) -> Observed:
         lines = list(merged([(target, _public(line)) for target, line in found], packed))
         lines += _tied(built, lines)
         there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
-        lacking = [name for name in built.state_dict() if name not in there]
-        if lacking:
-            raise NotExpressibleError(f"transformers' modules have '{lacking[0]}', which checkpoints do not have")
-        observed = Observed(name, model_type, {json.dumps(line, sort_keys=True): line for line in lines})
+        beyond = [name for name in built.state_dict() if name not in there]
+        why = f"transformers' modules have '{beyond[0]}', which checkpoints do not have" if beyond else None
+        held = {id(each) for key, each in built.named_parameters(remove_duplicate=False) if key in there}
+        again = {
+            key
+            for key, each in built.named_parameters(remove_duplicate=False)
+            if id(each) in held or key in built.all_tied_weights_keys
+        }
+        if not {*beyond} <= again | {key for key, _ in built.named_buffers()}:
+            raise NotExpressibleError(str(why))
+        observed = Observed(name, model_type, {json.dumps(line, sort_keys=True): line for line in lines}, beyond=why)
         _check(observed, model, built)
         return observed
     except ReshardError as error:
@@ -101,7 +110,7 @@ def _check(observed: Observed, model: Model, built: Any) -> None:
     format = replace(format_of("transformers"), rules=Rules(lines, keep=True), types=Types(classes=classes))
     stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), format).stored}
     for name, tensor in built.state_dict().items():
-        if stored.get(name) != tuple(tensor.shape):
+        if stored.get(name) != tuple(tensor.shape) and (name in stored or not observed.beyond):
             raise NotExpressibleError(f"transformers' modules have '{name}' of another form")
 
 
@@ -282,11 +291,12 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     """
     types: dict[str, set[str]] = defaultdict(set)
     lines: dict[str, Line] = {}
-    refused: dict[str, str] = {}
+    refused, beyond = dict[str, str](), dict[str, str]()
     first: dict[str, str] = {}
     for one in observed:
         names = [one.name, one.model_type][: 1 + (first.setdefault(one.model_type, one.name) == one.name)]
         refused |= dict.fromkeys(names, one.reason) if one.reason else {}
+        beyond |= dict.fromkeys(names, one.beyond) if one.beyond else {}
         for key, line in one.lines.items():
             lines[key] = line
             types[key].update(names)
@@ -303,7 +313,8 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     return {
         "classes": sorted({one.name for one in observed}),
         "refused": refused,
-        "lines": [{"types": of, "tensors": _short(tensors)} for (of, _), tensors in groups],
+        **({"beyond": by_reason(beyond)} if beyond else {}),
+        "lines": [{"tensors": _short(tensors), "types": of} for (of, _), tensors in groups],
     }
 
 

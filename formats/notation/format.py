@@ -384,15 +384,17 @@ class Types:
 
     ``only`` are those for which it is known to be right; if it is empty, any model whose tensors the lines cover is
     written. The rest comes from a table that a tool writes. ``classes`` are types that are identified by their class.
-    ``refused`` has types that cannot be written, and why. ``compared`` has, if known, the types whose tensors were
-    compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses only rules of its
-    own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None: any degree), and
-    ``seen`` the names of all tensors that were compared.
+    ``refused`` has types that cannot be written, and why; ``beyond`` those whose modules have more than checkpoints,
+    as buffers or under a second name, so that no files are written for them. ``compared`` has, if known, the types
+    whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
+    only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
+    any degree), and ``seen`` the names of all tensors that were compared.
     """
 
     only: tuple[str, ...] = ()
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    beyond: Mapping[str, str] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
     meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -262,7 +262,8 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
     seen = _of_each_type(table, "seen", "tensors", mapping(items(text)))
     types = Types(
         classes=_set(table, "classes"),
-        refused={name: why for names, why in _of_each_type(table, "refused", "why", text) for name in names},
+        refused=_reasons(table, "refused"),
+        beyond=_reasons(table, "beyond"),
         compared=_set(table, "compared"),
         meshes=_table(table, "meshes", mapping(optional(whole(1)))),
         seen={
@@ -280,6 +281,10 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
             for pattern in patterns
         ),
     )
+
+
+def _reasons(table: Record, key: str) -> Mapping[str, str]:
+    return {name: why for names, why in _of_each_type(table, key, "why", text) for name in names}
 
 
 def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[tuple[frozenset[str], T], ...]:

@@ -109,13 +109,12 @@ def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> in
     import sys
 
     from reshard.live.meshes import target_of
-    from reshard.live.vllm_check import Question, check
+    from reshard.live.vllm_check import check
 
     target = target_of(receiver)
     if target.program != "vllm" or target.pp > 1 or target.ep not in (1, target.tp):
         raise click.UsageError("--to names vLLM on ranks of tp: vllm:tp4, or vllm:tp4ep4 with experts over them")
-    question = Question(target.tp, ep=target.ep > 1, probe=True)
-    lines = check(source, question, python=str(python or sys.executable))
+    lines = check(source, target, python=str(python or sys.executable))
     if as_json:
         print_json({"command": "live", "source": source, "to": str(target), "agree": not lines, "differences": lines})
     else:

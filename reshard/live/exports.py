@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from formats.errors import PlanError
 from formats.notation.axes import Run
 from formats.notation.placements import Cut, in_order
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
-from reshard.live.routing import BUCKET, Routes, plan_push
-from reshard.live.sides import Side
+from reshard.live.routing import BUCKET, Routes, plan_push, view_of
 from reshard.model.model import Model
 from reshard.source.opening import Access, Place
 from reshard.store.selection import Weights
@@ -36,43 +35,16 @@ def document(plan: Routes) -> Iterator[dict[str, Any]]:
     A block goes from rank ``from`` of the source to rank ``to`` of the target, in step ``step``: on each side a view of
     the rank's own contiguous tensor, with ``offset``, ``shape`` and ``stride`` in elements. Both views have one shape.
     """
-    import torch
-
-    from reshard.live.views import block_views
-
-    first = plan.source.ranks
-    rooms: dict[int, Mapping[str, Sequence[torch.Tensor]]] = {}
-    for sender in range(first):
+    for sender in range(plan.source.ranks):
         for step, parts in enumerate(plan.parts(sender)):
             for part in parts:
-                receiver = part.target // plan.target.width
-                for rank, side in ((sender, plan.source), (first + receiver, plan.target)):
-                    if rank not in rooms:
-                        rooms[rank] = _rooms(side, rank if rank < first else rank - first)
-                views = zip(
-                    block_views(part, plan.source, rooms[sender], sends=True),
-                    block_views(part, plan.target, rooms[first + receiver], sends=False),
-                    strict=True,
-                )
-                for sent, received in views:
-                    yield {
-                        "step": step, "from": sender, "to": receiver, "tensor": part.move.atom.tensor,
-                        "dtype": part.move.dtype, "shape": list(sent.shape),
-                        "source": {"tensor": sent.name, "offset": sent.offset, "stride": [*sent.stride]},
-                        "target": {"tensor": received.name, "offset": received.offset, "stride": [*received.stride]},
-                    }  # fmt: skip
-
-
-def _rooms(side: Side, rank: int) -> dict[str, list[Any]]:
-    """A rank's tensors without data."""
-    import torch
-
-    from formats.torch_internals import TORCH_DTYPES
-
-    rooms: dict[str, list[Any]] = {}
-    for name, dtype, shape in side.tensors_of(rank):
-        rooms.setdefault(name, []).append(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
-    return rooms
+                sent, received = view_of(part, plan.source, sends=True), view_of(part, plan.target, sends=False)
+                yield {
+                    "step": step, "from": sender, "to": part.target.holder // plan.target.width,
+                    "tensor": part.move.atom.tensor, "dtype": part.move.dtype, "shape": [*sent.shape],
+                    "source": {"tensor": sent.name, "offset": sent.offset, "stride": [*sent.stride]},
+                    "target": {"tensor": received.name, "offset": received.offset, "stride": [*received.stride]},
+                }  # fmt: skip
 
 
 def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> dict[str, str | None]:

@@ -27,12 +27,12 @@ from formats.documents import json_bytes
 from formats.errors import LiveError, listed
 from reshard import __version__
 
-HINT = "make the connection anew on all processes, then push again"
+HINT = "call it again on all processes: they meet anew. timeout= and patience= are the seconds that they wait"
 GRACE = 0.5
 """Seconds in which a healthy process answers a question on the control connection."""
 
 _MAGIC = b"reshard\n"
-_HELLO = struct.Struct(">32sI")
+_HELLO = struct.Struct(">32sII")
 _SIZES = struct.Struct(">IQ")
 _PART = 1 << 20
 _PAUSE = 0.05
@@ -142,7 +142,7 @@ class Fence:
         """Connect and wait for the others: why that failed for all, else nothing. Raises if it may be tried again."""
         self._socket = socket.create_connection(place, timeout=seconds)
         try:
-            self._socket.sendall(_MAGIC + _HELLO.pack(token, self.rank))
+            self._socket.sendall(_MAGIC + _HELLO.pack(token, self.rank, self.world))
             self._socket.settimeout(seconds + 2 * GRACE)
             self._file: BinaryIO = self._socket.makefile("rb")
             head, _ = _read(self._file)
@@ -259,9 +259,11 @@ class _Coordinator(threading.Thread):
         """The rank of who has come; None, after an answer, for one who may not join. Raises for a stranger."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
             raise ValueError("not one of us")
-        token, rank = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+        token, rank, world = _HELLO.unpack(await reader.readexactly(_HELLO.size))
         cause = "another process has its place" if rank in self._mail else ""
-        if not hmac.compare_digest(token, self._token):
+        if world != len(self._names):
+            cause = f"it counts {world} processes, trainers and receivers, and {self._names[0]} {len(self._names)}"
+        elif not hmac.compare_digest(token, self._token):
             cause = "another secret, other processes, or another version of reshard"
         if cause:
             self._refused = f" ({self._named([r for r in self._all if r == rank])} was refused: {cause})"

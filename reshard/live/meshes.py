@@ -13,11 +13,12 @@ from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import cut
-from reshard.live.sides import LiveState, Runs, Slice
+from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
+from reshard.placement.pieces import Runs
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
 
 TRAINERS: Mapping[str, str] = {
@@ -94,9 +95,9 @@ def arranged(model: Model, target: Target) -> Arrangement:
     """
     format, degrees = target.format, target.degrees
     if format.container.chunks and degrees.pp > 1:
-        check_demands(model, format, degrees.mesh)
+        check_demands(model, format, degrees.mesh, files=False)
         return on_mesh(program_plan(model, format, degrees.mesh), format)
-    return on_mesh(plan_for(model, format, degrees), format)
+    return on_mesh(plan_for(model, format, degrees, files=False), format)
 
 
 def trainer_state(model: Model, target: Target) -> LiveState:
@@ -117,13 +118,13 @@ def trainer_state(model: Model, target: Target) -> LiveState:
     ranks: list[list[Slice]] = [[] for _ in range(target.ranks)]
 
     @cache
-    def runs_of(geometry: Geometry) -> Sequence[Runs | None]:
+    def runs_of(geometry: Geometry) -> Sequence[tuple[Runs, ...] | None]:
         """What each rank holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
-        of_inner: list[list[Runs | None]] = []
+        of_inner: list[list[tuple[Runs, ...] | None]] = []
         for rank in range(inner):
             dims = geometry.dims(rank)
             runs = None if dims is None else tuple(tuple(of) for of in dims)
-            parts: list[Runs | None] = [runs] * target.fsdp
+            parts: list[tuple[Runs, ...] | None] = [runs] * target.fsdp
             if runs and target.fsdp > 1:
                 parts = [(cut(runs[0], target.fsdp, number), *runs[1:]) for number in range(target.fsdp)]
             of_inner.append(parts)

@@ -25,7 +25,7 @@ from reshard.live.sides import Slice
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What headers call a dtype of torch."""
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 """What torch.compile and activation checkpointing put into the names of parameters."""
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+|original_module|modules_to_save)\.")
 
@@ -60,7 +60,9 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
         if not _is_elsewhere(tensor):
-            parts.append(_of(name, tensor))
+            part, local = _of(name, tensor)
+            is_buffer = isinstance(model, nn.Module) and not isinstance(tensor, nn.Parameter)
+            parts.append((part._replace(is_buffer=is_buffer), local))
     return parts
 
 
@@ -82,11 +84,14 @@ def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, tor
             for prefix, module in model.named_modules(remove_duplicate=False)
             for name in unsaved_buffers(module)
         }
-        for name, tensor in [*model.named_parameters(remove_duplicate=tied_once), *model.named_buffers()]:
-            if name not in passing:
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")
-                yield name, tensor
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        saved = [(_WRAPPERS.sub("", name), tensor) for name, tensor in tensors if name not in passing]
+        if tied_once:  # under the name that checkpoints have: transformers says which they do not save
+            second, seen = {*getattr(model, "all_tied_weights_keys", ())}, dict[int, str]()
+            for name, tensor in sorted(saved, key=lambda entry: entry[0] in second):
+                seen.setdefault(id(tensor), name)
+            saved = [(name, tensor) for name, tensor in saved if seen[id(tensor)] == name]
+        yield from saved
         return
     for name, tensor in model.items() if isinstance(model, Mapping) else model:
         if isinstance(model, Mapping) and not isinstance(tensor, nn.Parameter):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, plan_push
-from reshard.live.sides import LiveState, Slice, bound, from_document, to_document
+from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document
 from reshard.live.views import Blocks, Changes, Memory, Tensors, word_size
 from reshard.live.wire import Message, Stats, Step, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -67,19 +67,6 @@ class Meeting:
         return [f"{role} {i}" for role in ("trainer", "receiver") for i in range(getattr(self, f"{role}s"))]
 
 
-class _Begin(NamedTuple):
-    """What a process says before a push: the version it is at (None: none, or half of one), and what is wrong.
-
-    ``base`` is the version of which it has all that changes are added to, or compared with; None if it has not.
-    """
-
-    version: int
-    digest: str
-    at: int | None
-    base: int | None
-    problem: str
-
-
 class _Peer(NamedTuple):
     """A message of this rank, in each push: ``nbytes`` to or from ``rank``. ``changes`` is None where all is sent."""
 
@@ -96,12 +83,22 @@ class _Process:
         self.meeting, self.rank, self.device = meeting, rank, device
         self.routes: Routes | None = None
         self.at: int | None = None
+        """The version that this process has; None: none, or half of one."""
         self._base: int | None = None
+        """The version of which it has all that changes are added to, or compared with."""
         self._memory = Memory()
+        self._common = {"host": socket.gethostname(), "bucket": meeting.bucket}
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
         self._messages: list[list[_Peer]] = []
+
+    def check(self) -> Routes:
+        """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
+
+        Both trainers and receivers call it. Returns the plan. Raises LiveError on all ranks, with the tensor's name.
+        """
+        return self._meet(self.meeting.join)[2]
 
     def close(self) -> None:
         """Leave the others."""
@@ -173,41 +170,38 @@ class _Process:
         self, fence: Fence, what: str, work: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
         """What all processes say. Raises LiveError on all ranks if one has a problem."""
+        replies: list[dict[str, Any]]
         replies = [json.loads(r) for r in fence.gather(what, json_bytes(_attempt(work), indent=None), patience)]
-        self._raise(replies)
-        return replies
-
-    def _raise(self, replies: Iterable[Mapping[str, Any]]) -> None:
-        """Raise LiveError if any process says that it has a problem, without a name if all have the same."""
         problems = [(reply.get("problem"), reply.get("hint")) for reply in replies]
         for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
-            if problem:
+            if problem:  # without a name if all have the same
                 raise LiveError(problem if len({*problems}) == 1 else f"{name}: {problem}", hint)
+        return replies
 
-    def _begin(self, version: int, problem: str = "", *, delta: bool = True) -> tuple[Fence, Wire, Routes, bool]:
+    def _begin(
+        self, version: int, own: Mapping[str, Any] = {}, *, delta: bool = True
+    ) -> tuple[Fence, Wire, Routes, bool]:
         """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
 
-        Raises LiveError on all ranks, or on none.
+        ``own`` may have this process's problem. Raises LiveError on all ranks, or on none.
         """
         fence, wire, routes = self._meet()
+        proposal = {"version": version, "digest": routes.digest, "at": self.at, "base": self._base if delta else None}
         if not isinstance(version, int) or not 0 <= version < 1 << 63:
-            version, problem = 0, f"version={version!r} is no whole number from 0 to 2**63 - 1"
-        proposal = _Begin(version, routes.digest, self.at, self._base if delta else None, problem)
-        answers = fence.gather("begin", json_bytes([*proposal], indent=None), self.meeting.patience)
-        proposals = [_Begin(*json.loads(other)) for other in answers]
+            own, proposal["version"] = {"problem": f"version={version!r} is no whole number from 0 to 2**63 - 1"}, 0
+        proposal |= {"problem": own.get("problem"), "hint": own.get("hint")}
+        proposals = self._gather(fence, "begin", lambda: proposal, self.meeting.patience)
         for name, other in zip(self.meeting.names, proposals, strict=True):
-            if other.problem:
-                raise LiveError(f"{name}: {other.problem}")
-            if other.version != proposals[0].version:
-                raise LiveError(
-                    f"{name} is to have version {other.version}, and {self.meeting.names[0]} {proposals[0].version}"
-                )
-            if other.digest != proposals[0].digest:
+            if other["version"] != proposals[0]["version"]:
+                versions = f"version {other['version']}, and {self.meeting.names[0]} {proposals[0]['version']}"
+                raise LiveError(f"{name} is to have {versions}")
+            if other["digest"] != proposals[0]["digest"]:
                 raise LiveError(f"{name} has another plan than {self.meeting.names[0]}")
-            if other.at is not None and other.at >= version:
-                raise LiveError(f"{name} has version {other.at} already: push a later one")
+            if other["at"] is not None and other["at"] >= version:
+                raise LiveError(f"{name} has version {other['at']} already: push a later one")
         self._base = None  # until all of this push is there
-        return fence, wire, routes, proposals[0].base is not None and len({other.base for other in proposals}) == 1
+        bases = {other["base"] for other in proposals}
+        return fence, wire, routes, bases != {None} and len(bases) == 1
 
     def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
         """What this rank does in each bucket; ``sizes`` are those of its messages where only what changed is sent."""
@@ -230,7 +224,7 @@ class _Process:
         for parts in routes.parts(self.rank):
             peers: dict[int, list[Part]] = {}
             for part in parts:
-                peer = first + part.target // target.width if is_sender else part.source // source.width
+                peer = first + part.target.holder // target.width if is_sender else part.source.holder // source.width
                 peers.setdefault(peer, []).append(part)
             messages = []
             for rank, of in peers.items():
@@ -242,7 +236,7 @@ class _Process:
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
-        self._raise({"problem": reply.decode()} for reply in fence.gather(what, problem.encode()))
+        self._gather(fence, what, lambda: {"problem": problem})
 
 
 def _attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -272,19 +266,12 @@ class Push(_Process):
     def _describe(self) -> dict[str, Any]:
         self._planned = self._own_parts(self._read())
         self._description["dtype"] = _rounding(self._description["dtype"])
-        return {"host": socket.gethostname(), "held": to_document(self._planned), **self._description}
+        return {**self._common, "held": to_document(self._planned), **self._description}
 
     @property
     def ticket(self) -> dict[str, Any]:
         """What an engine's ranks must know to meet this trainer."""
         return {name: value for name, value in asdict(self.meeting).items() if name != "receivers"}
-
-    def check(self) -> Routes:
-        """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
-
-        Returns the plan. Raises LiveError on all ranks, with the tensor's name.
-        """
-        return self._meet(self.meeting.join)[2]
 
     def __call__(self, version: int, *, delta: bool = False) -> Stats:
         """Push the weights as they are now; returns when all receivers compute with them.
@@ -296,7 +283,7 @@ class Push(_Process):
         """
         self._meet()
         result = _attempt(self._tensors)
-        fence, wire, _, has_base = self._begin(version, result.get("problem", ""), delta=delta)
+        fence, wire, _, has_base = self._begin(version, result, delta=delta)
         tensors: Tensors = result["tensors"]
         stats = wire.exchange(self._steps(tensors, self._sizes(fence, tensors) if has_base else None), version)
         self._agree(fence, "received")
@@ -343,7 +330,7 @@ class Push(_Process):
         parts = self._read()
         parameters.check_unchanged(self._planned, [part for part, _ in parts])
         assert self.routes is not None
-        tensors = by_stored_name(self._description["format"], parts)
+        tensors = by_stored_name(self.routes.source, parts)
         for each in self.routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
                 raise MismatchError(
@@ -376,13 +363,9 @@ class Pull(_Process):
         """The rank among the receivers."""
         return self.rank - self.meeting.trainers
 
-    def check(self) -> Routes:
-        """The receiver's half of ``Push.check``: both must be called."""
-        return self._meet(self.meeting.join)[2]
-
     def _describe(self) -> dict[str, Any]:
         document = to_document(self._own_parts(self._live())) if self._live else None
-        return {"host": socket.gethostname(), "held": document, "format": self._format}
+        return {**self._common, "held": document, "format": self._format}
 
     def _verify(self, routes: Routes) -> None:
         if self._witness is not None:
@@ -400,7 +383,7 @@ class Pull(_Process):
         With ``parts``, they hold what came. Raises LiveError on all ranks.
         """
         fence, wire, routes, has_base = self._begin(version)
-        live = by_stored_name(self._format or "", self._live()) if self._live else None
+        live = by_stored_name(routes.target, self._live()) if self._live else None
         room = live if live is not None and not self._keep else self._rooms(routes, live)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
@@ -464,8 +447,8 @@ class Pull(_Process):
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = part.move.dst.stored.name_on(part.target)
-                counts[name] = counts.get(name, 0) + part.block.numel
+                name = part.move.dst.stored.name_on(part.target.holder)
+                counts[name] = counts.get(name, 0) + part.box.numel
             self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
         for name in self._padded:
@@ -494,26 +477,38 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
 
 
 def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
+    for name, answer in zip(meeting.names, descriptions, strict=True):
+        if (bucket := answer["bucket"]) != (first_bucket := descriptions[0]["bucket"]):
+            raise PlanError(
+                f"{name} has bucket={bucket!r}, and {meeting.names[0]} {first_bucket!r}", "give all the same"
+            )
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    live = LiveState(format_of(first["format"]), [from_document(answer["held"]) for answer in trainers])
-    model = bound(live, first["config"], dtype=first["dtype"])
-    goal: LiveState | Target = target_of(first["target"])
+    config, goal, beyond = first["config"], target_of(first["target"]), frozenset[str]()
+
+    def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
+        ranks = [from_document(answer["held"]) for answer in answers]
+        return of_checkpoints(LiveState(format_of(answers[0]["format"]), ranks), config)
+
+    live, _ = state(trainers)
+    model = bound(live, config, dtype=first["dtype"])
+    ends: LiveState | Target = goal
     if receivers[0]["held"] is not None:
-        goal = LiveState(format_of(receivers[0]["format"]), [from_document(answer["held"]) for answer in receivers])
-    plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
+        ends, beyond = state(receivers)
+    plan = plan_push(model, live, ends, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
     if plan.target.ranks != meeting.receivers:
         raise PlanError(f"{goal} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
-    return plan
+    return replace(plan, beyond=tuple(sorted(beyond)))
 
 
-def by_stored_name(format: str, parts: Parts) -> dict[str, list[torch.Tensor]]:
-    """A rank's tensors by the names of stored tensors."""
-    tensors: dict[str, list[torch.Tensor]] = {}
-    live = LiveState(format_of(format), [[part for part, _ in parts]])
+def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
+    """A rank's tensors by the names of those that a side has; others are left alone."""
+    tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
+    live = LiveState(side.arrangement.format, [[part for part, _ in parts]])
     for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
-        tensors.setdefault(name, []).append(tensor)
-    return tensors
+        if name in tensors:
+            tensors[name].append(tensor)
+    return {name: of for name, of in tensors.items() if of}
 
 
 def push(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
 from typing import NamedTuple
@@ -16,16 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import PlanError
+from formats.errors import PlanError, listed
 from formats.files.safetensors import DTYPE_BITS
-from formats.notation.axes import Run
 from reshard import __version__
 from reshard.live.meshes import TRAINERS, Target, arranged, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.moves import check_atoms, conversion
 from reshard.placement.arrangement import align_atoms
-from reshard.placement.pieces import Piece, Runs, Spread
+from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location, blocks_of
 from reshard.text import Result, align, human_bytes, human_time, plural
 
@@ -38,59 +36,34 @@ MOST = 16
 _SMALLEST = 4096
 
 
-class Span(NamedTuple):
-    """A range of a dimension: where it begins in the source's part and in the target's, and its length."""
-
-    source: int
-    target: int
-    length: int
-
-
-class Block(NamedTuple):
-    """Elements of an atom that some holders have, any of which may send them, and others want.
-
-    ``src`` and ``dst`` have the number of the piece of each source and each target that has them. ``spans`` has the
-    ranges of each dimension: all products of them are moved. ``numel`` is the number of elements.
-    """
-
-    sources: tuple[int, ...]
-    src: tuple[int, ...]
-    targets: tuple[int, ...]
-    dst: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    numel: int
-
-
 @dataclass(frozen=True, eq=False)
 class Link:
-    """How an atom goes from one side to the other; atoms that lie alike share it.
+    """How an atom, or a part of it, goes from one side to the other; atoms that lie alike share it.
 
-    ``source`` and ``target`` are its spreads on both sides, with the same dimensions.
+    Any source of a box may send it. It goes to each of its targets.
     """
 
     number: int
-    source: Spread
-    target: Spread
-    blocks: tuple[Block, ...]
+    boxes: tuple[Box, ...]
 
     @cached_property
-    def wants(self) -> tuple[tuple[Block, int], ...]:
-        """All that is sent: each block to each of its targets."""
-        return tuple((block, target) for block in self.blocks for target in block.targets)
+    def wants(self) -> tuple[tuple[Box, Position], ...]:
+        """All that is sent: each box to each of its targets."""
+        return tuple((box, target) for box in self.boxes for target in box.targets)
 
     @cached_property
-    def firsts(self) -> tuple[int, ...]:
-        """The first holder that may send, for all that is sent."""
-        return tuple(block.sources[0] for block, _ in self.wants)
+    def firsts(self) -> tuple[Position, ...]:
+        """The first who may send, for all that is sent."""
+        return tuple(box.sources[0] for box, _ in self.wants)
 
     @cached_property
     def has_choice(self) -> bool:
-        """Whether a block may be sent by one of several."""
-        return any(len(block.sources) > 1 for block in self.blocks)
+        """Whether a box may be sent by one of several."""
+        return any(len(box.sources) > 1 for box in self.boxes)
 
 
 class Move(NamedTuple):
-    """An atom that goes a way. ``senders`` has the holder that sends each of the way's ``wants``."""
+    """An atom that goes a way. ``senders`` says from where each of the way's ``wants`` is sent."""
 
     atom: Atom
     src: Location
@@ -98,26 +71,50 @@ class Move(NamedTuple):
     way: Link
     dtype: str
     """The dtype of what is sent."""
-    senders: tuple[int, ...]
+    senders: tuple[Position, ...]
 
 
 class Part(NamedTuple):
-    """A block of a move from a holder of the source to one of the target."""
+    """A box of a move from one position to another."""
 
     move: Move
-    block: Block
-    source: int
-    target: int
+    box: Box
+    source: Position
+    target: Position
 
     @property
     def nbytes(self) -> int:
         """Bytes that are sent."""
-        return self.block.numel * DTYPE_BITS[self.move.dtype] // 8
+        return self.box.numel * DTYPE_BITS[self.move.dtype] // 8
+
+
+class View(NamedTuple):
+    """A box in one of a rank's tensors: that of this name, and of this number among those of the name, as if it were
+    contiguous. ``offset`` is from its first element on.
+    """
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def view_of(part: Part, side: Side, *, sends: bool) -> View:
+    """A part's box on one side."""
+    (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
+    offset = stored.geometry.first(at.holder, number) + at.base
+    if side.parts is None:
+        return View(stored.name_on(at.holder), 0, part.box.shape, at.strides, offset)
+    return View(stored.name, side.parts[stored.name][at.holder], part.box.shape, at.strides, offset)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routes(Result):
-    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
+    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket.
+
+    ``beyond`` has the receivers' buffers that no checkpoint has: they are left alone.
+    """
 
     source: Side
     target: Side
@@ -125,6 +122,7 @@ class Routes(Result):
     ends: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    beyond: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -135,9 +133,10 @@ class Routes(Result):
             way = move.way
             if way.number not in hashed_ways:
                 hashed_ways.add(way.number)
-                hashed.update(json.dumps([way.number, [*way.blocks]]).encode())
+                hashed.update(json.dumps([way.number, way.boxes]).encode())
             names = (move.src.stored.name, move.dst.stored.name, move.src.number, move.dst.number)
-            hashed.update(json.dumps([*move.atom, *names, way.number, move.dtype, move.senders]).encode())
+            chosen = [at.holder for at in move.senders] if way.has_choice else []
+            hashed.update(json.dumps([*move.atom, *names, way.number, move.dtype, chosen]).encode())
         return hashed.hexdigest()
 
     @property
@@ -158,7 +157,8 @@ class Routes(Result):
         cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", self.received)]
         most = "sends" if max(self.sent) > max(self.received) else "receives"
         least = f"At least {human_time(self.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s."
-        return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least])
+        alone = [f"Left alone, as no checkpoint has them: {listed(self.beyond, 4)}."] if self.beyond else []
+        return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least, *alone])
 
     def bound(self, link: float) -> float:
         """The seconds that a push takes at least, where each rank sends and receives ``link`` bytes a second."""
@@ -169,8 +169,8 @@ class Routes(Result):
         nbytes: Counter[tuple[int, int]] = Counter()
         for move in self.moves:
             item = DTYPE_BITS[move.dtype] // 8
-            for (block, target), sender in zip(move.way.wants, move.senders, strict=True):
-                nbytes[sender // self.source.width, target // self.target.width] += block.numel * item
+            for (box, target), sender in zip(move.way.wants, move.senders, strict=True):
+                nbytes[sender.holder // self.source.width, target.holder // self.target.width] += box.numel * item
         return nbytes
 
     def parts(self, rank: int) -> Iterator[list[Part]]:
@@ -178,29 +178,25 @@ class Routes(Result):
 
         Ranks of the target count on from the source's.
         """
-        blocks_of: dict[int, list[tuple[int, Block, int]]] = {}
+        boxes_of: dict[int, list[tuple[int, Box, Position]]] = {}
         width, begin = self.source.width, 0
         for end in self.ends:
             parts = []
             for move in self.moves[begin:end]:
-                if move.way.number not in blocks_of:
-                    blocks_of[move.way.number] = self._of(rank, move.way)
-                for number, block, target in blocks_of[move.way.number]:
-                    if rank in (move.senders[number] // width, self._receiver(target)):
-                        parts.append(Part(move, block, move.senders[number], target))
+                if move.way.number not in boxes_of:
+                    boxes_of[move.way.number] = [
+                        (number, box, target)
+                        for number, (box, target) in enumerate(move.way.wants)
+                        if rank == self._receiver(target) or any(rank == of.holder // width for of in box.sources)
+                    ]
+                for number, box, target in boxes_of[move.way.number]:
+                    if rank in (move.senders[number].holder // width, self._receiver(target)):
+                        parts.append(Part(move, box, move.senders[number], target))
             yield sorted(parts, key=lambda part: -DTYPE_BITS[part.move.dtype])
             begin = end
 
-    def _of(self, rank: int, way: Link) -> list[tuple[int, Block, int]]:
-        """What a rank may send or receive of a way: the number of each of its ``wants``, the block, and the target."""
-        return [
-            (number, block, target)
-            for number, (block, target) in enumerate(way.wants)
-            if rank == self._receiver(target) or any(rank == holder // self.source.width for holder in block.sources)
-        ]
-
-    def _receiver(self, holder: int) -> int:
-        return self.source.ranks + holder // self.target.width
+    def _receiver(self, at: Position) -> int:
+        return self.source.ranks + at.holder // self.target.width
 
 
 def _rows(role: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -263,11 +259,10 @@ class _Planning:
 
     def add(self, atoms: Iterable[tuple[Atom, Location]]) -> None:
         """Plan the atoms of a layer, in turns from each of their senders. Raises PlanError."""
-        moves = [move for atom, dst in atoms for move in self._moves_of(atom, dst)]
         turns: Counter[int] = Counter()
         ordered = []
-        for move in moves:
-            first = move.way.blocks[0].sources[0] if move.way.blocks else 0
+        for move in (move for atom, dst in atoms for move in self._moves_of(atom, dst)):
+            first = move.way.boxes[0].sources[0].holder if move.way.boxes else 0
             ordered.append((turns[first], move))
             turns[first] += 1
         for _, move in sorted(ordered, key=itemgetter(0)):
@@ -309,21 +304,22 @@ class _Planning:
     def _cost(self, move: Move) -> NDArray[np.int64]:
         """The bytes that each rank sends or receives for a move."""
         cost, first, item = np.zeros_like(self._all), self._source.ranks, DTYPE_BITS[move.dtype] // 8
-        for (block, wanting), sender in zip(move.way.wants, move.senders, strict=True):
-            cost[sender // self._source.width] += block.numel * item
-            cost[first + wanting // self._target.width] += block.numel * item
+        for (box, target), sender in zip(move.way.wants, move.senders, strict=True):
+            cost[sender.holder // self._source.width] += box.numel * item
+            cost[first + target.holder // self._target.width] += box.numel * item
         return cost
 
     def _chosen(self, move: Move) -> tuple[Move, NDArray[np.int64]]:
         """A move whose senders are those that send least so far."""
         width, first, item = self._source.width, self._source.ranks, DTYPE_BITS[move.dtype] // 8
         cost, senders = np.zeros_like(self._all), []
-        for block, wanting in move.way.wants:
-            receiver = first + wanting // self._target.width
-            near = [s for s in block.sources if self._hosts[s // width] == self._hosts[receiver]] or block.sources
-            sender = min(near, key=lambda holder: (self._all[holder // width] + cost[holder // width], holder))
-            cost[sender // width] += block.numel * item
-            cost[receiver] += block.numel * item
+        for box, target in move.way.wants:
+            receiver = first + target.holder // self._target.width
+            near = [at for at in box.sources if self._hosts[at.holder // width] == self._hosts[receiver]]
+            ranks = [(at.holder // width, at) for at in near or box.sources]
+            rank, sender = min(ranks, key=lambda of: (self._all[of[0]] + cost[of[0]], of[1].holder))
+            cost[rank] += box.numel * item
+            cost[receiver] += box.numel * item
             senders.append(sender)
         return move._replace(senders=tuple(senders)), cost
 
@@ -338,23 +334,20 @@ class _Planning:
         from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
         key = (from_spread, to_spread, item)
         if key not in self._ways:
-            total, count = math.prod(from_spread.full), 1
-            while True:
-                windows = _windows(from_spread.full, count)
-                blocks_in = [tuple(_blocks(from_spread, to_spread, window)) for window in windows]
-                most = max(map(_most, blocks_in), default=0) * item
-                if most <= self._bucket or len(windows) < count:
-                    break
-                count = max(count + 1, -(-count * most // self._bucket))
-            ways = []
-            for window, common in zip(windows, blocks_in, strict=True):
-                _check_covered(src, dst, common, to_spread, window)
-                ways.append(Link(self._count, from_spread, to_spread, common))
-                self._count += 1
-            most = max((sum(math.prod(p.shape) for p in of) for of in from_spread.pieces.values()), default=0)
-            each = max(1, -(-len(ways) * most // max(total, 1)))  # so many are of one holder: they come in turn
-            ways = [way for first in range(each) for way in ways[first::each]]
-            self._ways[key] = tuple(ways)
+            common = tuple(boxes(from_spread, to_spread))
+            if any(not box.sources for box in common):
+                raise PlanError(
+                    f"no rank of the source holds all of tensor '{src.stored.name}', which the target wants"
+                )
+            load = Counter[int]()
+            for box in common:
+                load[~box.sources[0].holder] += box.numel * len(box.targets)
+                load.update({at.holder: box.numel for at in box.targets})
+            ways = [common]
+            if max(load.values(), default=0) * item > self._bucket:
+                ways = [(part,) for box in common for part in _cut(box, self._bucket // item)]
+            self._ways[key] = tuple(Link(number, way) for number, way in enumerate(ways, self._count))
+            self._count += len(ways)
         return self._ways[key]
 
     def routes(self) -> Routes:
@@ -364,89 +357,14 @@ class _Planning:
         return Routes(self._source, self._target, tuple(self._moves), ends, tuple(sent), tuple(received))
 
 
-_Window = tuple[Run, ...]
-
-
-def _windows(full: Sequence[int], count: int) -> Sequence[_Window]:
-    """An atom's dimensions as a whole, or in so many parts along the longest of them."""
-    whole = tuple(Run(0, size) for size in full)
-    if count <= 1 or not full:
-        return [whole]
-    dim = max(range(len(full)), key=lambda place: full[place])
-    ends = [full[dim] * i // count for i in range(count + 1)]
-    parts = (Run(a, b - a) for a, b in itertools.pairwise(ends) if a < b)
-    return [(*whole[:dim], part, *whole[dim + 1 :]) for part in parts]
-
-
-def _most(blocks: Sequence[Block]) -> int:
-    """The elements that one holder sends or receives at most."""
-    sent, received = Counter[int](), Counter[int]()
-    for block in blocks:
-        sent[block.sources[0]] += block.numel * len(block.targets)
-        received.update(dict.fromkeys(block.targets, block.numel))
-    return max((*sent.values(), *received.values()), default=0)
-
-
-def _blocks(from_spread: Spread, to_spread: Spread, window: _Window) -> Iterator[Block]:
-    """What goes from where to where: for each piece that differs between holders, on both sides."""
-    sources, targets = _alike(from_spread), _alike(to_spread)
-    for src, holders in sources.items():
-        for dst, wanting in targets.items():
-            spans = tuple(map(spans_of, src, dst, window))
-            if all(spans):
-                numel = math.prod(sum(span.length for span in dim) for dim in spans)
-                ends = [tuple(holder[i] for holder in of) for of in (holders, wanting) for i in (0, 1)]
-                yield Block(ends[0], ends[1], ends[2], ends[3], spans, numel)
-
-
-def _alike(spread: Spread) -> Mapping[tuple[Runs, ...], list[tuple[int, int]]]:
-    """The holders of pieces with the same elements, each with the number of its piece."""
-    holders: dict[tuple[Runs, ...], list[tuple[int, int]]] = {}
-    for holder, pieces in spread.pieces.items():
-        for number, piece in enumerate(pieces):
-            holders.setdefault(piece.runs, []).append((holder, number))
-    return holders
-
-
-@lru_cache(maxsize=1 << 16)
-def spans_of(src: tuple[Run, ...], dst: tuple[Run, ...], window: Run) -> tuple[Span, ...]:
-    """The ranges of a dimension within a window that both sides have; neighbours on both sides are joined."""
-    spans: list[Span] = []
-    at = 0
-    for run in src:
-        to = 0
-        for other in dst:
-            begin, end = max(run.offset, other.offset, window.offset), min(run.end, other.end, window.end)
-            if begin < end:
-                span = Span(at + begin - run.offset, to + begin - other.offset, end - begin)
-                last = spans[-1] if spans else None
-                if last and last.source + last.length == span.source and last.target + last.length == span.target:
-                    spans[-1] = last._replace(length=last.length + span.length)
-                else:
-                    spans.append(span)
-            to += other.length
-        at += run.length
-    return tuple(spans)
-
-
-def _check_covered(src: Location, dst: Location, blocks: Sequence[Block], to_spread: Spread, window: _Window) -> None:
-    """Raise PlanError unless each target gets each of its elements once; what is padding, it has for itself."""
-    got: dict[int, int] = {}
-    for block in blocks:
-        for target in block.targets:
-            got[target] = got.get(target, 0) + block.numel
-    for target, pieces in to_spread.pieces.items():
-        should = sum(_inside(piece, window) for piece in pieces)
-        if got.get(target, 0) != should:
-            raise PlanError(
-                f"tensor '{src.stored.name}': a target rank wants {should:,} elements of '{dst.stored.name}', and "
-                f"gets {got.get(target, 0):,}"
-            )
-
-
-def _inside(piece: Piece, window: _Window) -> int:
-    """The elements of a piece within a window, without padding."""
-    return math.prod(
-        sum(max(0, min(run.end, part.end) - max(run.offset, part.offset)) for run in runs)
-        for runs, part in zip(piece.runs, window, strict=True)
-    )
+def _cut(box: Box, most: int) -> Iterator[Box]:
+    """A box in parts of which at most so many elements are sent, if it is possible."""
+    dim = max(range(len(box.shape)), key=lambda dim: box.shape[dim], default=0)
+    sent = box.numel * len(box.targets)
+    if sent <= most or box.numel == 1:
+        yield box
+        return
+    size = box.shape[dim]
+    each = max(1, size * most // sent)
+    for begin in range(0, size, each):
+        yield from _cut(box.within(dim, begin, min(each, size - begin)), most)

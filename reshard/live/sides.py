@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import MismatchError, PlanError
-from formats.files.chunks import Chunk, check_tiling
+from formats.files.chunks import Chunk
 from formats.files.safetensors import TensorInfo
 from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
 from formats.notation.format import Format
 from reshard.model.binding import bind
-from reshard.model.model import Model
+from reshard.model.model import AxisSizes, Model
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.placement.geometry import Geometry
+from reshard.placement.geometry import Geometry, row_major
+from reshard.placement.inverse import NameInverse
+from reshard.placement.pieces import Piece, Runs, Spread, boxes
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Location, Stored, name_at, stack_of
 from reshard.source.completeness import check_complete
@@ -39,12 +40,14 @@ class Slice(NamedTuple):
     ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
     has the indices of each dimension that the rank holds, in the order in which its own tensor has them: the local
     tensor has, in each dimension, all its runs one after another. A rank may hold several parts of one tensor.
+    A buffer (``is_buffer``) that no checkpoint has is left alone.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
+    is_buffer: bool = False
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -62,7 +65,8 @@ def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
     numbers: dict[Slice, int] = {}
     names = [[part.name, numbers.setdefault(part._replace(name=""), len(numbers))] for part in parts]
     kinds = [
-        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs]] for kind in numbers
+        [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs], kind.is_buffer]
+        for kind in numbers
     ]
     return {"names": names, "kinds": kinds}
 
@@ -70,8 +74,8 @@ def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any]) -> list[Slice]:
     """The inverse of ``to_document``."""
     kinds = [
-        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs))
-        for dtype, shape, runs in document["kinds"]
+        (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs), is_buffer)
+        for dtype, shape, runs, is_buffer in document["kinds"]
     ]
     return [Slice(name, *kinds[number]) for name, number in document["names"]]
 
@@ -79,24 +83,7 @@ def from_document(document: Mapping[str, Any]) -> list[Slice]:
 Ranks = Sequence[Sequence[Slice]]
 """What each rank of a live side holds."""
 
-Runs = tuple[tuple[Run, ...], ...]
-"""What a rank holds of each dimension."""
-
 _WHERE = Path("the live model")
-
-
-class Piece(NamedTuple):
-    """A chunk of a stored tensor in a rank's tensor.
-
-    ``part`` is the number of the part among those that the rank has of the stored tensor, ``lead`` the number of its
-    first dimensions that are not the stored tensor's (they have one index), ``at`` where the chunk begins in the
-    others, ``shape`` its shape.
-    """
-
-    part: int
-    lead: int
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -119,21 +106,32 @@ class LiveState:
                 yield rank, part, *names[key]
 
 
+def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
+    """What ranks hold, without buffers that no checkpoint of the model has, and the names of these. Raises
+    CheckpointError.
+    """
+    architecture = find_architecture(dict(config), _WHERE)
+    origins = NameInverse(live.format, architecture, AxisSizes(architecture, config, {}), config)
+    names = {part.name for of in live.ranks for part in of if part.is_buffer}
+    beyond = frozenset(name for name in names if not origins.knows(name))
+    return LiveState(live.format, [[part for part in of if part.name not in beyond] for of in live.ranks]), beyond
+
+
 @dataclass(frozen=True, eq=False)
 class Side:
     """One side of a push.
 
     ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holders stand for
-    ranks: holder ``h`` is on rank ``h // width``. ``pieces`` has the chunk that each holder of a stored tensor has;
-    None for a side that is made by rules. ``dtypes`` has the dtypes of a live side's tensors, where they are not the
-    model's, ``live`` what its ranks hold.
+    ranks: holder ``h`` is on rank ``h // width``, and has a chunk of a stored tensor. ``parts`` has the part in which
+    that is, by its number among those that the rank has of the tensor; None for a side that is made by rules.
+    ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
     """
 
     arrangement: Arrangement
     stored: tuple[Stored, ...]
     ranks: int
     width: int = 1
-    pieces: Mapping[str, Mapping[int, Piece]] | None = None
+    parts: Mapping[str, Mapping[int, int]] | None = None
     dtypes: Mapping[str, str] | None = None
     live: LiveState | None = None
 
@@ -212,79 +210,73 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
 
     Raises MismatchError if ranks lack something or hold something else.
     """
-    parts_of: dict[str, list[tuple[int, int, Runs]]] = {}
-    dtypes: dict[str, str] = {}
+    parts_of: dict[str, list[tuple[int, tuple[Runs, ...]]]] = {}
+    shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
     for rank, part, name, lead in live.stored():
-        parts_of.setdefault(name, []).append((rank, lead, part.runs[lead:]))
-        dtypes[name] = part.dtype
-    alike = {name: tuple(parts) for name, parts in parts_of.items()}
-    pieces_of = {key: _by_rank(key) for key in dict.fromkeys(alike.values())}
-    width = max((len(pieces) for of in pieces_of.values() for pieces in of.values()), default=1)
-    numbered = {
-        key: {rank * width + i: chunk_piece for rank, pieces in of.items() for i, chunk_piece in enumerate(pieces)}
-        for key, of in pieces_of.items()
-    }
-    chunks = {key: {holder: chunk for holder, (chunk, _) in of.items()} for key, of in numbered.items()}
-    places = {key: {holder: piece for holder, (_, piece) in of.items()} for key, of in numbered.items()}
-    stored = _in_chunks(arrangement, {name: chunks[key] for name, key in alike.items()})
-    pieces = {name: places[key] for name, key in alike.items()}
-    return Side(arrangement, tuple(stored.values()), len(live.ranks), width, pieces, dtypes, live)
-
-
-def _by_rank(parts: Sequence[tuple[int, int, Runs]]) -> dict[int, list[tuple[Chunk, Piece]]]:
-    """The chunks of a stored tensor that each rank has, given the parts of all ranks.
-
-    All are cut wherever one of them begins or ends, so that two chunks are equal or have nothing in common.
-    """
-    chunks: dict[int, list[tuple[Chunk, Piece]]] = {}
-    numbers: Counter[int] = Counter()
-    edges = [
-        sorted({edge for runs in {*of} for run in runs for edge in (run.offset, run.end)})
-        for of in zip(*(runs for _, _, runs in parts), strict=True)
+        parts_of.setdefault(name, []).append((rank, part.runs[lead:]))
+        shapes[name], dtypes[name] = part.shape[lead:], part.dtype
+    kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], int] = {}
+    kind_of = {name: kinds.setdefault(tuple(parts), len(kinds)) for name, parts in parts_of.items()}
+    chunks = [_chunks(parts) for parts in kinds]
+    width = max((len(of) for of_ranks in chunks for of in of_ranks.values()), default=1)
+    holders = [
+        {rank * width + i: chunk for rank, of in of_ranks.items() for i, chunk in enumerate(of)} for of_ranks in chunks
     ]
-    for rank, lead, runs in parts:
-        chunks.setdefault(rank, []).extend(_pieces(runs, numbers[rank], lead, edges))
+    stored: list[Stored] = []
+    geometries: dict[tuple[Geometry, int], Geometry] = {}
+    for tensor in arrangement.stored:
+        if (kind := kind_of.get(tensor.name)) is None:
+            continue
+        key = (tensor.geometry, kind)
+        if key not in geometries:
+            whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
+            _check_shape(tensor.name, shapes[tensor.name], whole, [runs for _, runs in parts_of[tensor.name]])
+            of = holders[kind]
+            geometries[key] = tensor.geometry.in_chunks({h: of[h].at for h in of}, {h: of[h].view for h in of})
+        stored.append(tensor._replace(geometry=geometries[key]))
+    present = {atom for tensor in stored for atom in tensor.atoms}
+    lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
+    if lacking:
+        raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
+    if strange := kind_of.keys() - {tensor.name for tensor in stored}:
+        raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
+    numbers = [{holder: chunk.part for holder, chunk in of.items()} for of in holders]
+    parts = {name: numbers[kind] for name, kind in kind_of.items()}
+    return Side(arrangement, tuple(stored), len(live.ranks), width, parts, dtypes, live)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a stored tensor, as a view of the part of that number which a rank has."""
+
+    at: Chunk
+    view: tuple[int, tuple[int, ...]]
+    part: int
+
+
+def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]]) -> dict[int, list[_Chunk]]:
+    """The chunks of a stored tensor that each rank has, one for each product of runs, given the parts of all ranks."""
+    chunks: dict[int, list[_Chunk]] = {}
+    numbers: Counter[int] = Counter()
+    for rank, runs in parts:
+        strides = row_major([sum(run.length for run in of) for of in runs], 1)
+        dims = [list(zip(of, itertools.accumulate((run.length for run in of), initial=0), strict=False)) for of in runs]
+        for chosen in itertools.product(*dims):
+            at = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
+            base = sum(begin * stride for (_, begin), stride in zip(chosen, strides, strict=True))
+            chunks.setdefault(rank, []).append(_Chunk(at, (base, strides), numbers[rank]))
         numbers[rank] += 1
     return chunks
 
 
-def _in_chunks(arrangement: Arrangement, chunks: Mapping[str, Mapping[int, Chunk]]) -> dict[str, Stored]:
-    """An arrangement's tensors as chunks on holders. Raises MismatchError."""
-    stored: dict[str, Stored] = {}
-    geometries: dict[tuple[object, ...], Geometry] = {}
-    for tensor in arrangement.stored:
-        if tensor.name not in chunks:
-            continue
-        at = chunks[tensor.name]
-        assert tensor.geometry.chunks is None
-        key = (tensor.geometry, id(at))
-        if key not in geometries:
-            whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
-            check_tiling(tensor.name, dict(enumerate(dict.fromkeys(at.values()))), whole, _WHERE)
-            geometries[key] = tensor.geometry.in_chunks(at)
-        stored[tensor.name] = tensor._replace(geometry=geometries[key])
-    present = {atom for tensor in stored.values() for atom in tensor.atoms}
-    lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
-    if lacking:
-        raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
-    strange = chunks.keys() - stored.keys()
-    if strange:
-        raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
-    return stored
-
-
-def _pieces(runs_of: Runs, part: int, lead: int, edges: Sequence[Sequence[int]]) -> Iterator[tuple[Chunk, Piece]]:
-    """A part as chunks: all products of its runs, which are cut at ``edges``."""
-    dims = []
-    for runs, of in zip(runs_of, edges, strict=True):
-        at, cut = 0, []
-        for run in runs:
-            inside = of[bisect_right(of, run.offset) : bisect_left(of, run.end)]
-            ends = sorted({run.offset, *inside, run.end})
-            cut += [(Run(a, b - a), at + a - run.offset) for a, b in itertools.pairwise(ends)]
-            at += run.length
-        dims.append(cut)
-    for product in itertools.product(*dims):
-        chunk = Chunk(tuple(run.offset for run, _ in product), tuple(run.length for run, _ in product))
-        if 0 not in chunk.shape:
-            yield chunk, Piece(part, lead, tuple(local for _, local in product), chunk.shape)
+def _check_shape(
+    name: str, shape: tuple[int, ...], expected: tuple[int, ...], parts: Sequence[tuple[Runs, ...]]
+) -> None:
+    """Raise MismatchError unless ranks together have all of a tensor, and nothing else."""
+    if shape != expected:
+        raise MismatchError(f"tensor '{name}' is {[*shape]} on live ranks, and should be {[*expected]}")
+    order, strides = tuple(range(len(shape))), row_major(shape, 1)
+    whole = Piece(tuple((Run(0, size),) for size in shape), strides, 0)
+    have = {number: (Piece(runs, strides, 0),) for number, runs in enumerate(parts)}
+    found = boxes(Spread(shape, order, have), Spread(shape, order, {0: (whole,)}))
+    if missing := sum(box.numel for box in found if not box.sources):
+        raise MismatchError(f"{missing:,} of {math.prod(shape):,} elements of tensor '{name}' are on no rank")

@@ -8,35 +8,18 @@ not smaller the message is sent whole, and where nothing changed none is sent.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from formats.errors import LiveError
 from formats.torch_internals import TORCH_DTYPES
-from reshard.live.routing import Part
+from reshard.live.routing import Part, View, view_of
 from reshard.live.sides import Side
 from reshard.move.moves import conversion
-from reshard.placement.stored import Stored
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
-
-
-class _View(NamedTuple):
-    """A block as a view of a tensor, in elements; ``room`` and ``packed`` are its offset and strides in a message."""
-
-    part: Part
-    name: str
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    room: int
-    packed: tuple[int, ...]
 
 
 class Blocks:
@@ -44,7 +27,7 @@ class Blocks:
 
     def __init__(self, parts: Sequence[Part], side: Side, *, sends: bool) -> None:
         self._parts, self._side, self._sends = parts, side, sends
-        self._views: list[_View] | None = None
+        self._views: list[tuple[Part, View, int]] | None = None
 
     def alike(self) -> Blocks:
         """The same for tensors with other strides."""
@@ -65,78 +48,36 @@ class Blocks:
         if self._views is None:
             self._views = list(self._located(tensors))
         dtype, typed = "", room
-        for part, name, number, shape, stride, offset, at, packed in self._views:
+        for part, view, at in self._views:
             if part.move.dtype != dtype:
                 dtype = part.move.dtype
                 size = TORCH_DTYPES[dtype].itemsize
                 typed = room[: len(room) // size * size].view(TORCH_DTYPES[dtype])
-            tensor = tensors[name][number]
-            view = tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
-            yield part, view, typed.as_strided(shape, packed, typed.storage_offset() + at)
+            tensor = tensors[view.name][view.number]
+            there = tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
+            yield part, there, typed[at : at + part.box.numel].view(view.shape)
 
-    def _located(self, tensors: Tensors) -> Iterator[_View]:
-        at = 0
+    def _located(self, tensors: Tensors) -> Iterator[tuple[Part, View, int]]:
+        """Each part, its view of tensors that may have any strides, and its first element in the message."""
+        begin = 0
         for part in self._parts:
-            size = TORCH_DTYPES[part.move.dtype].itemsize
-            for name, number, shape, stride, offset in block_views(part, self._side, tensors, sends=self._sends):
-                packed = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-                yield _View(part, name, number, shape, stride, offset, at // size, packed)
-                at += math.prod(shape) * size
+            view = view_of(part, self._side, sends=self._sends)
+            tensor = tensors[view.name][view.number]
+            strides = (
+                _moved(tensor, step) if size > 1 else 0 for size, step in zip(view.shape, view.stride, strict=True)
+            )
+            view = view._replace(stride=tuple(strides), offset=_moved(tensor, view.offset))
+            yield part, view, begin * part.box.numel // max(part.nbytes, 1)
+            begin += part.nbytes
 
 
-class BlockView(NamedTuple):
-    """A block as a view of one of a rank's tensors: of that name, and that number among those of the name. ``offset``
-    is from the tensor's first element on.
-    """
-
-    name: str
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-def block_views(part: Part, side: Side, tensors: Tensors, *, sends: bool) -> Iterator[BlockView]:
-    """The blocks of a part on one side, as views of the rank's own tensors: alike in number and shape on both sides."""
-    way, block = part.move.way, part.block
-    if sends:
-        location, holder, piece = part.move.src, part.source, block.src[block.sources.index(part.source)]
-        spread, ranges = way.source, [[(span.source, span.length) for span in dim] for dim in block.spans]
-    else:
-        location, holder, piece = part.move.dst, part.target, block.dst[block.targets.index(part.target)]
-        spread, ranges = way.target, [[(span.target, span.length) for span in dim] for dim in block.spans]
-    name, number, chunk = _chunk(side, location.stored, holder, tensors)
-    local, first = spread.pieces[holder][piece], location.stored.geometry.first(holder, location.number)
-
-    def moved(elements: int) -> int:
-        """How far it is from the chunk's first element to another, in the tensor that it is a view of."""
-        distance = 0
-        for size, stride in zip(reversed(chunk.shape), reversed(chunk.stride()), strict=True):
-            elements, index = divmod(elements, size)
-            distance += index * stride
-        return distance
-
-    strides = [moved(stride) if size > 1 else 0 for size, stride in zip(local.shape, local.strides, strict=True)]
-    base = int(chunk.storage_offset() - tensors[name][number].storage_offset()) + moved(first + local.base)
-    for product in itertools.product(*ranges):
-        offset = base + sum(begin * stride for (begin, _), stride in zip(product, strides, strict=True))
-        yield BlockView(name, number, tuple(length for _, length in product), tuple(strides), offset)
-
-
-def _chunk(side: Side, stored: Stored, holder: int, tensors: Tensors) -> tuple[str, int, torch.Tensor]:
-    """What a holder has of a stored tensor: the tensor of its rank, by its name and its number among those of this
-    name; and all of it or, on a live side, the holder's chunk, as a view.
-    """
-    if side.pieces is None:
-        return stored.name_on(holder), 0, tensors[stored.name_on(holder)][0]
-    piece = side.pieces[stored.name][holder]
-    tensor = tensors[stored.name][piece.part]
-    for _ in range(piece.lead):
-        tensor = tensor.select(0, 0)
-    for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, begin, length)
-    return stored.name, piece.part, tensor
+def _moved(tensor: torch.Tensor, elements: int) -> int:
+    """How far it is in memory from a tensor's first element to that of a number, in elements."""
+    distance = 0
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        elements, index = divmod(elements, size)
+        distance += index * stride
+    return distance
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Asks vLLM's own loaders where they put each element, on a CPU, without weights and without an engine.
 
-    python -m reshard.live.vllm_check SOURCE CONFIG RANK MEETING '{"tp": 2, "ep": false, "probe": true}'
+    python -m reshard.live.vllm_check SOURCE CONFIG RANK MEETING vllm:tp2
 
 is one rank. vLLM builds its model on each rank, so that each has its own part; nothing is loaded or run.
 """
@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.documents import json_bytes
 from formats.errors import LiveError
 from formats.files.checkpoint import CONFIG
-from reshard.live.meshes import Target, arranged
+from reshard.live.meshes import Target, arranged, target_of
 from reshard.source.opening import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
@@ -38,28 +37,15 @@ ANSWER = "reshard's answer: "
 """Before the line with what a rank found: vLLM prints lines of its own."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked: ``tp`` ranks, experts over the same ranks with ``ep``, the index probe too with ``probe``."""
-
-    tp: int = 1
-    ep: bool = False
-    probe: bool = False
-
-    @property
-    def target(self) -> Target:
-        """vLLM's ranks."""
-        return Target("vllm", tp=self.tp, ep=self.tp if self.ep else 1)
-
-
-def check(source: str | Path, question: Question, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
+def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
     """How vLLM's loaders and our rules differ: a line for each tensor of each rank, none if they agree.
 
-    ``source`` is a checkpoint in Hugging Face's form, of which only headers are read. ``python`` has vLLM and reshard.
-    Raises LiveError if a rank cannot build the model, or its loader cannot be followed; ReshardError.
+    ``source`` is a checkpoint in Hugging Face's form, of which only headers are read; ``target`` has ranks of tp, and
+    experts are dealt to all of these or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot build
+    the model, or its loader cannot be followed; ReshardError.
     """
     opened = open_any(source, Access(), Weights.HEADERS)
-    arranged(opened.model, question.target)  # refuses what the rules refuse
+    arranged(opened.model, target)  # refuses what the rules refuse
     with tempfile.TemporaryDirectory(prefix="reshard-check-") as folder:
         config = opened.path if isinstance(opened.path, Path) else Path(folder)
         if config == Path(folder):
@@ -67,13 +53,13 @@ def check(source: str | Path, question: Question, *, python: str = sys.executabl
         place = str(config.resolve()) if isinstance(opened.path, Path) else str(source)
         command = [python, "-m", "reshard.live.vllm_check", place, str(config.resolve())]
         ident = f"reshard{os.getpid()}{Path(folder).name[-8:]}"  # of vLLM's shared memory
-        further = [f"file://{folder}/meeting", json.dumps(asdict(question))]
+        further = [f"file://{folder}/meeting", str(target)]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), *further], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 errors="replace", env={**os.environ, **SETTINGS, "VLLM_DIST_IDENT": ident},
             )
-            for rank in range(question.tp)
+            for rank in range(target.tp)
         ]  # fmt: skip
         try:
             outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
@@ -100,30 +86,30 @@ def _answer(rank: int, output: str) -> Sequence[str]:
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
 
-def differences(source: str, config: Path, rank: int, meeting: str, question: Question) -> list[str]:
+def differences(source: str, config: Path, rank: int, meeting: str, target: Target) -> list[str]:
     """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
     from formats.files.safetensors import stated_dtype
     from formats.torch_internals import TORCH_DTYPES
     from reshard.live.witness import compare, probed, recorded, unlike
 
-    arrangement = arrangement_of(source, question)
+    arrangement = arrangement_of(source, target)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
     dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
-    model = built(config, rank, meeting, question, dtype)
+    model = built(config, rank, meeting, target, dtype)
     loaded = recorded(model, model.load_weights, tensors)  # type: ignore[arg-type]  # a method of vLLM's
     lines = compare(arrangement, rank, model, loaded)
-    if question.probe:
-        again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
-        lines += [f"rank {rank}: '{name}': the index probe differs from the recorder" for name in unlike(loaded, again)]
-    return lines
+    again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
+    return lines + [
+        f"rank {rank}: '{name}': the index probe differs from the recorder" for name in unlike(loaded, again)
+    ]
 
 
-def arrangement_of(source: str | Path, question: Question) -> Arrangement:
+def arrangement_of(source: str | Path, target: Target) -> Arrangement:
     """Our rules for vLLM's ranks."""
-    return arranged(open_any(source, Access(), Weights.HEADERS).model, question.target)
+    return arranged(open_any(source, Access(), Weights.HEADERS).model, target)
 
 
-def built(config_folder: Path, rank: int, meeting: str, question: Question, dtype: torch.dtype) -> torch.nn.Module:
+def built(config_folder: Path, rank: int, meeting: str, target: Target, dtype: torch.dtype) -> torch.nn.Module:
     """This rank's part of vLLM's model, before loading. The process is a rank of vLLM's from then on."""
     import torch
     from vllm.config import (
@@ -145,7 +131,7 @@ def built(config_folder: Path, rank: int, meeting: str, question: Question, dtyp
         model=path, tokenizer=path, skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True
     )
     parallel = ParallelConfig(
-        tensor_parallel_size=question.tp, enable_expert_parallel=question.ep, distributed_executor_backend="mp"
+        tensor_parallel_size=target.tp, enable_expert_parallel=target.ep > 1, distributed_executor_backend="mp"
     )
     parallel.rank = rank
     load = LoadConfig(load_format="safetensors", use_tqdm_on_load=False)
@@ -154,8 +140,8 @@ def built(config_folder: Path, rank: int, meeting: str, question: Question, dtyp
         device_config=DeviceConfig(device="cpu"), cache_config=CacheConfig(block_size=32),
     )  # fmt: skip
     with set_current_vllm_config(config):
-        init_distributed_environment(question.tp, rank, meeting, local_rank=rank, backend="gloo")
-        initialize_model_parallel(question.tp, 1)
+        init_distributed_environment(target.tp, rank, meeting, local_rank=rank, backend="gloo")
+        initialize_model_parallel(target.tp, 1)
         with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
             model: torch.nn.Module = get_model_loader(load).create_model(vllm_config=config, model_config=model_config)
     return model
@@ -163,8 +149,8 @@ def built(config_folder: Path, rank: int, meeting: str, question: Question, dtyp
 
 def main() -> None:
     """Be one rank: print what it finds."""
-    source, config, rank, meeting, question = sys.argv[1:]
-    lines = differences(source, Path(config), int(rank), meeting, Question(**json.loads(question)))
+    source, config, rank, meeting, target = sys.argv[1:]
+    lines = differences(source, Path(config), int(rank), meeting, target_of(target))
     print(ANSWER + json.dumps(lines), flush=True)
     os._exit(0)  # vLLM's process groups need no orderly end
 

@@ -10,10 +10,10 @@ covers is not loaded: padding, or a mistake.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from formats.notation.format_file import HUGGING_FACE
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
+from reshard.placement.pieces import boxes
 from reshard.placement.stored import Location, Stored, blocks_of
 from reshard.source.source import UNSPLIT
 
@@ -211,34 +212,19 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
             continue
         copies: list[Copied] = []
         for number, atom in enumerate(stored.atoms):
-            location = Location(stored, number)
-            if stored.geometry.has(rank, number) and not location.is_zero(rank):
-                copies += _copies(whole.atoms[atom], location, rank, numbers[atom.tensor])
+            src, dst = whole.atoms[atom], Location(stored, number)
+            if not stored.geometry.has(rank, number) or dst.is_zero(rank):
+                continue
+            blocks = blocks_of(src, dst)
+            if blocks is None:
+                raise PlanError(f"'{stored.name}' counts '{src.stored.name}' in blocks of another size")
+            spread = dst.spread(blocks)
+            here = replace(spread, pieces={rank: spread.pieces[rank]})
+            into, of = stored.geometry.first(rank, number), src.stored.geometry.first(0, src.number)
+            for shape, (source,), (target,) in boxes(src.spread(blocks), here):
+                views = View(into + target.base, shape, target.strides), View(of + source.base, shape, source.strides)
+                copies.append(Copied(views[0], numbers[atom.tensor], views[1]))
         yield stored, ranges(copies)
-
-
-def _copies(src: Location, dst: Location, rank: int, number: int) -> Iterator[Copied]:
-    """What a rank has of an atom: a copy for each product of runs."""
-    blocks = blocks_of(src, dst)
-    if blocks is None:
-        raise PlanError(f"'{dst.stored.name}' counts '{src.stored.name}' in blocks of another size")
-    from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
-    (piece,), (target,) = from_spread.pieces[0], to_spread.pieces[rank]
-    parts = []
-    for size, runs in zip(from_spread.full, target.runs, strict=True):
-        ends = itertools.accumulate((run.length for run in runs), initial=0)
-        parts.append(
-            [(at, run.offset, min(run.length, size - run.offset)) for at, run in zip(ends, runs, strict=False)]
-        )
-    first, begin = (
-        of.base + location.stored.geometry.first(holder, location.number)
-        for of, location, holder in ((target, dst, rank), (piece, src, 0))
-    )
-    for part in itertools.product(*parts):
-        shape = tuple(max(length, 0) for _, _, length in part)  # what is behind the tensor's end is padding
-        into = first + sum(at * step for (at, _, _), step in zip(part, target.strides, strict=True))
-        out_of = begin + sum(at * step for (_, at, _), step in zip(part, piece.strides, strict=True))
-        yield Copied(View(into, shape, target.strides), number, View(out_of, shape, piece.strides))
 
 
 def unlike(loaded: Mapping[str, Sequence[Copied]], probed_ranges: Mapping[str, Ranges]) -> list[str]:

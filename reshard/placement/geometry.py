@@ -36,12 +36,16 @@ class Geometry:
     chunks: Mapping[int, Chunk] | None = None
     uncut: Geometry | None = None
     """That of all chunks together."""
+    views: Mapping[int, tuple[int, tuple[int, ...]]] | None = None
+    """Of chunks that are views of larger tensors: the number of the first element there, and the strides."""
     _shapes: dict[int, tuple[int, ...] | None] = field(init=False, repr=False, default_factory=dict)
     _spreads: dict[tuple[Any, ...], Spread] = field(init=False, repr=False, default_factory=dict)
 
-    def in_chunks(self, chunks: Mapping[int, Chunk]) -> Geometry:
+    def in_chunks(
+        self, chunks: Mapping[int, Chunk], views: Mapping[int, tuple[int, tuple[int, ...]]] | None = None
+    ) -> Geometry:
         """That of the same tensor in chunks, by the numbers of their files."""
-        return replace(self, chunks=chunks, uncut=self)
+        return replace(self, chunks=chunks, uncut=self, views=views)
 
     @property
     def whole(self) -> Geometry:
@@ -115,7 +119,8 @@ class Geometry:
             return 0
         shape = self.shape(holder)
         assert shape is not None
-        return self._places[holder][number // len(self.portions)] * math.prod(shape[1:])
+        stride = self.views[holder][1][0] if self.views is not None else math.prod(shape[1:])
+        return self._places[holder][number // len(self.portions)] * stride
 
     def groups(self, number: int) -> Blocks:
         """The factors of an atom in the stored order, those together that are one dimension of what a holder has."""
@@ -143,7 +148,8 @@ class Geometry:
         layouts = self.layouts[place * len(self.portions) :][: len(self.portions)]
         key: tuple[Any, ...] = (slot, layouts, blocks, frozenset(without))
         if self.chunks is not None:
-            key = (*key, tuple((file, *self._chunk(file)) for file in self._holders[place]))
+            views = self.views or {}
+            key = (*key, tuple((file, *self._chunk(file), views.get(file)) for file in self._holders[place]))
         if key not in self._spreads:
             layout, groups, position = layouts[slot], self.groups(number), self.portions[slot].order.index
             pieces = {
@@ -194,7 +200,7 @@ class Geometry:
         lengths = [[sum(run.length for run in of) for of in sizes] for sizes in runs]
         inner = [math.prod(sizes[of.outer :]) for sizes, of in zip(lengths, self.portions, strict=True)]
         sizes, outer = lengths[slot], self.portions[slot].outer
-        strides = (*_row_major(sizes[:outer], sum(inner)), *_row_major(sizes[outer:], 1))
+        strides = (*row_major(sizes[:outer], sum(inner)), *row_major(sizes[outer:], 1))
         yield Piece(runs[slot], strides, sum(inner[:slot]))
 
     def _chunk(self, file: int) -> Chunk:
@@ -205,11 +211,12 @@ class Geometry:
 
     def _in_chunk(self, file: int, place: int, slot: int) -> Iterator[Piece]:
         """What a chunk has of an atom: chunks may begin and end anywhere."""
-        portion, (offset, shape) = self.portions[slot], self._chunk(file)
-        is_joined, steps = len(self.portions) > 1, _row_major(shape, 1)
+        portion, (offset, shape), is_joined = self.portions[slot], self._chunk(file), len(self.portions) > 1
+        base, steps = (0, row_major(shape, 1)) if self.views is None else self.views[file]
+        steps = steps[len(steps) - len(shape) :]
         if not portion.counts:
             if not shape or offset[0] <= slot < offset[0] + shape[0]:
-                yield Piece((), (), slot - offset[0] if shape else 0)
+                yield Piece((), (), base + ((slot - offset[0]) * steps[0] if shape else 0))
             return
         groups, layouts = stored_dims(self.portions, slot), self.layouts[place * len(self.portions) :]
         dims: list[list[tuple[int, list[tuple[Run, int]]]]] = []  # of each dimension: base, runs and strides of groups
@@ -232,7 +239,9 @@ class Geometry:
         is_there = [bool(group) for group in groups]
         for chosen in itertools.product(*dims):
             runs = [*itertools.compress(itertools.chain(*(of for _, of in chosen)), is_there)]
-            yield Piece(tuple((run,) for run, _ in runs), tuple(step for _, step in runs), sum(at for at, _ in chosen))
+            yield Piece(
+                tuple((run,) for run, _ in runs), tuple(step for _, step in runs), base + sum(at for at, _ in chosen)
+            )
 
 
 def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
@@ -251,6 +260,6 @@ def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
     return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
 
 
-def _row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
+def row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:
     """The strides of dimensions in row-major order, the last of which has a stride of ``last``."""
     return tuple(math.prod(lengths[place + 1 :]) * last for place in range(len(lengths)))

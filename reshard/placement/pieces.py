@@ -11,10 +11,10 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
-from formats.notation.axes import Run, product_boxes, product_runs
+from formats.notation.axes import Run, product_boxes, product_runs, segments
 
 Runs = tuple[Run, ...]
 
@@ -55,6 +55,74 @@ class Spread:
     def value(self) -> tuple[object, ...]:
         """Equal for spreads that are alike, as of the experts of a layer."""
         return self.full, self.order, frozenset(self.pieces.items())
+
+
+class Position(NamedTuple):
+    """Where a holder has the elements of a box: the first is number ``base`` of its tensor, in counting from where
+    pieces do; of each dimension of the box the stride.
+    """
+
+    holder: int
+    base: int
+    strides: tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Elements of an atom, a range of each dimension, that the same pieces have: in ``shape``, at each position."""
+
+    shape: tuple[int, ...]
+    sources: tuple[Position, ...]
+    targets: tuple[Position, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def within(self, dim: int, begin: int, length: int) -> Box:
+        """A range of a dimension of it."""
+        ends = (
+            tuple(at._replace(base=at.base + begin * at.strides[dim]) for at in of)
+            for of in (self.sources, self.targets)
+        )
+        return Box((*self.shape[:dim], length, *self.shape[dim + 1 :]), *ends)
+
+
+def boxes(source: Spread, target: Spread) -> Iterator[Box]:
+    """What the target's pieces have of an atom, but for padding, in boxes of which the same pieces of both sides have
+    all elements, in the order of its dimensions. A box without sources is nowhere in the source.
+    """
+    sides = [[(holder, piece) for holder, of in side.pieces.items() for piece in of] for side in (source, target)]
+    pieces, first = [*sides[0], *sides[1]], len(sides[0])
+
+    @cache
+    def ranges(dim: int, within: frozenset[int]) -> list[tuple[Run, frozenset[int]]]:
+        cut = segments({i: pieces[i][1].runs[dim] for i in within}, (0, source.full[dim]))
+        return [(run, of) for run, of in cut if run.offset < source.full[dim] and max(of, default=-1) >= first]
+
+    def products(within: frozenset[int], *runs: Run) -> Iterator[tuple[tuple[Run, ...], frozenset[int]]]:
+        if len(runs) == len(source.full):
+            yield runs, within
+            return
+        for run, of in ranges(len(runs), within):
+            yield from products(of, *runs, run)
+
+    def position(number: int, runs: tuple[Run, ...]) -> Position:
+        holder, piece = pieces[number]
+        local = (_local(of, run.offset) for of, run in zip(piece.runs, runs, strict=True))
+        base = piece.base + sum(at * stride for at, stride in zip(local, piece.strides, strict=True))
+        return Position(holder, base, piece.strides)
+
+    for runs, within in products(frozenset(range(len(pieces)))) if sides[1] else ():
+        have, want = (
+            tuple(position(i, runs) for i in sorted(within) if (i < first) == is_source) for is_source in (True, False)
+        )
+        yield Box(tuple(run.length for run in runs), have, want)
+
+
+def _local(runs: Runs, index: int) -> int:
+    """The number of indices of runs before an index."""
+    return sum(min(max(index - run.offset, 0), run.length) for run in runs)
 
 
 def common_blocks(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Blocks:

@@ -69,8 +69,8 @@ Parts = tuple[Portion, ...]
 """What a program makes of the tensors of a kind: all atoms of each."""
 
 
-def check_model_type(model: Model, format: Format) -> None:
-    """Raise PlanError for a model type that a format is not known to be right for."""
+def check_model_type(model: Model, format: Format, *, files: bool = False) -> None:
+    """Raise PlanError for a model type that a format is not known to be right for, or has no ``files`` for."""
     types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
     if format.types.only and not types & {*format.types.only}:
         raise PlanError(
@@ -79,7 +79,7 @@ def check_model_type(model: Model, format: Format) -> None:
             f"known are {', '.join(format.types.only)}",
         )
     kind, compared = format.types.name_of(model.config), format.types.compared
-    why = format.types.refused.get(kind)
+    why = format.types.refused.get(kind) or (format.types.beyond.get(kind) if files else None)
     if why is None and compared and not {kind, format.types.class_of(model.config)} & compared:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:

@@ -102,8 +102,8 @@ def _parts(config: dict[str, Any], section: Iterable[str]) -> Iterator[dict[str,
         yield config
 
 
-def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
-    """The plan by which a model is written in a format.
+def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = True) -> Plan:
+    """The plan by which a model is written in a format, or, without ``files``, held in a program's modules.
 
     Raises PlanError if the program cannot take it, or the degree is not possible, and for stages if the format has no
     file names for them.
@@ -120,17 +120,17 @@ def plan_for(model: Model, format: Format, degrees: Degrees) -> Plan:
         raise refused("ep", ep, why, format=format.name, instead=instead, advice=advice)
     if mesh.pp > 1 and format.files.pp is None:
         raise refused("pp", mesh.pp, "its ranks have all layers", format=format.name)
-    check_demands(model, format, mesh)
+    check_demands(model, format, mesh, files=files)
     return program_plan(model, format, mesh, pad=degrees.pad_vocab)
 
 
-def check_demands(model: Model, format: Format, mesh: Mesh) -> None:
-    """Raise PlanError if a program cannot take a model on these ranks."""
+def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = True) -> None:
+    """Raise PlanError if a program cannot take a model on these ranks, in files or in its modules."""
     if (not format.files.is_distributed or format.files.is_single) and SETTINGS in model.config:
         from formats.notation.adapters import MERGE_IT
 
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
-    check_model_type(model, format)
+    check_model_type(model, format, files=files)
     _check_compared(model, format, mesh)
 
     def look_up(name: str) -> Any:

@@ -158,7 +158,7 @@ def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, 
 
 
 def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.Tensor]]:
-    if routes.target.pieces is not None:
+    if routes.target.parts is not None:
         return {name: [torch.zeros_like(each) for each in of] for name, of in wanted.items()}
     held = [(each, shape) for each, shape in routes.target.arrangement.tensors_of(rank) if each.constant is None]
     return {each.name_on(rank): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype])] for each, shape in held}
@@ -171,8 +171,8 @@ def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors])
     sent = 0
     for step in range(len(routes.ends)):
         for sender, receiver in itertools.product(range(first), range(target.ranks)):
-            sends = [each for each in plans[sender][step] if each.target // target.width == receiver]
-            receives = [each for each in plans[first + receiver][step] if each.source // source.width == sender]
+            sends = [each for each in plans[sender][step] if each.target.holder // target.width == receiver]
+            receives = [each for each in plans[first + receiver][step] if each.source.holder // source.width == sender]
             assert sends == receives, "two ranks would not agree"
             room = torch.empty(sum(each.nbytes for each in sends), dtype=torch.uint8)
             assert len(room) <= BUCKET

@@ -8,14 +8,11 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from formats.errors import PlanError, ReshardError
-from formats.notation.axes import Run
 from reshard.live import exports
 from reshard.live.meshes import target_of, trainer_state
-from reshard.live.routing import plan_push, spans_of
+from reshard.live.routing import plan_push
 from reshard.pages.markup import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
@@ -49,23 +46,6 @@ def test_combinations(model: str) -> None:
 )
 def test_what_one_model_has(tmp_path: Path, model: str, dtype: str, source: str, target: str) -> None:
     assert wrong(zoo.save(model, tmp_path / "model", dtype=getattr(zoo.torch, dtype)), source, target) == []
-
-
-def runs_within(size: int) -> st.SearchStrategy[tuple[Run, ...]]:
-    """Runs in increasing order, with holes between them."""
-    return st.sets(st.integers(0, size), min_size=2).map(sorted).map(
-        lambda ends: tuple(Run(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=False))
-    )  # fmt: skip
-
-
-@given(runs_within(24), runs_within(24), runs_within(24))
-def test_spans_are_what_both_have(held: tuple[Run, ...], wanted: tuple[Run, ...], window: tuple[Run, ...]) -> None:
-    here, there = ([i for run in of for i in range(run.offset, run.end)] for of in (held, wanted))
-    found = [
-        (span.source + i, span.target + i) for span in spans_of(held, wanted, window[0]) for i in range(span.length)
-    ]
-    within = range(window[0].offset, window[0].end)
-    assert found == [(here.index(i), there.index(i)) for i in here if i in there and i in within]
 
 
 @pytest.fixture(scope="module")

@@ -339,7 +339,7 @@ def test_stopped(start: Callable[[Fault], Ranks], victim: int, moment: str, way:
 
 
 WRONG = [
-    (3, "bucket", "receiver 1 has made another plan than trainer 0"),
+    (3, "bucket", "receiver 1 has bucket=32768, and trainer 0 16384"),
     (2, "swapped", "receiver 0 has made another plan than trainer 0"),
     (3, "version", "receiver 1 is to have version 2, and trainer 0 1"),
     (1, "dtype", f"tensor '{A_WEIGHT}' is F32 [96, 64] on rank 1, and BF16 [96, 64] on a rank before it"),

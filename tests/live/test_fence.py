@@ -193,7 +193,7 @@ def test_one_who_came_and_died(store: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(play, store, part, {1: "", 2: ""}, TIMEOUT)
         time.sleep(0.3)
-        hello = fence_module._HELLO.pack(fence_module._token(NAMES, ""), 1)
+        hello = fence_module._HELLO.pack(fence_module._token(NAMES, ""), 1, len(NAMES))
         with socket.create_connection(("127.0.0.1", int(store.rpartition(":")[2]))) as connection:
             connection.sendall(b"reshard\n" + hello[:30])
             time.sleep(0.1)
@@ -226,8 +226,10 @@ def test_who_may_not_join(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def part(fence: Fence) -> None:
         if fence.rank == 1:
-            assert REFUSED in refused(1, (*NAMES, "receiver 1"))
-            assert REFUSED in refused(3, (*NAMES, "receiver 1"))
+            for rank in (1, 3):
+                why = "it was refused: it counts 4 processes, trainers and receivers, and trainer 0 3"
+                assert why in refused(rank, (*NAMES, "receiver 1"))
+            assert REFUSED in refused(1, (NAMES[0], "receiver 0", "receiver 1"))
             assert "another process has its place" in refused(1, NAMES)
             monkeypatch.setattr(fence_module, "__version__", "0.0.7")
             assert REFUSED in refused(1, NAMES)
@@ -239,7 +241,7 @@ def test_who_may_not_join(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "noise",
     [
-        b"GET / HTTP/1.1\r\n\r\n", b"", b"reshard\n" + bytes(36), b"reshard\n" + bytes(32) + b"\xff" * 4 + b"x" * 9999,
+        b"GET / HTTP/1.1\r\n\r\n", b"", b"reshard\n" + bytes(40), b"reshard\n" + bytes(32) + b"\xff" * 8 + b"x" * 9999,
     ],
 )  # fmt: skip
 def test_strangers(store: str, noise: bytes) -> None:

@@ -18,10 +18,12 @@ from reshard.live import pull, push
 from reshard.live.demo import Weights
 from reshard.live.meshes import arranged, target_of, trainer_state
 from reshard.live.process import Pull
+from reshard.live.routing import Routes
 from reshard.source.opening import open_source
 from tests import zoo
 from tests.live.combinations import part, whole_tensors
 from tests.live.test_fence import free_port
+from tests.marks import one_of_each
 
 
 def receiver_of(model: nn.Module) -> nn.Module:
@@ -35,8 +37,8 @@ def receiver_of(model: nn.Module) -> nn.Module:
 def pushed(
     model: Any, receiver: nn.Module, *, versions: int = 1, delta: bool = False, keep: bool = True,
     program: str = "transformers", config: Path | None = None,
-) -> None:  # fmt: skip
-    """Push to a model in this process. Raises LiveError, the same on both sides."""
+) -> Routes:  # fmt: skip
+    """Push to a model in this process; returns the plan. Raises LiveError, the same on both sides."""
     both: dict[str, Any] = {
         "store": f"tcp://127.0.0.1:{free_port()}", "rank": 0, "world": 1, "timeout": 20.0, "program": program
     }  # fmt: skip
@@ -53,6 +55,8 @@ def pushed(
             if version < versions:
                 with torch.no_grad():
                     model.get_input_embeddings().weight[3] += 1
+        assert take.routes is not None
+        return take.routes
     finally:
         give.close()
         take.close()
@@ -90,11 +94,15 @@ def test_a_trainer_that_unties_is_refused(tied: Any) -> None:
 EXTRA: dict[str, tuple[Callable[[Any], object], str]] = {
     "rows": (
         lambda model: model.resize_token_embeddings(128, mean_resizing=False),
-        r"the pieces of tensor 'model\.embed_tokens\.weight' make \[128, 80\], it should be \[120, 80\]",
+        r"tensor 'model\.embed_tokens\.weight' is \[128, 80\] on live ranks, and should be \[120, 80\]",
     ),
     "a head": (
         lambda model: setattr(model, "score", nn.Linear(80, 1, bias=False, dtype=torch.bfloat16)),
         r"tensor 'score\.weight' is none of this model's \(held by receiver 0\)",
+    ),
+    "a parameter in place of a buffer": (
+        lambda model: model.model.register_parameter("offset", nn.Parameter(torch.ones(4, dtype=torch.bfloat16))),
+        r"tensor 'model\.offset' is none of this model's \(held by receiver 0\)",
     ),
     "a layer": (
         lambda model: model.model.layers.append(type(model.model.layers[0])(model.config, 3).to(torch.bfloat16)),
@@ -111,6 +119,34 @@ def test_what_nobody_sends_is_refused(tied: Any, what: str) -> None:
     with pytest.raises(LiveError, match=why):
         pushed(tied, receiver)
     assert all(bool((tensor == 7).all()) for name, tensor in receiver.named_parameters() if "layers.0" in name)
+
+
+MORE = (
+    "esm",  # a buffer that is saved, and that checkpoints have under other names
+    "zamba2",  # layers that are one module
+    "diffusion_gemma",  # an encoder and a decoder of the same parameters: checkpoints have the second names
+)
+
+
+@pytest.mark.parametrize("model", one_of_each(MORE))
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_modules_have_beyond_checkpoints(tmp_path: Path, model: str, keep: bool) -> None:
+    """A buffer is left alone, and named. A parameter is not (see ``EXTRA``)."""
+    import transformers
+
+    folder = zoo.save(model, tmp_path / "model", dtype=torch.bfloat16)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    load = getattr(transformers, config.architectures[0]).from_pretrained
+    trainer, receiver = load(folder, dtype="auto"), load(folder, dtype="auto")
+    for each in (trainer, receiver):
+        each.register_buffer("steps", torch.zeros(3))
+    for tensor in [*receiver.parameters(), receiver.steps]:
+        tensor.data.fill_(7)
+    plan = pushed(trainer, receiver, keep=keep, versions=2, delta=True)
+    assert plan.beyond == ("steps",) and str(plan).endswith("Left alone, as no checkpoint has them: steps.")
+    wanted, found = named(trainer), named(receiver)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert receiver.steps.eq(7).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25])

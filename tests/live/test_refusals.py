@@ -85,8 +85,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], dict[str, Any], t
         lambda model: model, {"bucket": 0}, {"bucket": 0}, (1, 1), "bucket=0 is no number of bytes from 4,096 on", "",
     ),
     "a receiver's bucket": (
-        lambda model: model, {}, {"bucket": 6.4e7}, (1, 1),
-        "receiver 0: bucket=64000000.0 is no number of bytes from 4,096 on", "",
+        lambda model: model, {}, {"bucket": 1 << 20}, (1, 1),
+        "receiver 0 has bucket=1048576, and trainer 0 67108864", "give all the same",
     ),
     "a word as version": (
         lambda model: model, {}, {}, ("3", 3), "trainer 0: version='3' is no whole number from 0 to 2**63 - 1", "",

@@ -19,7 +19,7 @@ from formats.notation.axes import Run, parse, product_boxes
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Piece, common_blocks
+from reshard.placement.pieces import Blocks, Piece, Position, boxes, common_blocks
 from reshard.placement.portions import Portion
 from reshard.placement.stored import Location, Stored, blocks_of
 from tests.marks import examples
@@ -251,6 +251,42 @@ def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: 
             found = written[h].view(np.uint32)
             assert np.array_equal(found[mine], target.tensor(h).ravel()[mine])  # and zeros in the padding
             assert (times[h].reshape(-1, 4) == mine[:, None]).all()
+
+
+@examples(150)
+@given(pairs(), st.randoms())
+def test_boxes_bring_each_element_to_its_place(pair: tuple[Case, Case], random: Any) -> None:
+    """From any of their sources, to each of their targets, whole or in parts; what is in none is padding."""
+    source, target = pair
+    for place in range(len(source.whole)):
+        number, there = source.number(place), target.number(place)
+        blocks = blocks_of(source.placed(number), target.placed(there))
+        assert blocks is not None
+        before, after = source.placed(number).spread(blocks), target.placed(there).spread(blocks)
+        matching = dict(zip(source.full(number).ravel().tolist(), target.full(there).ravel().tolist(), strict=True))
+        times = {h: np.zeros(target.tensor(h).size, int) for h in after.pieces}
+        for box in boxes(before, after):
+            dim = random.randrange(len(box.shape)) if box.shape else 0
+            ends = sorted({0, *(random.randint(0, n) for n in box.shape[dim : dim + 1]), *box.shape[dim : dim + 1]})
+            for part in (box.within(dim, a, b - a) for a, b in itertools.pairwise(ends)) if box.shape else [box]:
+                for local in itertools.product(*map(range, part.shape)):
+
+                    def where(at: Position, case: Case, of: int, local: tuple[int, ...] = local) -> int:
+                        first = case.geometry.first(at.holder, of) + at.base
+                        return first + sum(i * stride for i, stride in zip(local, at.strides, strict=True))
+
+                    values = {
+                        matching[int(source.tensor(at.holder).ravel()[where(at, source, number)])]
+                        for at in part.sources
+                    }
+                    for at in part.targets:
+                        times[at.holder][where(at, target, there)] += 1
+                        assert values == {int(target.tensor(at.holder).ravel()[where(at, target, there)])}
+        for h, pieces in after.pieces.items():
+            first, expected = target.geometry.first(h, there), np.zeros(len(times[h]), int)
+            for index, at in (each for piece in pieces for each in elements(piece)):
+                expected[first + at] += all(i < n for i, n in zip(index, after.full, strict=True))
+            assert np.array_equal(times[h], expected)
 
 
 @given(

@@ -192,8 +192,11 @@ def _take_what_is_there(report: Report, recognised: Recognised, error: ReshardEr
     if recognised.damage is not None:
         report.problems.append(recognised.damage.message)
     program = recognised.kind == "program"
-    if any(format.files.is_distributed and program_files(format, report.path) for format in recognised.formats):
-        _take_distributed(report, recognised.formats)
+    there = recognised.manifest is not None
+    if any(
+        format.files.is_distributed and (there or program_files(format, report.path)) for format in recognised.formats
+    ):
+        _take_distributed(report, recognised.formats, error)
     elif program or recognised.kind == "split":
         _take_ranks(report, _files_of_ranks(report, recognised), recognised)
     else:
@@ -228,7 +231,7 @@ def _take_full(report: Report, error: ReshardError) -> None:
             report.refused = lacking.message
 
 
-def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
+def _take_distributed(report: Report, formats: Sequence[Format], why: ReshardError) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
     folder = next((at for format in formats if find_training(at := weights_folder(format, report.path))), report.path)
     matching = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
@@ -239,8 +242,8 @@ def _take_distributed(report: Report, formats: Sequence[Format]) -> None:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
         checkpoint = read_training(folder)
-    except ReshardError as error:
-        report.problems.append(error.message)
+    except ReshardError:
+        report.problems.append(why.message)
         training = find_training(folder)
         place = training.file.parent if training else folder
         files = [file for ends in ("distcp", "pt", "bin") for file in glob(place, f"*.{ends}") if file.is_file()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import MismatchError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
@@ -283,5 +283,8 @@ def test_pieces_that_do_not_fit_are_refused(change: str, says: str, code: int, t
 def test_a_missing_file_is_noticed(tmp_path: Path) -> None:
     split(store.checkpoint("phi3"), tmp_path / "out", tp=4, format="transformers")
     sorted(tmp_path.glob("out/*.safetensors"))[2].unlink()
+    with pytest.raises(CheckpointError, match=r"is missing, reshard\.json lists it"):
+        merge(tmp_path / "out", tmp_path / "merged")
+    (tmp_path / "out" / "reshard.json").unlink()
     with pytest.raises(MismatchError, match=r"pieces of tensor|elements of tensor"):
         merge(tmp_path / "out", tmp_path / "merged")

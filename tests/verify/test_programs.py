@@ -624,12 +624,11 @@ def test_a_folder_without_the_weights_that_its_manifest_says(format: str, tmp_pa
     split(store.checkpoint("llama"), out, tp=2, format=format)
     for file in [*out.glob("latest_*"), *out.glob("model-rank-*")]:
         file.unlink()
-    said = (
-        "latest_checkpointed_iteration.txt is missing" if "megatron" in format else "has no weight files of the format"
-    )
+    lost = ["the files of rank 0 of 2 are missing", "ranks 0, 1 of tp 2 are missing", "no weight files of the format"]
+    said = ["latest_checkpointed_iteration.txt is missing"] if "megatron" in format else lost
     for words in (["merge", out, tmp_path / "merged"], ["plan", out], ["verify", store.checkpoint("llama"), out]):
         done = command(*words, *(["--exact-only"] if words[0] == "verify" else []))
-        assert done.returncode in (1, 2) and said in done.stdout + done.stderr, done.stderr
+        assert done.returncode in (1, 2) and any(why in done.stdout + done.stderr for why in said), done.stderr
         assert "internal error" not in done.stderr
     done = command("inspect", out)
-    assert done.returncode == 1 and said in done.stdout
+    assert done.returncode == 1 and any(why in done.stdout for why in said)

@@ -193,7 +193,7 @@ def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
 def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Shape]]) -> str:
     """Add the masters and the states of the optimizer; returns what form they have."""
     if not optimizers:
-        return "no ZeRO"
+        return "no ZeRO, whose optimizer is not read" if main.content.get("optimizer") else "no ZeRO"
     states = [file.table("optimizer_state_dict") for file in optimizers]
     forms = [_form(state) for state in states]
     (stage, world), wrong = forms[0], None
@@ -224,7 +224,7 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
             raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", _TOGETHER) from None
     _check_steps(optimizers, saved)
     _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
-    return f"ZeRO-{stage}, {world} ranks"
+    return f"ZeRO-{stage}, {world} rank{'s' * (world != 1)}"
 
 
 def _form(state: Mapping[str, Any]) -> tuple[object, object]:

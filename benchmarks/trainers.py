@@ -1,11 +1,12 @@
 """What trainers leave, made a Hugging Face checkpoint: by reshard and by the programs' own converters, in one run.
 
     python -m benchmarks.trainers [--gigabytes 2] [--rounds 2] [--folder DIR] [--deepspeed-python PATH]
+        [--verl-python PATH]
 
 A Llama of so many GB in float32, as ZeRO-3 and ZeRO-1 leave it on four ranks (by the tests' rule, with both averages:
 three times as large), as pickled DTensors of FSDP2 (verl), and as torch's distributed checkpoint (Trainer, accelerate).
 Each way is timed in turn with ``cp -r`` of what comes out, and measured once more for its memory. DeepSpeed's
-``zero_to_fp32`` runs in the python of an environment that has it.
+``zero_to_fp32`` and verl's merger run in the pythons of environments that have them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "reshard-benchmark-trainers")
     parser.add_argument("--deepspeed-python", help="the python of an environment with DeepSpeed")
+    parser.add_argument("--verl-python", help="the python of an environment with verl")
     arguments = parser.parse_args()
     folder, out = arguments.folder, arguments.folder / "out"
     layers, config = max(1, round((arguments.gigabytes / 2 - 0.39) / 0.2013)), folder / "config"
@@ -58,6 +60,8 @@ def main() -> None:
     save_zero(folder / "zero1", tensors, 1, RANKS)
     save_fsdp(folder / "verl", tensors, (RANKS,), ("fsdp",))
     del tensors
+    (folder / "verl" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": RANKS}))
+    shutil.copytree(config, folder / "verl" / "huggingface")
     merged, dcp = folder / "merged", folder / "dcp"
     run([*RESHARD, "merge", str(folder / "verl"), str(merged), "--config", str(config)])
     run([*RESHARD, "split", str(merged), str(dcp), "--as", "dcp"])
@@ -73,6 +77,11 @@ def main() -> None:
             Way(f"zero_to_fp32, {name}", merged, [arguments.deepspeed_python, "-c", ZERO, str(folder / name), str(out)])
             for name in ("zero3", "zero1")
         ]
+    if arguments.verl_python:
+        merger = [arguments.verl_python, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        ways.append(
+            Way("verl's merger", merged, [*merger, "--local_dir", str(folder / "verl"), "--target_dir", str(out)])
+        )
     measure(ways, out, arguments.rounds)
     shutil.rmtree(folder)
 

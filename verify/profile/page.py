@@ -128,9 +128,9 @@ def _figure(
                 kind = f"bar c{colours.setdefault(part, len(colours))}{' open' if is_open else ''}"
                 bars.append(rectangle(kind, x, 0, 100 * value / longest, 10))
                 x += 100 * value / longest
-            told = f"tp {row['tp']}: {words}{', predicted' if is_open else ''}"
-            box = {"viewBox": "0 0 100 10", "preserveAspectRatio": "none", "role": "img", "aria_label": told}
-            lines += [element("span", f"tp {row['tp']}"), element("svg", element("title", told), *bars, **box),
+            label = f"tp {row['tp']}: {words}{', predicted' if is_open else ''}"
+            box = {"viewBox": "0 0 100 10", "preserveAspectRatio": "none", "role": "img", "aria_label": label}
+            lines += [element("span", f"tp {row['tp']}"), element("svg", element("title", label), *bars, **box),
                       element("span", words, class_="number")]  # fmt: skip
         groups += [element("p", name, class_="muted"), element("div", *lines, class_="bars")]
     keys = [(f"bar c{colour}", part) for part, colour in colours.items()] if len(colours) > 1 else []

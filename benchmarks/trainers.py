@@ -19,6 +19,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.checkpoints import CONFIG, llama_tensors
 from benchmarks.containers import RESHARD, Way, measure
@@ -61,7 +64,8 @@ def main() -> None:
     save_fsdp(folder / "verl", tensors, (RANKS,), ("fsdp",))
     del tensors
     (folder / "verl" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": RANKS}))
-    shutil.copytree(config, folder / "verl" / "huggingface")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    words.save_pretrained(shutil.copytree(config, folder / "verl" / "huggingface"))  # verl's merger needs one
     merged, dcp = folder / "merged", folder / "dcp"
     run([*RESHARD, "merge", str(folder / "verl"), str(merged), "--config", str(config)])
     run([*RESHARD, "split", str(merged), str(dcp), "--as", "dcp"])

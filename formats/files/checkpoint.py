@@ -160,9 +160,8 @@ def has_adapter(folder: FilePath) -> bool:
 def open_adapter(path: FilePath, base: Path | None, known: dict[str, Any] | None = None) -> Checkpoint:
     """Open a PEFT adapter. Its config is that of the model that it changes, with the adapter's as ``peft_config``.
 
-    That may be ``known``.
-    The model's lies in the folder ``base``, or in its own. Without either, the model is looked for in the folder that
-    ``adapter_config.json`` names. Raises CheckpointError.
+    The model's is ``known``, or lies in the folder ``base``, or in the adapter's own. Without these, it is looked for
+    in the folder that ``adapter_config.json`` names. Raises CheckpointError.
     """
     named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     folders = [base] if base is not None else [path, *([Path(named)] if isinstance(named, str) and named else [])]

@@ -117,8 +117,8 @@ class Reader:
         return data.reshape(region.shape)
 
     def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
-        """Request the bytes of remote files that ``read`` of these regions will read, as one step; ``ahead.done`` ends
-        it.
+        """Request the bytes of remote files that ``read`` of these regions will read, as one step, which
+        ``ahead.end_step`` ends.
         """
         self.ahead.request((place.file, needed(place, region)) for place, region in regions if place.file.is_elsewhere)
 

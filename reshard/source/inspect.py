@@ -384,7 +384,7 @@ def _staging(path: Path, command: str) -> Report:
     begun = [file for file in path.rglob("*.incomplete") if file.is_file()]
     report.files, report.nbytes = len(finished), sum(file.stat().st_size for file in finished)
     out = path.with_name(path.name.removesuffix(SUFFIX))
-    report.problems.append(f"it is not finished: {len(finished)} weight files are written, {len(begun)} are begun")
+    report.problems.append(f"it is not finished; weight files: {len(finished)} written, {len(begun)} begun")
     report.problems += unfinished_parts(path)
     report.hint = f"'reshard {command}' to {out} is running or was stopped; the same command writes what is missing"
     return report

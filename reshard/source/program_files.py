@@ -310,7 +310,7 @@ def numbered_globally(
 
 
 def check_recorded(path: FilePath, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all weight files that a manifest lists are there, with their sizes."""
+    """Raise CheckpointError unless all files of ranks that a manifest lists are there, with their sizes."""
     for rank, records in manifest.ranks.items():
         if lacking := [record.name for record in records if not (path / record.name).is_file()]:
             all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"

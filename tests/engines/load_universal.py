@@ -56,8 +56,10 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9)}
 class Run:
     """A model in training, on one of several ranks."""
 
-    def __init__(self, kind: str, model: Path, world: int, decay: float, *, is_resumed: bool) -> None:
-        """``decay`` is that of vectors: ZeRO-3 loads the settings of the first group for all."""
+    def __init__(self, kind: str, model: Path, world: int, *, is_one_group: bool, is_resumed: bool) -> None:
+        """``is_one_group``: ZeRO-3 gives all groups the settings of the first, and one tensor of steps, to which each
+        group adds.
+        """
         from transformers import AutoModelForCausalLM
 
         self._is_bf16, self._world = kind.endswith("bf16"), world
@@ -66,21 +68,26 @@ class Run:
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.normal_()
-        self._net, self._engine = net, None
-        groups = [
-            {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": decay},
+        self._net, self._engine = net, None  # what DeepSpeed makes of it
+        names = [
+            [name for name, p in net.named_parameters() if is_one_group or p.dim() > 1],
+            [name for name, p in net.named_parameters() if not is_one_group and p.dim() == 1],
         ]
         if kind == "fsdp2":
             mesh = init_device_mesh("cpu", (world,))
             for layer in net.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
-            names = [[n for n, p in net.named_parameters() if (p.dim() > 1) == is_first] for is_first in (True, False)]
-            parameters = dict(net.named_parameters())
-            for group, members in zip(groups, names, strict=True):
-                group["params"] = [parameters[name] for name in members]
-            self._optimizer: Any = torch.optim.AdamW(groups, **SETTINGS)
+        parameters = dict(net.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [parameters[name] for name in group], "weight_decay": decay}
+                for group, decay in zip(names, (0.1, 0.0), strict=True)
+                if group
+            ],
+            **SETTINGS,
+        )
+        if kind == "fsdp2":
             return
         import deepspeed
         import deepspeed.ops
@@ -92,9 +99,7 @@ class Run:
             "bf16": {"enabled": self._is_bf16}, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False, "checkpoint": {"load_universal": True},
         }  # fmt: skip
-        self._engine, *_ = deepspeed.initialize(
-            model=net, optimizer=torch.optim.AdamW(groups, **SETTINGS), config=settings
-        )
+        self._engine, *_ = deepspeed.initialize(model=net, optimizer=self._optimizer, config=settings)
 
     def save(self, folder: Path) -> None:
         if self._engine is not None:
@@ -136,7 +141,7 @@ def _work(
     world: int,
     port: int,
     kind: str,
-    decay: float,
+    is_one_group: bool,
     model: Path,
     source: Path | None,
     out: Path | None,
@@ -153,7 +158,7 @@ def _work(
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
-    run = Run(kind, model, world, decay, is_resumed=source is not None)
+    run = Run(kind, model, world, is_one_group=is_one_group, is_resumed=source is not None)
     if source is not None:
         run.load(source)
     elif out is not None:
@@ -167,13 +172,14 @@ def _work(
 
 
 def _train(
-    kind: str, world: int, decay: float, model: Path, losses: Path, source: Path | None, out: Path | None
+    kind: str, world: int, is_one_group: bool, model: Path, losses: Path, source: Path | None, out: Path | None
 ) -> torch.Tensor:
     """The losses of each sequence in the last steps."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_work, (world, port, kind, decay, model, source, out, losses), world)  # raises for any
+    arguments = world, port, kind, is_one_group, model, source, out, losses
+    torch.multiprocessing.spawn(_work, arguments, world)  # raises for any
     parts = [json.loads(losses.with_suffix(f".{rank}").read_text()) for rank in range(world)]
     return torch.cat([torch.tensor(part, dtype=torch.float64) for part in parts], dim=1)
 
@@ -192,19 +198,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reshard-universal-") as temporary:
         for number, (name, before, ranks, after, others) in enumerate(RUNS):
             root = Path(temporary) / str(number)
-            model, decay = zoo.save(name, root / "model"), 0.1 if after == "zero-3" else 0.0
+            model, is_one_group = zoo.save(name, root / "model"), after == "zero-3"
             is_alone = before == "weights"
             first_kind, saved = (after, model) if is_alone else (before, root / "saved")
-            unbroken = _train(first_kind, ranks, decay, model, root / "unbroken", None, None if is_alone else saved)
+            out = None if is_alone else saved
+            unbroken = _train(first_kind, ranks, is_one_group, model, root / "unbroken", None, out)
             format = "dcp-transformers" if after == "fsdp2" else "deepspeed-universal"
             split(saved, root / "ours", format=format, config=None if is_alone else model)
-            resumed = _train(after, others, decay, model, root / "resumed", root / "ours", None)
+            resumed = _train(after, others, is_one_group, model, root / "resumed", root / "ours", None)
             first, second = (resumed - unbroken).abs().max(dim=1).values.tolist()
             is_same = first == 0 and (second < NOISE or after.endswith("bf16"))
             own = ""
             if before == after != "fsdp2":
                 _convert(root / "saved" / "global_step2", root / "own" / "global_step2_universal", int(before[5]))
-                theirs = _train(after, others, decay, model, root / "theirs", root / "own", None)
+                theirs = _train(after, others, is_one_group, model, root / "theirs", root / "own", None)
                 own = f", {'as' if torch.equal(theirs, resumed) else 'NOT as'} from DeepSpeed's own converter"
                 is_same = is_same and torch.equal(theirs, resumed)
             verdict = "goes on as if unbroken" if is_same else "goes on as another run"

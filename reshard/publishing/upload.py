@@ -349,7 +349,7 @@ class Uploading(Staging):
         ``is_ending``: also while its other processes remove their journals.
         """
         objects = self._bucket.objects()
-        seen = {name: etag for name, etag in self._in_place.items() if self._is_last and name in self.share.planned}
+        seen = {name: self._in_place[name] for name in (self.share.planned if self._is_last else ())}
         mine = self._of_task(objects) if is_ending else {self._journal_key}
         is_unfinished = UNFINISHED in objects or {*journals(objects)} - mine
         last = [name for name in LAST if name in objects]

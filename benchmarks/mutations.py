@@ -53,6 +53,7 @@ PLACES = ("tests/reshard/test_pieces.py",)
 KILLS = ("tests/reshard/test_output.py",)
 PARTS = ("tests/reshard/test_parts.py",)
 BUCKETS = ("tests/reshard/test_ranges.py",)
+ORDERS = ("tests/reshard/test_bucket_interleavings.py",)
 LAUNCHES = ("tests/verify/test_launch.py",)
 RESUMING = ("tests/reshard/test_resuming.py",)
 TIED = ("tests/reshard/test_tied_twice.py",)
@@ -176,6 +177,13 @@ MUTATIONS = (
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
              ("tests/reshard/test_launcher.py",)),
     Mutation("reshard", '== entry["etag"]', "is not None", BUCKETS),
+    Mutation("reshard", "etag_of(answer) or etag_of(meta)", "etag_of(meta)", ORDERS),
+    Mutation("reshard", "if is_put and isinstance(error, PublishedError):", "if isinstance(error, PublishedError):",
+             ORDERS),
+    Mutation("reshard", "{*journals(objects)} - mine", "set()", ORDERS),
+    Mutation("reshard", 'self._new_key("nobody")', "self._journal_key", ORDERS),
+    Mutation("reshard", "if foreign or not self.share", "if not self.share", ORDERS),
+    Mutation("reshard", "if not (was_empty and has_last) or", "if True or", ORDERS),
     Mutation("reshard", 'in {"408", "429"} or status.startswith("5")', 'in {"408", "429"}', BUCKETS),
     # what vLLM was compared with
     Mutation("reshard", "if largest is not None and degree > largest:", "if False:", VLLM),

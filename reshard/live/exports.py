@@ -11,7 +11,6 @@ from formats.notation.axes import Run
 from formats.notation.placements import Cut, in_order
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import BUCKET, Routes, plan_push, view_of
-from reshard.model.model import Model
 from reshard.source.opening import Access, Place
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
@@ -54,24 +53,14 @@ def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> d
     says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
     """
     goal = target_of(target) if isinstance(target, str) else target
-    opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
-    return {name: _placement(dims) for name, dims in _dims(opened.model, goal)}
+    arrangement = arranged(open_any(checkpoint, Access(**access), Weights.HEADERS).model, goal)
+    mesh, stored = arrangement.plan.mesh, (each for each in arrangement.stored if each.constant is None)
+    if len([degree for _, degree in mesh.degrees if degree > 1]) > 1 and not goal.degrees.same_ranks:
+        raise PlanError(f"'{goal}' has ranks along several dimensions, and placements are of one")
+    return {each.name: _placement([each.geometry.dims(rank) for rank in range(mesh.size)]) for each in stored}
 
 
-Dims = Sequence[Sequence[Sequence[Run]] | None]
-
-
-def _dims(model: Model, target: Target) -> Iterator[tuple[str, Dims]]:
-    """The runs of each dimension that each rank has of each tensor."""
-    arrangement = arranged(model, target)
-    if len([degree for _, degree in arrangement.plan.mesh.degrees if degree > 1]) > 1 and not target.degrees.same_ranks:
-        raise PlanError(f"'{target}' has ranks along several dimensions, and placements are of one")
-    for stored in arrangement.stored:
-        if stored.constant is None:
-            yield stored.name, [stored.geometry.dims(rank) for rank in range(arrangement.plan.mesh.size)]
-
-
-def _placement(ranks: Dims) -> str | None:
+def _placement(ranks: Sequence[Sequence[Sequence[Run]] | None]) -> str | None:
     if any(dims is None for dims in ranks):
         return None
     runs_of = [tuple(tuple(of) for of in dims) for dims in ranks if dims is not None]

@@ -47,20 +47,14 @@ class Part:
     content: Future[memoryview]
 
 
-@dataclass(frozen=True)
-class Step:
-    """The parts that were requested for one step of the work, by file, in order."""
-
-    parts: dict[SourceFile, Sequence[Part]]
-
-
 class Ahead:
     """The ranges of remote files that are under way. The first step requested is the first to be read."""
 
     def __init__(self) -> None:
         self._threads = Threads(REQUESTS)
         self._open: dict[SourceFile, Read] = {}
-        self._steps: list[Step] = []
+        self._steps: list[dict[SourceFile, Sequence[Part]]] = []
+        """The parts that were requested for each step of the work, by file, in order."""
         self._fetched, self._again = 0, tried_again()
 
     def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
@@ -69,8 +63,9 @@ class Ahead:
         for file, ranges in tensors:
             if file.is_elsewhere:
                 ranges_of.setdefault(file, []).extend(joined(ranges, GAP))
-        step = Step({file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()})
-        self._steps.append(step)
+        self._steps.append({
+            file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()
+        })  # fmt: skip
 
     @property
     def traffic(self) -> Traffic:
@@ -80,7 +75,7 @@ class Ahead:
     @property
     def nbytes(self) -> int:
         """The bytes of all steps that are not done."""
-        return sum(part.end - part.begin for step in self._steps for parts in step.parts.values() for part in parts)
+        return sum(part.end - part.begin for step in self._steps for parts in step.values() for part in parts)
 
     def end_step(self) -> None:
         """Forget the first step."""
@@ -100,13 +95,13 @@ class Ahead:
 
     def close(self) -> None:
         """Cancel requests that have not begun."""
-        for part in (part for step in self._steps for parts in step.parts.values() for part in parts):
+        for part in (part for step in self._steps for parts in step.values() for part in parts):
             part.content.cancel()
         self._threads.close()
 
     def _find(self, file: SourceFile, offset: int) -> Part | None:
         for step in self._steps:
-            parts = step.parts.get(file, ())
+            parts = step.get(file, ())
             number = bisect_right(parts, offset, key=lambda part: part.begin) - 1
             if number >= 0 and offset < parts[number].end:
                 return parts[number]

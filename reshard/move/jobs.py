@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""
 
 
-def no_progress(moved: int, total: int) -> None:
+def no_progress(*progress: object) -> None:
     """Show no progress."""
 
 

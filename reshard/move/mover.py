@@ -272,9 +272,6 @@ class Mover:
         self._summed_for = None if job.again else frozenset(self._numbers[file] for file in files)
         return not files or not all(file.done for file in files)
 
-    def _is_done(self, job: Job, rank: int) -> bool:
-        return job.target(rank).file.done
-
     def _stream(self, job: Job, slab: Slab) -> None:
         """Move plain byte ranges window by window: each is read once and written to all its targets."""
         for number, region in enumerate(slab.reads):
@@ -320,7 +317,7 @@ class Mover:
                 self._shown, self._reported = self._account.nbytes, time.monotonic()
 
     def _write_zeros(self, job: Job, region: Region, copy: Copy) -> None:
-        if self._is_done(job, region.rank):
+        if job.target(region.rank).file.done:
             return
         part = copy.target_slices[0]
         zeros = np.zeros(min(self._sizes.piece, part.stop - part.start), dtype=np.uint8)
@@ -332,7 +329,7 @@ class Mover:
             region = slab.writes[copy.target]
             if copy.source is None:
                 self._write_zeros(job, region, copy)
-            elif not self._is_done(job, region.rank):
+            elif not job.target(region.rank).file.done:
                 self._write_at(job, region, copy.target_slices[0].start, blocks[copy.source][copy.source_slices])
 
     def _write_blocks(self, job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
@@ -348,9 +345,8 @@ class Mover:
                 block[copy.target_slices] = copy.block(blocks)
             self._write_at(job, region, 0, block.reshape(-1))
 
-        ranks = [region.rank for region in slab.writes]
-        unwritten = [(rank, number) for number, rank in enumerate(ranks) if not self._is_done(job, rank)]
-        self._one_by_one(job, unwritten, move)
+        ranks = enumerate(region.rank for region in slab.writes)
+        self._one_by_one(job, [(rank, i) for i, rank in ranks if not job.target(rank).file.done], move)
 
     def _write_at(self, job: Job, region: Region, begin: int, data: Bytes) -> None:
         """Write from byte ``begin`` of a region on."""
@@ -550,23 +546,15 @@ def allocate(nbytes: int) -> Bytes:
 
 def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
-    if slab.is_flat and not slab.checks:
-        _read_flat(job, slab, reader, blocks)
-        return
-    sources = [reader.read(job.source(region.rank), region, allocate) for region in slab.reads]
+    is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
+    sources = [] if is_direct else [reader.read(job.source(of.rank), of, allocate) for of in slab.reads]
     check_slab(job, slab, sources)
     for copy in slab.copies:
-        blocks[copy.target][copy.target_slices] = copy.block(sources)
-
-
-def _read_flat(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
-    """Read plain byte ranges directly into the memory."""
-    for copy in slab.copies:
         block = blocks[copy.target][copy.target_slices]
-        if copy.source is None:
-            block[:] = 0
-        else:
-            region = slab.reads[copy.source]
-            place = job.source(region.rank)
-            for offset, at, length in region.ranges(copy.source_slices[0].start, block.size):
-                reader.fill(block[at : at + length], place.file, place.offset + offset)
+        if copy.source is None or not is_direct:
+            block[...] = copy.block(sources)
+            continue
+        region = slab.reads[copy.source]
+        place = job.source(region.rank)
+        for offset, at, length in region.ranges(copy.source_slices[0].start, block.size):
+            reader.fill(block[at : at + length], place.file, place.offset + offset)

@@ -22,7 +22,7 @@ from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
 from reshard.store.selection import modules
-from reshard.store.staging_names import STATE, UNFINISHED, check_staging, document_of, staging_of
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, document_of, staging_of
 
 if TYPE_CHECKING:
     from formats.notation.format import Format
@@ -67,7 +67,7 @@ class Existing:
     @property
     def _is_unfinished(self) -> bool:
         """Whether it is the unfinished output of a bucket; a folder may be a copy of one."""
-        return UNFINISHED in self.names and not self.is_folder
+        return not self.is_folder and any(name.startswith((UNFINISHED, JOURNAL)) for name in self.names)
 
     def check_replaceable(self, same: Mapping[str, bytes], *, overwrite: bool) -> None:
         """Raise CheckpointError unless nothing is there, or a checkpoint, or part of one, that may be replaced.

@@ -1,15 +1,18 @@
 """Publishes an output in a bucket: a few files at a time are built in a folder here, and uploaded.
 
 The files that make a folder a checkpoint (``config.json``, the index, the manifest) come last, so that a reader never
-takes a part of it for a checkpoint, and have the task in their metadata. While an upload is unfinished, an object
-``.reshard-unfinished`` says so, and names the task. A journal object for each process has the files that it has
-uploaded, with their etags: a stopped run can go on, on any machine, and keeps the files that have not changed.
+takes a part of it for a checkpoint. The very last has the task in its metadata. Two kinds of objects say that a place
+is unfinished. The mark ``.reshard-unfinished`` says whose it is: a store makes or replaces it only if it is what the
+process has seen. A journal for each process has the files that it has uploaded, with their etags: a stopped run can go
+on, on any machine, and keeps the files that have not changed. No other process has a journal of this name, so it stays
+when somebody who comes late removes a mark that is another's meanwhile.
 
-To replace a checkpoint, or another task's unfinished output, the place is first marked, then cleared of all that the
-new output does not have: the manifest, which knows what may be removed, goes last.
+To replace a checkpoint, or another task's unfinished output, a process puts its journal there, makes the mark its own,
+and then removes all that the new output does not have: the manifest, which knows what may be removed, goes last.
 
 Before and after each file, a process checks that the place is still its task's. A store has no locks: if a file arrives
-after another task published, the process notices it afterwards, and marks the place as unfinished.
+after another task took the place, the process notices it afterwards, and puts a journal there that is nobody's.
+docs/explanation/design.md has the states; tests/reshard/test_bucket_interleavings.py tries all orders of the requests.
 
 A place for an output in a bucket: what is there, and who may write there.
 """
@@ -26,15 +29,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError, redacted
+from formats.errors import CheckpointError, PlanError, ReshardError, redacted
 from formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging
-from reshard.store.remote import Remote, StoredFile, ask, etag_of, open_store
+from reshard.store.remote import Remote, Small, StoredFile, ask, content, etag_of, listing, open_store, small
 from reshard.store.selection import is_url
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, document_of, remove_tree
 from reshard.store.threads import WAKE, Threads
@@ -48,18 +51,10 @@ _SINGLE = 8 << 20
 """An object of at most so many bytes is written by one request."""
 _SECOND = len("2026-01-01 00:00:00")
 """The length of a time to the second: HTTP headers have no fractions."""
-_TASK = "reshardtask"
+TASK = "reshardtask"
 """The key of an object's metadata that names the task; Azure's have no hyphens."""
 
 T = TypeVar("T")
-
-
-class Small(NamedTuple):
-    """A small object: its content, the task that its metadata name, and its state."""
-
-    content: bytes
-    task: str | None
-    version: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Bucket:
     def _source_keys(self, stored: Iterable[StoredFile]) -> Iterator[str]:
         """The keys of source files that are stored in this bucket, by etag and time, whichever URL names them."""
         keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
-        for meta in self._listing() if keys else ():
+        for meta in listing(self._store, self.url) if keys else ():
             key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
             if key is not None and f"/{meta['path']}".endswith(f"/{key}"):
                 yield key
@@ -109,52 +104,38 @@ class Bucket:
 
     def objects(self, *, is_first: bool = False) -> dict[str, str | None]:
         """The objects below the place, with their etags. Raises CheckpointError."""
-        return {meta["path"]: etag_of(meta) for meta in self._listing(is_first=is_first)}
-
-    def _listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
-        from obstore import list as listing
-
-        def request() -> list[Mapping[str, Any]]:
-            return [meta for metas in listing(self._store) for meta in metas]
-
-        return ask(self.url, "", request, is_first=is_first)
+        return {meta["path"]: etag_of(meta) for meta in listing(self._store, self.url, is_first=is_first)}
 
     def content(self, key: str) -> bytes | None:
         """The content of a small object; None, if it is not there."""
-        small = self.small(key)
-        return small.content if small is not None else None
+        return content(self._store, self.url, key)
 
     def small(self, key: str) -> Small | None:
         """A small object; None, if it is not there."""
-        from obstore import get
+        return small(self._store, self.url, key)
 
-        def request() -> Small | None:
-            try:
-                answer = get(self._store, key)
-            except FileNotFoundError:
-                return None
-            version = {name: str(of) for name in ("e_tag", "version") if (of := answer.meta.get(name)) is not None}
-            return Small(bytes(answer.bytes()), answer.attributes.get(_TASK), version)
-
-        return self._ask("reading", key, request)
+    def task(self, key: str) -> str | None:
+        """The task that the metadata of a small object name; None, if it is not there."""
+        there = self.small(key)
+        return None if there is None else there.attributes.get(TASK, "")
 
     def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
         """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
 
-        A small one says of which ``task`` it is.
+        A small one may say of which ``task`` it is.
         """
         from obstore import head, put
 
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         if size > _SINGLE:  # the store itself sends a part that fails again, not the whole file
             store = open_store(self.url)
-            self._ask("writing", key, lambda: put(store, key, content))
+            answer: Mapping[str, Any] = self._ask("writing", key, lambda: put(store, key, content))
         else:
-            self.note(key, content, task)
+            answer = self.note(key, content, task)
         meta = self._ask("writing", key, lambda: head(self._store, key))
         if meta["size"] != size:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
-        return etag_of(meta)
+        return etag_of(answer) or etag_of(meta)  # what is there may be another's by now
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there. Raises CheckpointError."""
@@ -166,12 +147,14 @@ class Bucket:
 
         self._ask("removing", key, request)
 
-    def note(self, key: str, content: bytes | Path, task: str = "") -> None:
+    def note(self, key: str, content: bytes | Path, task: str = "") -> Mapping[str, Any]:
         """Write a small object, which others may replace at any time. Raises CheckpointError."""
         from obstore import put
 
-        attributes = {_TASK: task} if task else None
-        self._ask("writing", key, lambda: put(self._store, key, content, attributes=attributes, use_multipart=False))
+        attributes = {TASK: task} if task else None
+        return self._ask(
+            "writing", key, lambda: put(self._store, key, content, attributes=attributes, use_multipart=False)
+        )
 
     def begin(self, task: str, over: Small | None = None) -> None:
         """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it
@@ -186,11 +169,11 @@ class Bucket:
         def request() -> None:
             mode: Any = "create" if over is None else dict(over.version)
             try:
-                put(self._store, UNFINISHED, content, attributes={_TASK: task}, mode=mode)
+                put(self._store, UNFINISHED, content, attributes={TASK: task}, mode=mode)
             except (AlreadyExistsError, PreconditionError, FileNotFoundError):
                 return
             except NotSupportedError:
-                put(self._store, UNFINISHED, content, attributes={_TASK: task})
+                put(self._store, UNFINISHED, content, attributes={TASK: task})
 
         self._ask("writing", UNFINISHED, request)
 
@@ -243,13 +226,15 @@ class Uploading(Staging):
         folder = bucket.folder.with_name(f"{bucket.folder.name}-{share.label}")
         super().__init__(folder, task, share, inputs, overwrite=overwrite, check=check)
         self._bucket = bucket
-        self._journal_key = f"{JOURNAL}{share.label}.{os.urandom(4).hex()}"
+        self._journal_key = self._new_key(self._name)
         """The key of this process's journal; another run of the same part may be at work, on another machine."""
         self.shown, self._may_hold_others = bucket.name, False
         self._threads: Threads | None = None
         self._lock_journal = Lock()
         self._in_place: dict[str, str | None] = {}
         """The etags of what stands at its final name."""
+        self._known: dict[str, dict[str, Any]] = {}
+        """The files of any share that were uploaded when this process began: their journals may be removed by then."""
         self._uploads: list[Future[None]] = []
 
     def check(self) -> None:
@@ -260,21 +245,27 @@ class Uploading(Staging):
                 "remove what is there first",
             )
         existing = self._bucket.existing(is_first=True)
-        owner = self._bucket.small(UNFINISHED) if UNFINISHED in existing.names else None
-        if self.share.label != WHOLE and self._is_published():
+        if (self.share.label != WHOLE or self._journal_key in existing.names) and self._is_published():
             raise PublishedError(f"{self.shown} is complete")
-        if any(not name.startswith(STATE) for name in existing.names) and (owner is None or owner.task != self._name):
+        existing = replace(existing, names=existing.names - {self._journal_key})
+        if any(not name.startswith(STATE) for name in existing.names) and self._bucket.task(UNFINISHED) != self._name:
             self._check(existing)
         check_space(self.work.parent, max(self.share.planned.values(), default=0))
 
     def _begin(self) -> None:
         super()._begin()
         self._threads = Threads(_FILES)
-        objects, local = self._claim_place(), set(self.finished)
-        uploaded = dict(self._uploaded(objects))
-        if not self.share.planned.keys() <= uploaded.keys():  # else other processes may be writing the small files
+        try:
+            objects, local = self._claim_place(), set(self.finished)
+        except ReshardError:
+            self._bucket.delete(self._journal_key)  # nothing else was changed
+            raise
+        self._known, foreign = self._uploaded(objects), {*journals(objects)} - self._of_task(objects)
+        # if all is uploaded, and by nobody else, other processes may be writing the small files
+        if foreign or not self.share.planned.keys() <= self._known.keys():
             self._remove_old(objects.keys() - self.share.planned.keys())
-        for name, entry in uploaded.items():
+        self._all(self._bucket.delete, foreign)
+        for name, entry in self._known.items():
             if name in self.share.files:
                 self._in_place[name] = entry["etag"]
                 self.finished[name] = read_finished(entry)
@@ -284,16 +275,35 @@ class Uploading(Staging):
 
     def _claim_place(self) -> dict[str, str | None]:
         """Make the place this task's; returns what is there."""
+        was_empty = False
         for _ in range(_TRIES):
-            owner = self._bucket.small(UNFINISHED)
+            mark = self._bucket.small(UNFINISHED)
             objects = self._bucket.objects()  # after it: who has published since then is seen
-            if owner is not None and owner.task == self._name:
-                return objects
-            if owner is None and not objects.keys().isdisjoint(LAST):
+            is_ours, of_task = mark is not None and mark.attributes.get(TASK) == self._name, self._of_task(objects)
+            has_last = not objects.keys().isdisjoint(LAST)
+            if is_ours and self._journal_key in objects:
+                noted = (entry["name"] for entry in self._entries(of_task))
+                if not (was_empty and has_last) or self.share.planned.keys() <= {*noted}:
+                    return objects
+                for key in (UNFINISHED, self._journal_key):  # another process published before the mark was made
+                    self._bucket.delete(key)
+                was_empty = False
+                continue
+            if mark is None and has_last:
                 self.check()  # another process may have published meanwhile
-            if self.share.has_others and objects.keys() - {UNFINISHED}:
+            others = of_task - {self._journal_key}
+            if mark is None and others and self._is_published(is_ending=True):  # or who published was killed
+                self._known |= {entry["name"]: entry for entry in self._entries(others)}
+                if self.share.planned.keys() - self._known.keys():
+                    self._all(self._bucket.delete, others)  # it has been looked at, and some are removed already
+                    raise PublishedError(f"{self.shown} is complete")
+            goes_on = is_ours or (mark is None and bool(others))
+            if self.share.has_others and not goes_on and objects.keys() - of_task - {UNFINISHED}:
                 raise self._begun_by_others(self.shown)
-            self._bucket.begin(self._name, owner)
+            self._note()
+            if not is_ours:
+                was_empty = mark is None and not has_last
+                self._bucket.begin(self._name, mark)
         raise self._written_else()
 
     def _remove_old(self, names: Iterable[str]) -> None:
@@ -312,6 +322,8 @@ class Uploading(Staging):
             upload.cancel()
         if self._threads is not None:
             self._threads.close()
+        if isinstance(error, PublishedError):
+            self._bucket.delete(self._journal_key)
         if error is None or isinstance(error, PublishedError):  # all is in the bucket
             self._hold()
             remove_tree(self.work)
@@ -321,44 +333,56 @@ class Uploading(Staging):
 
     def _check_ours(self) -> None:
         """Raise CheckpointError if the place is no longer this task's, PublishedError if others have finished it."""
-        owner = self._bucket.small(UNFINISHED)
-        if owner is not None and owner.task == self._name:
+        owner = self._bucket.task(UNFINISHED)
+        if owner == self._name:
             return
         if owner is not None:
             raise self._written_else()
+        if self._is_published(is_ending=True):
+            raise PublishedError(f"{self.shown} is complete")
         self.check()
         raise CheckpointError(f"{self.shown} was published or removed by another run", "run it again")
 
-    def _is_published(self) -> bool:
-        """Whether the output of this task is complete there, with the weight files that this process has seen there."""
+    def _is_published(self, *, is_ending: bool = False) -> bool:
+        """Whether the output of this task is complete there, with the weight files that this process has seen there.
+
+        ``is_ending``: also while its other processes remove their journals.
+        """
         objects = self._bucket.objects()
-        seen = {name: etag for name, etag in self._in_place.items() if self._is_last and name in self.share.planned}
+        seen = {name: self._in_place[name] for name in (self.share.planned if self._is_last else ())}
+        mine = self._of_task(objects) if is_ending else {self._journal_key}
+        is_unfinished = UNFINISHED in objects or {*journals(objects)} - mine
         last = [name for name in LAST if name in objects]
-        if not last or UNFINISHED in objects or seen.items() - objects.items():
+        if not last or is_unfinished or seen.items() - objects.items():
             return False
-        document = self._bucket.small(last[-1])
-        return document is not None and document.task == self._name
+        return self._bucket.task(last[-1]) == self._name
 
     @contextmanager
-    def _while_ours(self, name: str) -> Iterator[None]:
-        """Check it before a file is written or removed in the block, and afterwards.
+    def _while_ours(self, name: str, *, is_put: bool) -> Iterator[None]:
+        """Check it before a file is put or removed in the block, and afterwards.
 
-        Marks the place as unfinished if another task has published it meanwhile.
+        If another task has taken it meanwhile, a journal of nobody's says that it is unfinished.
         """
         self._check_ours()
         yield
         try:
             self._check_ours()
-        except CheckpointError:
-            objects = self._bucket.objects()
-            if UNFINISHED in objects or objects.keys().isdisjoint(LAST) or self._is_published():
+        except ReshardError as error:
+            if is_put and isinstance(error, PublishedError):  # the same bytes again
                 raise
-            self._bucket.begin("of nobody")
+            self._bucket.note(self._new_key("nobody"), b"{}")  # no task takes it for its own, or has seen it before
             raise CheckpointError(
-                f"another run published {self.shown} while {name} was written or removed there, so it may hold "
-                f"files of both and is marked as unfinished",
+                f"another run took {self.shown} while {name} was written or removed there, so it may hold files of "
+                f"both and is marked as unfinished",
                 "run the command again whose output it is to be",
             ) from None
+
+    def _new_key(self, task: str) -> str:
+        return f"{JOURNAL}{self.share.label}.{task}.{os.urandom(4).hex()}"
+
+    def _of_task(self, objects: Iterable[str]) -> set[str]:
+        """The journals of this task."""
+        return {key for key in journals(objects) if f".{self._name}." in key}
 
     # -- uploading
 
@@ -388,14 +412,22 @@ class Uploading(Staging):
         self._uploads.append(self._threads.submit(self._upload, name))
 
     def _upload(self, name: str) -> None:
-        with self._while_ours(name):
+        with self._while_ours(name, is_put=True):
             etag = self._bucket.put(name, self.path(name))
         with self._lock_journal:
             self._in_place[name] = etag
-            entries = [self.finished[name].to_document(name) | {"etag": of} for name, of in self._in_place.items()]
-            document = {"task": self._name, "files": len(self.share.files), "entries": entries}
-            self._bucket.note(self._journal_key, json_bytes(document))
+            self._note()
         self.path(name).unlink()
+
+    def _note(self) -> None:
+        """Write the journal of this process."""
+        document = {"task": self._name, "files": len(self.share.files), "entries": self._own_entries()}
+        self._bucket.note(self._journal_key, json_bytes(document))
+
+    def _own_entries(self) -> list[dict[str, Any]]:
+        """The files of this process's share that are uploaded, with their etags."""
+        etags = {name: etag for name, etag in self._in_place.items() if name in self.share.files}
+        return [self.finished[name].to_document(name) | {"etag": etag} for name, etag in etags.items()]
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -410,17 +442,20 @@ class Uploading(Staging):
             if upload.done():
                 upload.result()
 
-    def _uploaded(self, objects: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _entries(self, keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """What the journals of this task among these have."""
+        for journal in (document_of(self._bucket.content(key)) for key in sorted(keys)):
+            yield from journal["entries"] if journal.get("task") == self._name else ()
+
+    def _uploaded(self, objects: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        for journal in (document_of(self._bucket.content(key)) for key in journals(objects)):
-            for entry in journal["entries"] if journal.get("task") == self._name else ():
-                if objects.get(entry["name"]) == entry["etag"]:
-                    yield entry["name"], entry
+        entries = [*self._known.values(), *self._own_entries(), *self._entries(self._of_task(objects))]
+        return {entry["name"]: entry for entry in entries if objects.get(entry["name"]) == entry["etag"]}
 
     def _clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
         wait(self._uploads)
-        all_of = journals(self._bucket.objects())
+        all_of = self._of_task(self._bucket.objects())
         of_share = [key for key in all_of if key.startswith(f"{JOURNAL}{self.share.label}.")]
         for key in all_of if self._is_last else of_share:
             self._bucket.delete(key)
@@ -435,7 +470,7 @@ class Uploading(Staging):
         """
         self._wait()
         self._check_ours()
-        uploaded = dict(self._uploaded(self._bucket.objects()))
+        uploaded = self._uploaded(self._bucket.objects())
         gone = self.finished.keys() - uploaded.keys()
         if gone:
             self._check_ours()
@@ -452,19 +487,23 @@ class Uploading(Staging):
         )
 
     def commit(self, documents: Documents) -> None:
-        """Upload the small files; those that make a folder a checkpoint come last."""
+        """Upload the small files; those that make a folder a checkpoint come last, and the very last names the task."""
         files = documents()
         self._all(lambda name: self._put_in(name, files[name]), files.keys() - {*LAST})
-        for name in (document for document in LAST if document in files):
+        *early, last = (document for document in LAST if document in files)
+        for name in early:
             self._put_in(name, files[name])
-        there = self._bucket.objects()
+        self._put_in(last, files[last], self._name)
+        self._bucket.delete(UNFINISHED)
+        there = self._bucket.objects()  # whatever comes later is followed by a look that finds no mark
+        if {*journals(there)} - self._of_task(there):
+            raise self._written_else()
         for name, etag in sorted(self._in_place.items()):
             # another process of the task may have put a small file again: the same content, and perhaps another etag
             is_as_put = name in there and there[name] == etag
             if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):
                 raise self._replaced(name)
-        self._bucket.delete(UNFINISHED)
-        self._all(self._bucket.delete, journals(there))
+        self._all(self._bucket.delete, self._of_task(there))
 
     def _all(self, function: Callable[[str], object], names: Iterable[str]) -> None:
         """Call a function for all names, a few at a time."""
@@ -472,9 +511,9 @@ class Uploading(Staging):
         self._threads.map(function, sorted(names))
 
     def _remove(self, name: str) -> None:
-        with self._while_ours(name):  # else it may be of those who have taken over
+        with self._while_ours(name, is_put=False):  # else it may be of those who have taken over
             self._bucket.delete(name)
 
-    def _put_in(self, name: str, content: bytes) -> None:
-        with self._while_ours(name):
-            self._in_place[name] = self._bucket.put(name, content, self._name)
+    def _put_in(self, name: str, content: bytes, task: str = "") -> None:
+        with self._while_ours(name, is_put=True):
+            self._in_place[name] = self._bucket.put(name, content, task)

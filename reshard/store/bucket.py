@@ -8,15 +8,13 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import is_usable, refuse_foreign
 from reshard.store.range_store import Content, RangeStore, make_once, with_headers
-from reshard.store.remote import StoredFile, ask, etag_of, explain, open_store
+from reshard.store.remote import StoredFile, ask, content, etag_of, explain, listing, open_store
 from reshard.store.selection import Weights, left_out, modules, needed_to_plan, side_files, weight_files
 from reshard.store.staging_names import JOURNAL, UNFINISHED, document_of, not_begun
 from reshard.store.threads import Threads
@@ -44,13 +42,6 @@ _NAMING = {
 """The files that name other files: weights, shards, the modules of custom code."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    size: int
-    etag: str | None
-    modified: str
-
-
 def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     """The checkpoint at a URL: its small files are copied to this machine, and with ``Weights.FILES`` its weights too.
 
@@ -63,7 +54,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     entries = {
         file: entry for file, entry in listed.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
     }
-    if UNFINISHED in entries:
+    if any(file.startswith((UNFINISHED, JOURNAL)) for file in entries):
         raise CheckpointError(
             f"{name} is unfinished output{_progress(store, entries, url)}",
             "run the command that wrote it again: it goes on",
@@ -72,7 +63,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     side = side_files(sizes)
     if scope is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
-    states = json.dumps([url, *sorted((file, e.size, e.etag, e.modified) for file, e in entries.items())])
+    states = json.dumps([url, *sorted((file, of.size, of.etag, of.modified) for file, of in entries.items())])
     folder = cache / "reshard" / scope.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         sides = make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(store, side, at, url))
@@ -87,8 +78,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
         others = None if isinstance(store, HTTPStore) else left_out(listed, side, weights)
         files: dict[str, Content] = {file: sides / file for file in side}
         if scope is not Weights.FILES and all(file.endswith(".safetensors") for file in weights):
-            for file in weights:
-                files[file] = StoredFile(url, file, (of := entries[file]).size, of.etag, of.modified)
+            files |= {file: entries[file] for file in weights}
             found_there = RangeStore(name, files, others=others)
             return with_headers(found_there, folder, sampled=scope is Weights.RANGES)
         check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
@@ -101,23 +91,21 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
 
 
-def _entries(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
+def _entries(store: ObjectStore, url: str) -> Mapping[str, StoredFile]:
     """The files of a folder of a store. Raises CheckpointError."""
-    from obstore import list as listing
     from obstore.store import HTTPStore
 
     if isinstance(store, HTTPStore):
         return _probed(store, url)
-    listed = ask(url, "", lambda: [meta for metas in listing(store) for meta in metas], is_first=True)
-    return {meta["path"]: _entry(meta) for meta in listed}
+    return {meta["path"]: _entry(url, meta["path"], meta) for meta in listing(store, url, is_first=True)}
 
 
 def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     """The progress of all writers, from their journals, as a suffix: ``: part-0-of-4 has 3 of its 8 files``."""
     counts: dict[str, tuple[set[str], int]] = {}
-    owner = document_of(ask(url, UNFINISHED, partial(_content, store, UNFINISHED))).get("task")
+    owner = document_of(content(store, url, UNFINISHED)).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):
-        journal = document_of(ask(url, key, partial(_content, store, key)))
+        journal = document_of(content(store, url, key))
         if journal.get("task") != owner:
             continue
         with suppress(ValueError, KeyError, TypeError):
@@ -128,23 +116,13 @@ def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     return ": " + ", ".join([*texts, *(f"{label} has none" for label in not_begun(counts))]) if texts else ""
 
 
-def _content(store: ObjectStore, key: str) -> bytes | None:
-    """The content of a small object; None, if it is not there."""
-    from obstore import get
-
-    try:
-        return bytes(get(store, key).bytes())
-    except FileNotFoundError:
-        return None
-
-
-def _probed(store: ObjectStore, url: str) -> Mapping[str, _Entry]:
+def _probed(store: ObjectStore, url: str) -> Mapping[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
     heads = _heads(store, _LISTED_BY_NAME, url)
 
     def names_in(file: str) -> set[str]:
         try:
-            return _named(json.loads(ask(url, file, lambda: _content(store, file)) or b""))
+            return _named(json.loads(content(store, url, file) or b""))
         except ValueError as error:
             raise explain(error, f"{redacted(url).rstrip('/')}/{file}") from None
 
@@ -169,23 +147,23 @@ def _named(document: object) -> set[str]:
     return names
 
 
-def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, _Entry]:
+def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, StoredFile]:
     """Those of the files that are there."""
     from obstore import head
 
-    def look(file: str) -> tuple[str, _Entry] | None:
+    def look(file: str) -> StoredFile | None:
         try:
-            return file, _entry(head(store, file))
+            return _entry(url, file, head(store, file))
         except FileNotFoundError:
             return None
 
     with Threads(_REQUESTS) as threads:
         entries = threads.map(lambda file: ask(url, file, lambda: look(file), is_first=True), names)
-        return dict(entry for entry in entries if entry is not None)
+        return {entry.key: entry for entry in entries if entry is not None}
 
 
-def _entry(meta: Mapping[str, object]) -> _Entry:
-    return _Entry(int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
+def _entry(url: str, key: str, meta: Mapping[str, object]) -> StoredFile:
+    return StoredFile(url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
 def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> None:

@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from formats.hub_cache import begun_bytes, cache_of
 from formats.store import FilePath, StoredPath
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_sizes, with_headers
-from reshard.store.remote import HubFile, Read, Remote
+from reshard.store.remote import HubFile
 from reshard.store.selection import Weights, is_url, left_out, needed_to_plan, side_files, weight_files
 from reshard.system import check_space
 from reshard.text import plural
@@ -157,7 +157,8 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
         _say(request, f"downloading {plural(len(missing), 'file')} of {request.repo}, {needed / 1e9:.2f} GB")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
-    store = _store(request, folder, files, others=left_out(sizes, side, weights))
+    others = left_out(sizes, side, weights)
+    store = RangeStore(request.repo, files, commit=folder.name, others=others, folder=folder)
     return with_headers(store, _headers_folder(request, folder.name, scope), sampled=scope is Weights.RANGES)
 
 
@@ -166,34 +167,6 @@ def _remote(request: _Request, commit: str, file: RepoSibling) -> HubFile:
     etag = file.lfs.sha256 if file.lfs else file.blob_id
     identity = etag or f"{commit}:{file.rfilename}"
     return HubFile(request.repo, file.rfilename, commit, file.size or 0, identity, request.token)
-
-
-@dataclass(frozen=True)
-class _UnreachedFile(Remote):
-    """A file of a Hub that cannot be reached: its header is kept, and nothing else is needed to plan."""
-
-    name: str
-    size: int
-
-    @property
-    def identity(self) -> str:
-        """Nothing is known of its content."""
-        return ""
-
-    @property
-    def address(self) -> str:
-        """Repository and name."""
-        return self.name
-
-    def open(self) -> Read:
-        """Raises CheckpointError: it cannot be read."""
-        raise CheckpointError(f"{self.address} is not in the cache, and the Hub cannot be reached")
-
-
-def _store(
-    request: _Request, snapshot: Path, files: Mapping[str, Content], *, others: tuple[str, ...] | None
-) -> RangeStore:
-    return RangeStore(request.repo, files, commit=snapshot.name, others=others, folder=snapshot)
 
 
 def _persist(request: _Request, files: list[str], commit: str) -> None:
@@ -237,12 +210,12 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
     whole = bool(weights) and len(files) == len({*weights, *side})
     if not whole and not (scope is Weights.HEADERS and kept_sizes(headers)):
         raise error
-    missing = {name: size for name, size in kept_sizes(headers).items() if name not in files and not whole}
-    unreached = {name: _UnreachedFile(f"{request.repo}/{name}", size) for name, size in missing.items()}
-    store = with_headers(_store(request, folder, files | unreached, others=None), headers, sampled=False)
+    for name, size in kept_sizes(headers).items() if not whole else ():  # of which the header is kept
+        files.setdefault(name, HubFile(request.repo, name, folder.name, size, "", request.token))
+    store = RangeStore(request.repo, files, commit=folder.name, others=None, folder=folder)
     if not isinstance(error, OfflineModeIsEnabled):
         _say(request, f"the Hub cannot be reached; using {request.repo} at {folder.name[:12]} from the cache")
-    return store
+    return with_headers(store, headers, sampled=False)
 
 
 def _cached_listing(request: _Request, folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
 from reshard.store.obstore_errors import sends_no_parts, status_of
@@ -230,6 +230,41 @@ def _profiles() -> Iterator[Path]:
     """The files in which profiles are."""
     for variable, name in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
         yield Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser()
+
+
+def listing(store: ObjectStore, url: str, *, is_first: bool = False) -> list[Mapping[str, Any]]:
+    """What ``obstore`` says of each object of a store. Raises CheckpointError."""
+    from obstore import list as listed
+
+    return ask(url, "", lambda: [meta for metas in listed(store) for meta in metas], is_first=is_first)
+
+
+class Small(NamedTuple):
+    """A small object: its content, the attributes that were put with it, and its state."""
+
+    content: bytes
+    attributes: Mapping[str, str]
+    version: Mapping[str, str]
+
+
+def small(store: ObjectStore, url: str, key: str) -> Small | None:
+    """A small object of a store; None, if it is not there. Raises CheckpointError."""
+    from obstore import get
+
+    def request() -> Small | None:
+        try:
+            answer = get(store, key)
+        except FileNotFoundError:
+            return None
+        version = {name: str(of) for name in ("e_tag", "version") if (of := answer.meta.get(name)) is not None}
+        return Small(bytes(answer.bytes()), answer.attributes, version)
+
+    return ask(url, key, request)
+
+
+def content(store: ObjectStore, url: str, key: str) -> bytes | None:
+    """The content of a small object of a store; None, if it is not there. Raises CheckpointError."""
+    return there.content if (there := small(store, url, key)) is not None else None
 
 
 def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:

@@ -22,7 +22,7 @@ from formats.hints import meaning, with_hint
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.move.engine import move
-from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Reader, Sums, checksum_of
 from reshard.placement.stored import Location
@@ -51,10 +51,6 @@ class State(NamedTuple):
 
 
 Progress = Callable[[State], None]
-
-
-def no_progress(state: State) -> None:
-    """Show no progress."""
 
 
 LONG = 1.0

@@ -263,7 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             parts = self.store.parts.pop(query["uploadId"][0])
             self.put(key, b"".join(parts[number] for number in sorted(parts)))
-            body = f'<CompleteMultipartUploadResult><ETag>"{key}"</ETag></CompleteMultipartUploadResult>'
+            found = escape(etag(self.store.root / key))
+            body = f"<CompleteMultipartUploadResult><ETag>{found}</ETag></CompleteMultipartUploadResult>"
         self.reply(200, {}, body.encode())
 
     def do_DELETE(self) -> None:

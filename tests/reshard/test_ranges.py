@@ -178,7 +178,7 @@ def test_into_a_bucket_and_back(store: StoreServer, run: Run, checkpoint: Path, 
     assert contents(store.root / "shards" / "llama").keys() == contents(tmp_path / "local").keys()
     assert_same_weights(store.root / "shards" / "llama", tmp_path / "local")
     puts = [r.path.rpartition("/")[2] for r in store.requests if r.method == "PUT"]
-    assert puts[0] == ".reshard-unfinished" and puts[-1] == "reshard.json"
+    assert puts[0].startswith(".reshard-journal-") and puts[1] == ".reshard-unfinished" and puts[-1] == "reshard.json"
     assert not [path for path in (store.root / "shards" / "llama").iterdir() if path.name.startswith(".")]
     assert run("merge", "s3://bucket/shards/llama", "s3://bucket/merged").returncode == 0
     assert contents(store.root / "merged") == contents(checkpoint)

@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation("formats", '"tensor" if size is None else "group" if size > 0 else "channel"',
              '"tensor" if size is None else "group"', QUANTIZED),
     # the bytes
-    Mutation("verify", "wrong = right != pair.pattern if (right != pair.pattern).any() else None",
+    Mutation("verify", "wrong = right != copy.pattern if (right != copy.pattern).any() else None",
              "wrong = None", EXACT),
     Mutation("verify", "elif info.dtype != stored.dtype or info.shape != shape:",
              "elif info.shape != shape:", EXACT),

@@ -129,6 +129,8 @@ MUTATIONS = (
     # the bytes
     Mutation("verify", "wrong = right != copy.pattern if (right != copy.pattern).any() else None",
              "wrong = None", EXACT),
+    Mutation("verify/bytes", "return count + size * own_row", "return count", EXACT),
+    Mutation("verify/bytes", "if begin < chunk.end and end > chunk.offset)", "if begin <= chunk.offset < end)", EXACT),
     Mutation("verify", "elif info.dtype != stored.dtype or info.shape != shape:",
              "elif info.shape != shape:", EXACT),
     Mutation("verify", "for key in [*should, *(key for key in stored if key not in should)]:",

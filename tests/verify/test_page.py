@@ -18,7 +18,8 @@ import torch
 
 from formats.errors import printable
 from reshard.api import split
-from reshard.pages.markup import number, ratio, write_page
+from reshard.pages.markup import write_page
+from reshard.text import number, ratio
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command

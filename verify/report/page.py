@@ -26,14 +26,12 @@ from reshard.pages.markup import (
     html_page,
     joined,
     line,
-    number,
-    ratio,
     rectangle,
     rendered,
     rounded,
     text,
-    to_number,
 )
+from reshard.text import number, ratio, to_number
 from verify.report.answer import NOT_LISTED, not_compared
 
 COLUMNS = 400

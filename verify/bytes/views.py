@@ -81,11 +81,11 @@ class View:
         self._rows, self._size = row_major(self.padded, 1), math.prod(self.padded)
         self._reaches = [[*map(self._reach, part.blocks)] for part in parts]
         # Chunks are whole rows of the first dimension of which a row is small enough, and end with that dimension: the
-        # next element may lie elsewhere. Otherwise they begin at a word. What is repeated is small, and one chunk.
+        # next element may lie elsewhere. They begin at a word if rows are short. What is repeated is small: one chunk.
         most = 8 * CHUNK // bits
-        rows = next(((row, n * row) for row, n in zip(self._rows, self.padded, strict=True) if 1 < row <= most), None)
-        row, self._whole = rows or (8, math.prod(self.padded[-1:]))
-        self._step = max(row, most // row * row)
+        rows = ((row, n * row) for row, n in zip(self._rows, self.padded, strict=True) if 0 < row <= most)
+        row, self._whole = next(rows, (1, math.prod(self.padded[-1:])))
+        self._step = max(8, row, most // max(8, row) * max(8, row))
         if repeats is not None:
             self._whole = self._step = self._size
         self._reads_of_all: list[Read] | None = None

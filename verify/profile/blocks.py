@@ -166,7 +166,8 @@ def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.dev
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = min(_CHUNK, like.numel())
     numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(value_dtype).to(device)
-    return numbers.repeat(-(-like.numel() // size))[: like.numel()].view(like.shape)
+    repeated: torch.Tensor = numbers.repeat(-(-like.numel() // size))
+    return repeated[: like.numel()].view(like.shape)
 
 
 # ---------------------------------------------------------------------------------------------------- config.json alone

@@ -11,17 +11,11 @@ from typing import Any, NamedTuple
 
 from reshard.pages.markup import html_page, rendered, rounded
 from reshard.text import human_bytes, human_time
-from verify.profile.words import human_count, human_rate, lines_of
+from verify.profile.words import STEP, human_count, human_rate, lines_of
 
 Document = Mapping[str, Any]
 Numbers = tuple[Mapping[str, float], str]
 """The parts of a bar, and the words beside it."""
-
-_TITLES = {
-    "decode": "Decode: one token of each sequence",
-    "prefill": "Prefill: all tokens at once",
-    "train": "Training: forward and backward, without optimizer states",
-}
 
 
 def page(document: Document) -> str:
@@ -61,7 +55,8 @@ def _phase(phase: str, rows: Sequence[Document]) -> Document:
     ordered = [(name, row) for name, of in workloads.items() for row in of]
     cells = lines_of([row for _, row in ordered])
     lines = [{"workload": name, **line} for (name, _), line in zip(ordered, cells, strict=True)]
-    return {"title": _TITLES[phase], "figures": figures, "lines": lines, "rows": [row for _, row in ordered]}
+    title = f"{'Training' if phase == 'train' else phase.capitalize()}: {STEP[phase]}"
+    return {"title": title, "figures": figures, "lines": lines, "rows": [row for _, row in ordered]}
 
 
 def _speed(row: Document) -> Numbers | None:

@@ -46,6 +46,7 @@ FORWARD = ("tests/verify/test_limits.py", "tests/verify/test_forward.py")
 BOTH_SIDES = ("tests/verify/test_encoder_decoder.py",)
 NOISE = ("tests/verify/test_noise.py", *FORWARD)
 EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
+CHUNKS = ("tests/verify/test_chunks.py",)
 QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
 ZOO = ("tests/test_zoo_sanity.py",)
@@ -128,8 +129,10 @@ MUTATIONS = (
     Mutation("formats", '"tensor" if size is None else "group" if size > 0 else "channel"',
              '"tensor" if size is None else "group"', QUANTIZED),
     # the bytes
-    Mutation("verify", "wrong = right != pair.pattern if (right != pair.pattern).any() else None",
+    Mutation("verify", "wrong = right != copy.pattern if (right != copy.pattern).any() else None",
              "wrong = None", EXACT),
+    Mutation("verify/bytes", "return count + size * own_row", "return count", CHUNKS),
+    Mutation("verify/bytes", "if begin < chunk.end and end > chunk.offset)", "if begin <= chunk.offset < end)", CHUNKS),
     Mutation("verify", "elif info.dtype != stored.dtype or info.shape != shape:",
              "elif info.shape != shape:", EXACT),
     Mutation("verify", "for key in [*should, *(key for key in stored if key not in should)]:",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from formats.errors import one_line, printable
 
@@ -97,3 +99,34 @@ def align(
 def shorten(text: str, width: int) -> str:
     """The end of a text for which there is room."""
     return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
+
+
+def to_number(value: Any) -> float:
+    """The float that a document means: ``"inf"``, ``"-inf"`` and ``"nan"`` stand in it as text. None becomes NaN."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def number(value: Any, form: str = ".2e") -> str:
+    """A number as text: ``1.23e-04``, ``0``, ``∞``, ``not a number``; a dash for None."""
+    if value is None:
+        return "–"
+    x = to_number(value)
+    if math.isnan(x):
+        return "not a number"
+    if math.isinf(x):
+        return "∞" if x > 0 else "−∞"
+    return "0" if x == 0 else format(x, form)
+
+
+def percent(value: Any) -> str:
+    """A fraction as text: ``1.23%``; below 0.1 % ``1.23e-06``."""
+    return number(value, ".2%" if to_number(value) >= 1e-3 else ".2e")
+
+
+def ratio(value: Any) -> str:
+    """A ratio as text: two decimals below 100, whole numbers below a million, else three digits and an exponent."""
+    x = to_number(value)
+    return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")

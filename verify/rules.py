@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture import Architecture, ModuleRule, Rule, module_document
+from formats.notation.architecture import Architecture, ModuleRule, module_document
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
 from reshard.mesh.plan import Plan, make_plan, rank_config
@@ -42,9 +42,7 @@ def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
     built_in = _built_in(model)
     if built_in is None:
         return None
-    lines = _modules(modules, built_in)
-    if _is_same(model, built_in):
-        return (*lines,)
+    lines = [*_modules(modules, built_in)]
     try:
         theirs = _planned(built_in, plan)
     except ReshardError as error:
@@ -81,22 +79,6 @@ def _bound(architecture: Architecture, model: Model) -> Model:
 def _planned(architecture: Architecture, plan: Plan) -> Plan:
     """The same tensors on the same mesh, planned by other rules."""
     return make_plan(_bound(architecture, plan.model), plan.mesh, padding=plan.padding)
-
-
-def _is_same(model: Model, built_in: Architecture) -> bool:
-    """Whether the rules are the same word for word; of a built-in rule's several shapes, a model keeps one."""
-    ours = model.architecture
-    return (
-        (ours.sizes, ours.families, ours.pad, ours.config, ours.layers, ours.stages)
-        == (built_in.sizes, built_in.families, built_in.pad, built_in.config, built_in.layers, built_in.stages)
-        and ours.section(model.config) == built_in.section(model.config)
-        and all(_is_narrowed(ours.tensors[name], built_in.tensors.get(name, ())) for name in model.used_templates)
-    )
-
-
-def _is_narrowed(ours: Sequence[Rule], theirs: Sequence[Rule]) -> bool:
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(a.when == b.when and {*a.shapes} <= {*b.shapes} for a, b in pairs)
 
 
 # ------------------------------------------------------------------------------------------------------- differences

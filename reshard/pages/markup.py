@@ -1,4 +1,4 @@
-"""HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text.
+"""HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text, here and in the templates.
 
 Names of tensors come from files that nobody has to trust.
 
@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
-import math
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from formats.errors import printable
+from reshard.text import human_bytes, human_time, number, percent, ratio
 
-
-class Html(str):
-    """Text that is markup already, and is not escaped again."""
-
-    __slots__ = ()
+Html = Markup
+"""Text that is markup already, and is not escaped again."""
 
 
 def element(tag: str, *content: object, **attributes: object) -> Html:
@@ -38,49 +37,24 @@ def element(tag: str, *content: object, **attributes: object) -> Html:
     return Html(f"<{tag}{written}>{joined(*content)}</{tag}>")
 
 
-def void(tag: str, **attributes: object) -> Html:
-    """An element without content and end tag: ``<meta …>``."""
-    return Html(element(tag, **attributes).removesuffix(f"</{tag}>"))
-
-
 def joined(*content: object) -> Html:
     """The pieces one after the other; None adds nothing."""
-    return Html("".join(c if isinstance(c, Html) else _text(c) for c in content if c is not None))
+    return Html("".join(map(_text, content)))
 
 
-def _text(value: object) -> str:
-    return html.escape(printable(str(value)))
+def _text(value: object) -> Html:
+    return value if isinstance(value, Html) else Html() if value is None else escape(printable(str(value)))
 
 
-def to_number(value: Any) -> float:
-    """The float that a document means: ``"inf"``, ``"-inf"`` and ``"nan"`` stand in it as text. None becomes NaN."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def number(value: Any, form: str = ".2e") -> str:
-    """A number as text: ``1.23e-04``, ``0``, ``∞``, ``not a number``; a dash for None."""
-    if value is None:
-        return "–"
-    x = to_number(value)
-    if math.isnan(x):
-        return "not a number"
-    if math.isinf(x):
-        return "∞" if x > 0 else "−∞"
-    return "0" if x == 0 else format(x, form)
-
-
-def percent(value: Any) -> str:
-    """A fraction as text: ``1.23%``; below 0.1 % ``1.23e-06``."""
-    return number(value, ".2%" if to_number(value) >= 1e-3 else ".2e")
-
-
-def ratio(value: Any) -> str:
-    """A ratio as text: two decimals below 100, whole numbers below a million, else three digits and an exponent."""
-    x = to_number(value)
-    return number(value, ".2f" if abs(x) < 100 else ",.0f" if abs(x) < 1e6 else ".2e")
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parents[2]), autoescape=True, finalize=_text, undefined=StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
+_TEMPLATES.filters |= {
+    "number": number, "percent": percent, "ratio": ratio, "bytes": human_bytes, "time": human_time,
+    "count": lambda n: f"{n:,}",
+}  # fmt: skip
+_PARTS: Any = _TEMPLATES.get_template("reshard/pages/parts.html").module
 
 
 def html_page(command: str, title: str, style: str, *content: object) -> str:
@@ -89,25 +63,20 @@ def html_page(command: str, title: str, style: str, *content: object) -> str:
     """
     style = (Path(__file__).parent / "base.css").read_text(encoding="utf-8") + style
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = element(
-        "head",
-        void("meta", charset="utf-8"),
-        void("meta", http_equiv="Content-Security-Policy", content=policy),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        void("meta", name="color-scheme", content="light dark"),
-        element("title", f"{title} · {command}"),
-        element("style", Html(style)),
-    )
-    words = ("Written by ", element("code", command), ". The same in numbers: ", element("code", "--json"), ".")
-    foot = element("footer", element("p", *words), class_="muted")
-    body = element("body", element("main", *content), foot)
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+    return rendered(
+        "reshard/pages/base.html",
+        command=command, title=title, style=Html(style), digest=digest, content=joined(*content),
+    )  # fmt: skip
+
+
+def rendered(template: str, **values: object) -> Html:
+    """A template, such as ``verify/report/page.html``, with these values."""
+    return Html(_TEMPLATES.get_template(template).render(values))
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:
     """A list of names with what there is to say of each."""
-    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in pairs))
+    return Html(_PARTS.facts(pairs))
 
 
 def table(
@@ -118,16 +87,7 @@ def table(
 
     Columns are of numbers, but for those of ``texts``. ``kinds`` are the classes of the rows.
     """
-    classes = [None if name in texts else "number" for name in columns]
-    heads = (element("th", name, scope="col", class_=kind) for name, kind in zip(columns, classes, strict=True))
-    lines = []
-    for number, (first, *others) in enumerate(rows):
-        cells = (element("td", cell, class_=kind) for cell, kind in zip(others, classes[1:], strict=True))
-        kind = kinds[number] if kinds else None
-        lines.append(element("tr", element("th", first, scope="row"), *cells, class_=kind))
-    head = element("thead", element("tr", *heads))
-    content = element("table", element("caption", caption), head, element("tbody", *lines))
-    return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
+    return Html(_PARTS.table(caption, columns, rows, texts, kinds))
 
 
 def write_page(path: Path, text: str) -> None:

@@ -23,9 +23,11 @@ from tests.marks import one_of_each, thorough
 from tests.support import change_tensor, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
+from verify.bytes import views
 from verify.bytes.atoms import ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.views import View
 from verify.report.answer import exact_summary
 
 KEY = "DCP_SHARDING_INFO"
@@ -140,6 +142,28 @@ def test_the_indices_between_two_places(data: st.DataObject) -> None:
     ]
     every = itertools.product(*map(range, lengths))
     assert sorted(found) == [i for i in every if begin <= sum(a * b for a, b in zip(i, steps, strict=True)) < end]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=3), st.sampled_from([1, 8, 40, 1 << 20]))
+def test_chunks_have_each_element_once(sizes: list[tuple[int, int]], most: int) -> None:
+    """In the padded tensor, and of the original those before which as many of its elements lie."""
+    shape, padded = tuple(size for size, _ in sizes), tuple(map(sum, sizes))
+    is_inside = np.zeros(padded, bool)
+    is_inside[tuple(map(slice, shape))] = True
+    before = np.concatenate([[0], np.cumsum(is_inside)]).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(views, "CHUNK", most)
+        view = View(shape, padded, 16, [])
+        chunks = [*view.chunks()]
+    assert [i for chunk in chunks for i in range(chunk.offset, chunk.end)] == [*range(is_inside.size)]
+    for chunk in chunks:
+        own = view.of_original(chunk)
+        assert (own.offset, own.end) == (before[chunk.offset], before[chunk.end])
+
+
+@pytest.mark.parametrize("shape", [(), (1 << 20,), (1 << 20, 1), (1 << 10, 1 << 10), (1 << 7, 1 << 10, 1 << 3)])
+def test_what_is_small_is_one_chunk(shape: tuple[int, ...]) -> None:
+    assert len([*View(shape, shape, 16, []).chunks()]) == 1
 
 
 def test_a_checksum_of_a_damaged_file_is_not_told_again(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import torch
 
 from formats.errors import printable
 from reshard.api import split
-from reshard.pages.markup import number, ratio, write_page
+from reshard.pages.markup import write_page
+from reshard.text import number, ratio
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command
@@ -60,7 +61,7 @@ def forward(count: int = 4) -> dict[str, Any]:
     bins = [[(i - 20) / 200, int(4000 * math.exp(-((i - 20) ** 2) / 40)), 40 if i % 3 else 0] for i in range(41)]
     return {
         "is_same": True, "verdict": "The shards are the same model: no error exceeds 0.78 times the noise.",
-        "first": None, "failure": None, "factor": 4.0,
+        "effect": None, "repeated": None, "reason": None, "cut": [], "first": None, "failure": None, "factor": 4.0,
         "power": {"noise": 0.0149, "place": "logits", "seen_from": 0.0596, "bias_ratio": None, "bias_place": None,
                   "is_poor": False}, "layers": rows, "gradients": [row("lm_head.weight", 1e-3, 2e-3, 0.5)],
         "logits": {
@@ -77,8 +78,8 @@ def forward(count: int = 4) -> dict[str, Any]:
 def exact() -> dict[str, Any]:
     return {
         "verdict": "same", "mesh": "tp 2", "ranks": 2, "tensors": 30, "nbytes": 276800, "first": None, "damages": [],
-        "missing": [], "extra": [], "configs": [], "problems": [],
-        "is_listed": True,
+        "missing": [], "extra": [], "configs": [], "problems": [], "format": None, "is_listed": True,
+        "not_compared": [], "cast": None,
     }  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def same() -> dict[str, Any]:
     return {
         "schema_version": 1, "command": "verify", "original": "/models/llama", "shards": "/models/llama-tp2",
         "verdict": "same", "summary": "Every byte is the original's.", "plan": None, "exact": exact(),
-        "forward": forward(), "error": None, "notes": [], "options": {"batch": 2, "seed": 0},
+        "forward": forward(), "engine": None, "error": None, "notes": [], "options": {"batch": 2, "seed": 0},
         "seconds": {"bytes": 0.2, "forward": 9.0}, "environment": {"reshard": "0.1.0", "python": "3.11.7"},
         "created": "2030-01-01T00:00:00+00:00",
     }  # fmt: skip
@@ -101,8 +102,9 @@ def different() -> dict[str, Any]:
         "first": {
             "tensor": name, "index": [0, 7], "rank": 1, "file": "/s/rank-01-of-02/model.safetensors", "offset": 66256,
             "expected": "cb3a", "found": "2bbe", "original_file": "/o/model.safetensors", "original_offset": 128040,
+            "stored": None, "because": "padding",
         },
-        "damages": [{"tensor": name, "rank": 1, "nbytes": 5197, "elements": 2879}],
+        "damages": [{"tensor": name, "rank": 1, "nbytes": 5197, "elements": 2879, "stored": None}],
         "missing": ["rank-00-of-02: model.norm.weight"], "extra": ["stray.safetensors"],
         "configs": [{"file": "config.json", "key": "rope_theta", "expected": "10000.0", "found": None}],
         "problems": ["rank-00: tensor 'x' is F32 [2], the original gives BF16 [2]"],
@@ -153,7 +155,8 @@ def hostile() -> dict[str, Any]:
     document |= {"original": worst, "shards": HOSTILE[1], "summary": HOSTILE[2], "notes": HOSTILE}
     document["exact"]["first"] |= {"tensor": worst, "file": HOSTILE[1], "original_file": HOSTILE[2]}
     document["exact"] |= dict.fromkeys(("missing", "extra", "problems"), HOSTILE)
-    document["exact"]["damages"] = [{"tensor": n, "rank": 0, "nbytes": 1, "elements": 1} for n in HOSTILE]
+    damage = {"rank": 0, "nbytes": 1, "elements": 1, "stored": None}
+    document["exact"]["damages"] = [{"tensor": name, **damage} for name in HOSTILE]
     document["exact"]["configs"] = [{"file": n, "key": n, "expected": n, "found": n} for n in HOSTILE]
     document["forward"]["layers"] = [row(name, 0.1, 0.2, 0.5, i % 2 == 0) for i, name in enumerate(HOSTILE)]
     document["forward"]["gradients"] = copy.deepcopy(document["forward"]["layers"])

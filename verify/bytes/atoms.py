@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from formats.errors import PlanError
 from formats.notation.axes import Run
 from formats.notation.components import components
-from reshard.mesh.plan import Layout, Plan
+from reshard.mesh.plan import Layout
 from reshard.model.model import Kind, Model
 from reshard.placement.arrangement import Arrangement
-from reshard.placement.geometry import Geometry
+from reshard.placement.geometry import Geometry, row_major
 from reshard.placement.pieces import Piece as Place
 from reshard.placement.portions import Portion, rule_of
 from reshard.placement.stored import Stored
@@ -77,8 +77,7 @@ class Block:
         return replace(self, original=original, first=(self.first[0] + index, *self.first[1:]))
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Where the factors of an atom lie in a tensor of this shape.
 
     ``along`` has, for each factor, its dimension and how far one step of the factor moves there. ``first`` says where
@@ -90,22 +89,8 @@ class Spread:
     first: tuple[int, ...]
 
 
-class Spreads(NamedTuple):
-    """Where the factors of an atom lie in the original's tensor, and in the padded one."""
-
-    full: Spread
-    padded: Spread
-
-
-def spreads_of(plan: Plan, kind: Kind, portion: Portion) -> Spreads:
-    """Where the factors of a portion's atoms lie in tensors of a kind."""
-    sizes = plan.model.sizes.of(dict(kind.indices))
-    full = replace(_spread(plan.model, kind, portion, sizes), shape=kind.shape)
-    padded = {axis: size for axis, size in plan.padding.items() if axis in sizes}
-    return Spreads(full, _spread(plan.model, kind, portion, {**sizes, **padded}) if padded else full)
-
-
-def _spread(model: Model, kind: Kind, portion: Portion, sizes: Mapping[str, int]) -> Spread:
+def spread_of(model: Model, kind: Kind, portion: Portion, sizes: Mapping[str, int]) -> Spread:
+    """Where the factors of a portion's atoms lie in tensors of a kind, with these sizes of the axes."""
     component, shift = portion.component, int(portion.component.index is not None)
     rule = rule_of(model, kind)
     lengths = component.shape.sizes(sizes)
@@ -143,17 +128,18 @@ class Parts:
         geometry, key = stored.geometry, (stored.geometry, holder, number)
         if key not in self._cache:
             portions, layout = geometry.portions, geometry.layouts[number]
-            portion, atom = portions[number % len(portions)], stored.atoms[number % len(portions)]
+            portion, kind = portions[number % len(portions)], self.kinds[stored.atoms[number % len(portions)].tensor]
             if len(layout.full) != len(portion.order):
                 raise PlanError(f"'{layout.rule}' has other dimensions than factors")
             factors = tuple((factor,) for factor in range(len(layout.full)))
             blocks: tuple[Block, ...] = ()
             if places := geometry.spread(number, factors).pieces.get(holder):
-                spreads, first = (
-                    spreads_of(self._plan, self.kinds[atom.tensor], portion),
-                    geometry.first(holder, number),
-                )
-                blocks = tuple(block for at in places for block in _blocks(at, first, layout, portion, spreads))
+                model, sizes = self._plan.model, self._plan.model.sizes.of(dict(kind.indices))
+                full = spread_of(model, kind, portion, sizes)._replace(shape=kind.shape)
+                padding = {axis: size for axis, size in self._plan.padding.items() if axis in sizes}
+                padded = spread_of(model, kind, portion, {**sizes, **padding}) if padding else full
+                first = geometry.first(holder, number)
+                blocks = tuple(block for at in places for block in _blocks(at, first, layout, portion, full, padded))
             self._cache[key] = blocks
         return self._cache[key]
 
@@ -183,30 +169,30 @@ def check_all_owned(layout: Layout) -> None:
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 
 
-def _blocks(piece: Place, first: int, layout: Layout, portion: Portion, spreads: Spreads) -> Iterator[Block]:
+def _blocks(
+    piece: Place, first: int, layout: Layout, portion: Portion, full: Spread, padded: Spread
+) -> Iterator[Block]:
     """The blocks of a piece, which counts from element ``first`` on: one for each run of each factor, without and with
-    padding.
+    padding. The factors lie in the original as ``full`` says.
     """
-    full, padded = spreads
-    steps = [math.prod(full.shape[place + 1 :]) for place in range(len(full.shape))]
-    along, along_padded = ([spread.along[place] for place in portion.order] for spread in spreads)
-    strides = tuple(piece.strides[factor] for factor in portion.order)
-    owned = [[*pieces(piece.runs[factor], layout.full[factor])] for factor in portion.order]
-    for chosen in itertools.product(*owned):
-        at, index = [*full.first], [*padded.first]
-        for part, (dim, step), (dim_padded, step_padded) in zip(chosen, along, along_padded, strict=True):
-            at[dim] += part.start * step
-            index[dim_padded] += part.start * step_padded
-        is_padding = any(part.padding for part in chosen)
-        yield Block(
-            shape=tuple(part.length for part in chosen),
-            shard=first + piece.base + sum(part.local * stride for part, stride in zip(chosen, strides, strict=True)),
-            shard_strides=strides,
-            original=None if is_padding else sum(i * step for i, step in zip(at, steps, strict=True)),
-            original_strides=tuple(steps[dim] * step for dim, step in along),
-            first=tuple(index),
-            along=tuple(along_padded),
+    order, rows = portion.order, row_major(full.shape, 1)
+    strides, along = tuple(piece.strides[factor] for factor in order), tuple(padded.along[factor] for factor in order)
+    original_strides = tuple(rows[dim] * step for dim, step in (full.along[factor] for factor in order))
+    for chosen in itertools.product(*(pieces(piece.runs[factor], layout.full[factor]) for factor in order)):
+        starts, index = [part.start for part in chosen], [*padded.first]
+        for start, (dim, step) in zip(starts, along, strict=True):
+            index[dim] += start * step
+        original = (
+            None if any(part.padding for part in chosen) else dot(full.first, rows) + dot(starts, original_strides)
         )
+        shard = first + piece.base + dot([part.local for part in chosen], strides)
+        shape = tuple(part.length for part in chosen)
+        yield Block(shape, shard, strides, original, original_strides, tuple(index), along)
+
+
+def dot(indices: Iterable[int], steps: Iterable[int]) -> int:
+    """How far these indices are from the first element."""
+    return sum(index * step for index, step in zip(indices, steps, strict=True))
 
 
 class Strided(NamedTuple):
@@ -222,7 +208,7 @@ class Strided(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes from the first to the last element."""
-        return sum((n - 1) * step for n, step in zip(self.shape, self.steps, strict=True)) + self.item
+        return dot((n - 1 for n in self.shape), self.steps) + self.item
 
 
 def strided(offset: int, shape: tuple[int, ...], first: int, strides: Sequence[int], bits: int) -> Strided:

@@ -22,15 +22,16 @@ from formats.notation.axes import Run
 from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
+from reshard.placement.geometry import row_major
 from reshard.placement.portions import rule_of
 from reshard.placement.stored import Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
-from verify.bytes.atoms import Block, Parts, check_all_owned, strided
+from verify.bytes.atoms import Block, Parts, check_all_owned, dot, strided
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from verify.bytes.reading import Files, cast, coarse, differing, expected, pattern, repeated, stating
+from verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating
 from verify.bytes.structure import ranks_of
-from verify.bytes.views import Array, Chunk, Part, View, array, flat_index, tiles
+from verify.bytes.views import Array, Part, View, array, tiles
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
@@ -50,19 +51,46 @@ class _Use(NamedTuple):
     info: TensorInfo | None = None
 
 
-class _Tensor(NamedTuple):
-    """A tensor of the original, and for each part of its view the tensor that has it (None: not to be compared).
+class _Copy(NamedTuple):
+    """What a holder has of a tensor.
 
-    A constant of a format has no original. ``dtype`` is that to which the original is cast, or its own.
+    ``stored`` is its name there, if it is another. ``dtypes`` are the original's, after any cast, and that in which it
+    is stored, as a ``function`` of the original if there is one. ``pattern`` are the bits that stand where nothing of
+    the original does, ``because`` says why.
+    """
+
+    info: TensorInfo
+    rank: int
+    stored: str | None
+    dtypes: tuple[str, str]
+    function: str | None
+    pattern: int
+    because: str
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the original, and the copy for each part of its view (None: not to be compared).
+
+    A constant of a format has no original.
     """
 
     number: int
     name: str
-    dtype: str
     view: View
     original: TensorInfo | None
-    uses: Sequence[_Use]
-    stored: tuple[TensorInfo | None, ...]
+    copies: Sequence[_Copy | None]
+
+    def place(self, block: Block, element: Sequence[int]) -> tuple[str | None, int | None]:
+        """The original's file, and the byte there from which an element of a block comes; None for padding."""
+        info, view = self.original, self.view
+        if info is None or block.original is None:
+            return None, None
+        flat = block.original + dot(element, block.original_strides)
+        if view.repeats is not None:
+            index = np.unravel_index(flat, view.shape)
+            few = (int(i) // times for i, times in zip(index, view.repeats, strict=True))
+            flat = dot(few, row_major(info.shape, 1))
+        return str(info.file), info.offset + flat * DTYPE_BITS[info.dtype] // 8
 
 
 class Comparison:
@@ -74,15 +102,13 @@ class Comparison:
         self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]],
         progress: Progress, files: Files,
     ) -> None:  # fmt: skip
-        self._arrangement, self._holders, self._progress = arrangement, holders_of, progress
+        self._mesh, self._holders, self._progress = arrangement.plan.mesh, holders_of, progress
         self._files, self._lock = files, threading.Lock()
         self._tensors = _Tensors(original, shards, arrangement, holders_of)
-        self._ranks = ranks_of(shards)
         self._total = sum(info.nbytes for _, info in self._tensors.whole())
         for stored in arrangement.stored:
             for holder in holders_of.get(stored.name, ()):
-                name = stored.name if stored.naming is None else stored.name_on(holder)
-                self._total += shards.ranks[holder][name].nbytes
+                self._total += shards.ranks[holder][stored.name_on(holder)].nbytes
         self._nbytes = 0
         self._first: tuple[tuple[int, int, int, str], FirstDifference] | None = None
         self._damages: dict[tuple[int, str, str, int], tuple[int, int, str | None]] = {}
@@ -104,120 +130,103 @@ class Comparison:
             Damage(tensor, rank, nbytes, elements, stored)
             for (_, tensor, _, rank), (nbytes, elements, stored) in sorted(self._damages.items())
         )
-        mesh, first = self._arrangement.plan.mesh, self._first[1] if self._first else None
-        return ExactReport(str(mesh), mesh.size, len(self._holders), self._nbytes, first, tuple(damages))
+        first = self._first[1] if self._first else None
+        return ExactReport(str(self._mesh), self._mesh.size, len(self._holders), self._nbytes, first, tuple(damages))
 
-    def _compare(self, tensor: _Tensor, chunk: Chunk) -> None:
+    def _compare(self, tensor: _Tensor, chunk: Run) -> None:
         """Compare a chunk of the original with what each holder has of it."""
         view, nbytes = tensor.view, 0
         run = view.of_original(chunk)
-        original = self._original(tensor, chunk, run) if tensor.original is not None and run.length else None
+        original = self._original(tensor, run) if tensor.original is not None and run.length else None
         for reading in view.reads(chunk):
-            part, info = view.parts[reading.part], tensor.stored[reading.part]
-            if info is None:
+            part, copy = view.parts[reading.part], tensor.copies[reading.part]
+            if copy is None:
                 continue
-            ours = original
+            info, ours = copy.info, None if part.zero else original
             if part.stated is not None and ours is not None and tensor.original is not None:
-                item = view.bits // 8
+                item = DTYPE_BITS[tensor.original.dtype] // 8
                 ours = stating(self._files, tensor.original, part.stated)[run.offset * item : run.end * item]
-            pair = self._pair(tensor, part, info)
             if reading.part in view.shared:
                 for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
                     of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
                     theirs = self._files.read_shared(info, of.begin, of.nbytes)
-                    self._compare_block(pair, block, (ours, run.offset), (theirs, block.shard))
+                    self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, block.shard))
             else:
                 begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
                 theirs = self._files.read_once(info.file, info.offset + begin, end - begin)
                 for block in reading.blocks:
-                    self._compare_block(pair, block, (ours, run.offset), (theirs, reading.begin))
+                    self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, reading.begin))
             nbytes += reading.elements * part.bits // 8
         with self._lock:
             self._nbytes += nbytes
             self._progress(self._nbytes, self._total)
 
-    def _pair(self, tensor: _Tensor, part: Part, info: TensorInfo) -> _Pair:
-        """The tensor, and what a holder has of it."""
-        stored, number, _ = tensor.uses[part.number]
-        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
-        if stored is not None and stored.constant is not None:
-            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
-        elif stored is not None:
-            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
-        is_named_so = self._arrangement.format.plain and info.name == tensor.name
-        return _Pair(
-            tensor, info, self._ranks[part.holder] if stored is not None else 0, None if is_named_so else info.name,
-            (info.dtype if stored is None else tensor.dtype, info.dtype), function, part.zero,
-            pattern(value, info.dtype), because,
-        )  # fmt: skip
-
-    def _original(self, tensor: _Tensor, chunk: Chunk, run: Run) -> Array:
-        """A chunk of the original's bytes."""
-        view, info = tensor.view, tensor.original
+    def _original(self, tensor: _Tensor, run: Run) -> Array:
+        """The bytes of these elements of the original."""
+        info, view = tensor.original, tensor.view
         assert info is not None
         if view.repeats is not None:
-            _, few = coarse(view, chunk)
-            item = view.bits // 8
-            data = self._files.read_once(info.file, info.offset + few.offset * item, few.length * item)
-            return repeated(view, chunk, data, run.length)
-        return self._files.read_once(info.file, info.offset + run.offset * view.bits // 8, run.length * view.bits // 8)
+            content = self._files.read_once(info.file, info.offset, info.nbytes)
+            return repeated(content, info.shape, view.repeats, view.shape)
+        bits = DTYPE_BITS[info.dtype]
+        return self._files.read_once(info.file, info.offset + run.offset * bits // 8, run.length * bits // 8)
 
     def _compare_block(
-        self, pair: _Pair, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
+        self, tensor: _Tensor, copy: _Copy, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
     ) -> None:
         """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left_part, info = None, pair.tensor.original
-        if info is not None and ours[0] is not None and block.original is not None and not pair.zero:
+        left, info = None, tensor.original
+        if info is not None and ours[0] is not None and block.original is not None:
             bits = DTYPE_BITS[info.dtype]
-            left_part = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
-            left_part = cast(left_part, info.dtype, pair.dtypes[0])
-        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[pair.dtypes[1]])
-        if left_part is not None:
-            wrong = differing(left_part, right, pair.dtypes, pair.function)
+            left = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
+            left = cast(left, info.dtype, copy.dtypes[0])
+        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[copy.dtypes[1]])
+        if left is not None:
+            wrong = differing(left, right, copy.dtypes, copy.function)
         else:
-            wrong = right != pair.pattern if (right != pair.pattern).any() else None
+            wrong = right != copy.pattern if (right != copy.pattern).any() else None
         if wrong is not None:
-            self._count(pair, block, left_part, right, wrong)
+            self._count(tensor, copy, block, left, right, wrong)
 
-    def _count(self, pair: _Pair, block: Block, left: Array | None, right: Array, wrong: Array) -> None:
+    def _count(
+        self, tensor: _Tensor, copy: _Copy, block: Block, left: Array | None, right: Array, wrong: Array
+    ) -> None:
         """Count the wrong elements of a block, and find the first in the order of the original's elements."""
-        tensor, bits = pair.tensor, DTYPE_BITS[pair.dtypes[1]]
+        bits = DTYPE_BITS[copy.dtypes[1]]
         per_byte = max(1, 8 // bits)
         if not block.shape:  # a number
             wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
             left = None if left is None else np.atleast_1d(left)
         places = np.nonzero(wrong)
-        coordinates = [np.full(places[0].size, start) for start in block.first]
-        for factor, indices in enumerate(places[: len(block.shape)]):
-            dim, step = block.along[factor]
-            coordinates[dim] = coordinates[dim] + indices * (step * (per_byte if factor == len(places) - 1 else 1))
-        one = int(np.lexsort(coordinates[::-1])[0]) if coordinates else 0
-        index, at = tuple(int(numbers[one]) for numbers in coordinates), tuple(int(numbers[one]) for numbers in places)
-        elements = [i * (per_byte if factor == len(places) - 1 else 1) for factor, i in enumerate(at)]
-        moved = sum(i * step for i, step in zip(elements, block.shard_strides, strict=False))
+        scale = [per_byte if factor == len(places) - 1 else 1 for factor in range(len(block.shape))]
+        first, steps = tensor.view.positions(block)
+        positions = np.full(places[0].size, first)
+        for indices, step, times in zip(places, steps, scale, strict=False):
+            positions += indices * (step * times)
+        one = int(np.argmin(positions))
+        index = tuple(map(int, np.unravel_index(int(positions[one]), tensor.view.padded)))
+        at = tuple(int(indices[one]) for indices in places)
+        element = [i * times for i, times in zip(at, scale, strict=False)]
         nbytes = right.itemsize * int(places[0].size)
-        if left is not None and left.dtype == right.dtype and pair.function is None:
-            changed = np.ascontiguousarray(left[places] ^ right[places])
-            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
-        elif left is None:
-            changed = np.ascontiguousarray(right[places] ^ right.dtype.type(pair.pattern))
-            nbytes = int(np.count_nonzero(changed.view(np.uint8)))
-        should = pair.pattern.to_bytes(right.itemsize, "little")
+        if left is None or (left.dtype == right.dtype and copy.function is None):
+            changed = right[places] ^ (right.dtype.type(copy.pattern) if left is None else left[places])
+            nbytes = int(np.count_nonzero(np.ascontiguousarray(changed).view(np.uint8)))
+        should = copy.pattern.to_bytes(right.itemsize, "little")
         if left is not None:
-            should = expected(np.ascontiguousarray(left[at]).reshape(1), pair.dtypes, pair.function)
-        byte = pair.info.offset + (block.shard + moved) * bits // 8
-        file, original = pair.place(block, elements) if left is not None else (None, None)
+            should = expected(np.ascontiguousarray(left[at]).reshape(1), copy.dtypes, copy.function)
+        byte = copy.info.offset + (block.shard + dot(element, block.shard_strides)) * bits // 8
+        file, original = tensor.place(block, element) if left is not None else (None, None)
         difference = FirstDifference(
-            tensor.name, index, pair.rank, str(pair.info.file), byte, should,
-            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, pair.stored, pair.because,
+            tensor.name, index, copy.rank, str(copy.info.file), byte, should,
+            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, copy.stored, copy.because,
         )  # fmt: skip
-        place = tensor.number, flat_index(index, tensor.view.padded), pair.rank, pair.stored or ""
-        key = tensor.number, tensor.name, pair.stored or "", pair.rank
+        place = tensor.number, int(positions[one]), copy.rank, copy.stored or ""
+        key = tensor.number, tensor.name, copy.stored or "", copy.rank
         with self._lock:
-            self.damaged.add(pair.info.file)
+            self.damaged.add(copy.info.file)
             earlier = self._damages.get(key, (0, 0, None))
             count = earlier[1] + int(places[0].size) * per_byte
-            self._damages[key] = earlier[0] + nbytes, count, pair.stored
+            self._damages[key] = earlier[0] + nbytes, count, copy.stored
             if self._first is None or place < self._first[0]:
                 self._first = place, difference
 
@@ -233,13 +242,9 @@ class _Tensors:
     ) -> None:
         self._original, self._shards, self._arrangement, self._holders = original, shards, arrangement, holders_of
         self._parts = Parts(arrangement)
-        self._kinds_of_original = dict(
-            zip(
-                (t.kind for t in arrangement.plan.model.tensors),
-                (t.kind for t in original.plan.model.tensors),
-                strict=True,
-            )
-        )
+        pairs = zip(arrangement.plan.model.tensors, original.plan.model.tensors, strict=True)
+        self._kinds_of_original = {planned.kind: own.kind for planned, own in pairs}
+        self._ranks = ranks_of(shards)
         self._views: dict[tuple[object, ...], View] = {}
 
     def whole(self) -> Iterator[tuple[str, TensorInfo]]:
@@ -266,22 +271,32 @@ class _Tensors:
         kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in names)
         ordered = sorted(kinds, key=lambda entry: (files[entry[0].file], entry[0].offset))
         for number, (info, kind) in enumerate(ordered):
-            uses_of = uses[info.name]
-            view = self._view(kind, uses_of)
-            yield _Tensor(number, info.name, kind.dtype, view, info, uses_of, tuple(self._infos(view, uses_of)))
+            view = self._view(kind, uses[info.name])
+            copies = [self._copy(info.name, kind.dtype, part, uses[info.name][part.number]) for part in view.parts]
+            yield _Tensor(number, info.name, view, info, copies)
         yield from self._constants(len(ordered))
 
-    def _infos(self, view: View, uses: Sequence[_Use]) -> Iterator[TensorInfo | None]:
-        ranks = self._shards.ranks
-        holders = [self._holders.get(use.stored.name, ()) if use.stored is not None else () for use in uses]
-        for number, holder, *_ in view.parts:
-            stored = uses[number].stored
-            if stored is None:
-                yield uses[number].info
-            elif holder in holders[number]:
-                yield ranks[holder][stored.name if stored.naming is None else stored.name_on(holder)]
-            else:
-                yield None
+    def _copy(self, name: str, dtype: str, part: Part, use: _Use) -> _Copy | None:
+        """What the holder of a part has of a tensor that is cast to this dtype."""
+        stored, number, info = use
+        if stored is None:
+            assert info is not None
+            return _Copy(info, 0, self._other_name(name, info), (info.dtype, info.dtype), None, 0, "padding")
+        if part.holder not in self._holders.get(stored.name, ()):
+            return None
+        info = self._shards.ranks[part.holder][stored.name_on(part.holder)]
+        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
+        if stored.constant is not None:
+            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
+        else:
+            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
+        return _Copy(
+            info, self._ranks[part.holder], self._other_name(name, info), (dtype, info.dtype), function,
+            pattern(value, info.dtype), because,
+        )  # fmt: skip
+
+    def _other_name(self, name: str, info: TensorInfo) -> str | None:
+        return None if self._arrangement.format.plain and info.name == name else info.name
 
     def _view(self, kind: Kind, uses: Sequence[_Use]) -> View:
         key = (kind, *(part for use in uses for part in self._alike(use)))
@@ -309,26 +324,21 @@ class _Tensors:
 
     def _parts_of(self, kind: Kind, number: int, use: _Use) -> Iterator[Part]:
         """The parts that the holders of a stored tensor have."""
-        stored, is_own = use.stored, kind.dtype == self._kinds_of_original[kind].dtype
+        stored = use.stored
         if stored is None:
             assert use.info is not None
-            dtype = use.info.dtype
-            yield Part(
-                number, 0, (_whole(kind.shape),), DTYPE_BITS[dtype], dtype == self._kinds_of_original[kind].dtype
-            )
+            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[use.info.dtype])
             return
-        atom, portions = stored.atoms[use.number], stored.geometry.portions
-        function = portions[use.number % len(portions)].function
-        is_same, bits = is_own and stored.dtype == kind.dtype and function is None, DTYPE_BITS[stored.dtype]
+        atom, bits = stored.atoms[use.number], DTYPE_BITS[stored.dtype]
         zeros, sizes = self._arrangement.atoms[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
         whole = kind.stated.sizes(sizes) if kind.stated is not None else None
         for holder in stored.geometry.holders:
             if blocks := self._parts.of(stored, holder, use.number):
                 if atom.at is not None:
                     blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
-                stated = stored.stated(holder) if stored.stated is not None else None
+                stated = stored.stated(holder) if stored.stated is not None else whole
                 stated = stated if stated != whole else None
-                yield Part(number, holder, blocks, bits, is_same and stated is None, holder in zeros, stated)
+                yield Part(number, holder, blocks, bits, holder in zeros, stated)
 
     def _check(self, kind: Kind, uses: Sequence[_Use]) -> None:
         """Raise PlanError if what is stored has not each element of a tensor."""
@@ -346,44 +356,15 @@ class _Tensors:
         """What a format stores that comes from no tensor."""
         for stored in self._arrangement.stored:
             for holder in self._holders.get(stored.name, ()) if stored.constant is not None else ():
-                info = self._shards.ranks[holder][stored.name_on(holder)]
+                name = stored.name_on(holder)
+                info = self._shards.ranks[holder][name]
                 shape, bits = (math.prod(info.shape),), DTYPE_BITS[info.dtype]
-                view = View(shape, shape, bits, [Part(0, holder, (_whole(shape),), bits)])
-                yield _Tensor(begin, stored.name_on(holder), info.dtype, view, None, [_Use(stored, 0)], (info,))
+                part = Part(0, holder, (_whole(shape),), bits)
+                copy = self._copy(name, info.dtype, part, _Use(stored, 0))
+                yield _Tensor(begin, name, View(shape, shape, bits, [part]), None, [copy])
 
 
 def _whole(shape: tuple[int, ...]) -> Block:
     """All elements of two tensors that are stored alike."""
-    steps = [1]
-    for length in reversed(shape[1:]):
-        steps.insert(0, steps[0] * length)
-    strides = tuple(steps[: len(shape)])
+    strides = row_major(shape, 1)
     return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
-
-
-class _Pair(NamedTuple):
-    """A tensor and a part of it, as a report calls them.
-
-    ``dtypes`` are the original's, after any cast, and that in which it is stored. ``pattern`` are the bits that stand
-    where nothing of the original does, ``because`` says why.
-    """
-
-    tensor: _Tensor
-    info: TensorInfo
-    rank: int
-    stored: str | None
-    dtypes: tuple[str, str]
-    function: str | None
-    zero: bool
-    pattern: int
-    because: str
-
-    def place(self, block: Block, element: Sequence[int]) -> tuple[str, int]:
-        """The original's file, and the byte there from which an element of a block comes."""
-        info, view = self.tensor.original, self.tensor.view
-        assert info is not None and block.original is not None
-        flat = block.original + sum(i * step for i, step in zip(element, block.original_strides, strict=False))
-        if view.repeats is not None:
-            index = np.unravel_index(flat, view.shape)
-            flat = flat_index([int(i) // times for i, times in zip(index, view.repeats, strict=True)], info.shape)
-        return str(info.file), info.offset + flat * DTYPE_BITS[info.dtype] // 8

@@ -33,7 +33,7 @@ from formats.files.sharded import (
 )
 from formats.mesh import RANK_FOLDER, Mesh
 from formats.notation.format import Format
-from formats.store import FilePath, glob, is_in, name_in, read_file, sorted_paths
+from formats.store import FilePath, glob, is_in, name_in, read_file
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
@@ -64,32 +64,26 @@ def extra_entries(shards: Source, expected: Iterable[str]) -> list[str]:
     """
     files = set(expected)
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
-    side_names = (_extra_beside(name, files, folders) for name in shards.other_files or ())
-    return sorted({*_extra(shards.path, "", files, folders), *(name for name in side_names if name is not None)})
+    known = files | folders
+    # stores may have empty objects for folders
+    beside = (_outermost(name, folders) for name in shards.other_files or () if name not in known)
+    extra = {*_extra(shards.path, "", files, folders), *beside}
+    return sorted(name for name in extra if not name.startswith(".") or name.startswith(STATE))
 
 
 def _extra(root: FilePath, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
-    for entry in sorted_paths((root / folder).iterdir()):
+    for entry in (root / folder).iterdir():
         name = name_in(entry, root)
-        if not folder and _is_ignored(entry.name):
-            continue
         if name in folders and entry.is_dir():
             yield from _extra(root, name, files, folders)
         elif name not in files or not entry.is_file():
             yield _called(name) if entry.is_dir() else name
 
 
-def _extra_beside(name: str, files: set[str], folders: set[str]) -> str | None:
-    """What is extra of a file that lies elsewhere: the first folder that is not expected, the file, or nothing."""
-    if _is_ignored(name.partition("/")[0]) or name in files | folders:  # stores may have empty objects for folders
-        return None
+def _outermost(name: str, folders: set[str]) -> str:
+    """The first folder of an extra file that is not expected, or the file."""
     outer = [parent.as_posix() for parent in Path(name).parents]
     return next((_called(folder) for folder in reversed(outer) if folder not in folders), name)
-
-
-def _is_ignored(name: str) -> bool:
-    """Whether a name at the top is another tool's."""
-    return name.startswith(".") and not name.startswith(STATE)
 
 
 def _called(folder: str) -> str:

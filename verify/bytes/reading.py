@@ -12,8 +12,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from types import MappingProxyType
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, PlanError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.notation.axes import Run
 from formats.quantization.dequantizing import Grid
 from formats.quantization.quantizing import Error
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
-from verify.bytes.views import Array, Chunk, View
+from verify.bytes.views import Array
 
 OPEN = 64
 """So many files stay open."""
@@ -54,7 +53,7 @@ class Files:
         files = (file for source in sources for file in source.files.values())
         self._elsewhere = {file.path: file for file in files if file.remote is not None}
         self._opened: dict[FilePath, Read] = {}
-        self._open: OrderedDict[FilePath, BinaryIO] = OrderedDict()
+        self._file = lru_cache(OPEN)(open_file)
         self._cache: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
         self._cached_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
         self._sums, self._summed = sums, set[tuple[FilePath, int]]()
@@ -146,15 +145,6 @@ class Files:
             part = sum_part(content, begin)
             with self._lock:
                 self._sums[path].add(begin, content.size, part)
-
-    def _file(self, path: FilePath) -> BinaryIO:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = open_file(path)
-                if len(self._open) > OPEN:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(path)
-            return self._open[path]
 
 
 # ------------------------------------------------------------------------------- dequantized and quantized originals
@@ -366,30 +356,12 @@ def pattern(value: float, dtype: str) -> int:
 # ------------------------------------------------------------------------------------------------- smaller scale blocks
 
 
-def coarse(view: View, chunk: Chunk) -> tuple[tuple[int, ...], Run]:
-    """For an original with larger scale blocks: its shape, and which of its elements a chunk is made of."""
-    repeats = view.repeats or ()
-    shape = tuple(-(-size // times) for size, times in zip(view.shape, repeats, strict=True))
-    outer = [i // times for i, times in zip(chunk.outer, repeats, strict=False)]
-    times, row = repeats[view.axis], math.prod(shape[view.axis + 1 :])
-    begin, end = chunk.begin // times, -(-min(chunk.end, view.shape[view.axis]) // times)
-    first = 0
-    for index, size in zip(outer, shape, strict=False):
-        first = first * size + index
-    return shape, Run((first * shape[view.axis] + begin) * row, (end - begin) * row)
-
-
-def repeated(view: View, chunk: Chunk, data: Array, count: int) -> Array:
-    """The ``count`` elements of a chunk, from the bytes of the original's elements, each of which is repeated."""
-    repeats, item = view.repeats or (), view.bits // 8
-    shape, run = coarse(view, chunk)
-    row = math.prod(shape[view.axis + 1 :])
-    values = data.reshape(run.length // row if row else 0, *shape[view.axis + 1 :], item)
-    for dim, times in enumerate(repeats[view.axis :]):
+def repeated(content: Array, few: Sequence[int], repeats: Sequence[int], shape: Sequence[int]) -> Array:
+    """The bytes of a tensor of this shape, from those of one with ``few`` elements, each of which is repeated."""
+    values = content.reshape(*few, -1)
+    for dim, times in enumerate(repeats):
         values = np.repeat(values, times, axis=dim)
-    inner = view.shape[view.axis + 1 :]
-    rows = count // math.prod(inner) if math.prod(inner) else 0
-    return np.ascontiguousarray(values[(slice(0, rows), *map(slice, inner))]).reshape(-1)
+    return np.ascontiguousarray(values[tuple(map(slice, shape))]).reshape(-1)
 
 
 # ------------------------------------------------------------------------------------------------------- stated shapes

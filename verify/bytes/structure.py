@@ -18,7 +18,6 @@ from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.geometry import Geometry
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, program_files, read_shards, weights_folder
@@ -88,15 +87,7 @@ class Structure:
         where = f"rank {rank}" if not self.shards.format.plain else self.shards.path.name
         where = where if self.shards.stated is None else self.arrangement.plan.mesh.folder(rank)
         tensors, is_own, planned_names = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
-        shapes: dict[Geometry, tuple[int, ...] | None] = {}
-        for stored in self.arrangement.stored:
-            geometry = stored.geometry
-            if geometry not in shapes:
-                shapes[geometry] = geometry.shape(rank)
-            shape = shapes[geometry]
-            if shape is None:
-                continue
-            shape = shape if stored.constant is None else stored.constant.shape
+        for stored, shape in self.arrangement.tensors_of(rank):
             name = stored.name if stored.naming is None else stored.name_on(rank)
             planned_names.append(name)
             info = tensors.get(name)

@@ -149,16 +149,8 @@ def _fill(model: Any, skipped: Sequence[nn.Module], dtype: torch.dtype, device: 
                 new[id(parameter)] = nn.Parameter(values, requires_grad=values.is_floating_point())
             parameters[name] = new[id(parameter)]
         for name, buffer in buffers.items():
-            buffers[name] = (
-                None
-                if buffer is None
-                # values of its own (frequencies, masks), unless it is a weight without values
-                else (
-                    torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-                    if buffer.is_meta
-                    else buffer.to(device)
-                )
-            )
+            if buffer is not None:  # values of its own (frequencies, masks), unless it is a weight without values
+                buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
 
 def _kept_in_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
@@ -174,12 +166,8 @@ def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.dev
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = min(_CHUNK, like.numel())
     numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(value_dtype).to(device)
-    filled = torch.empty(like.shape, dtype=value_dtype, device=device)
-    flat = filled.view(-1)
-    for begin in range(0, len(flat), size):
-        part = flat[begin : begin + size]
-        part.copy_(numbers[: len(part)])
-    return filled
+    repeated: torch.Tensor = numbers.repeat(-(-like.numel() // size))
+    return repeated[: like.numel()].view(like.shape)
 
 
 # ---------------------------------------------------------------------------------------------------- config.json alone

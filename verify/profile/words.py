@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from verify.profile.job import LayerKind
     from verify.profile.processes import Node
 
-_STEP = {
+STEP = {
     "decode": "one token of each sequence",
     "prefill": "all tokens at once",
     "train": "forward and backward, without optimizer states",
 }
+"""What a step of each phase computes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +64,7 @@ class Profile(Result):
             cells = lines_of([_row(row) for row in rows])
             right = [i for i, name in enumerate(cells[0]) if name != "fits"]
             table = align([[*cells[0]], *([*line.values()] for line in cells)], right=right, width=None)
-            lines += ["", f"{workload}: {_STEP[workload.phase]}", *table]
+            lines += ["", f"{workload}: {STEP[workload.phase]}", *table]
             lines += [f"tp {row.tp} was not run: {row.not_run.why}" for row in rows if row.not_run]
             lines += _differences(rows)
         lines.append("")

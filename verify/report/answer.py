@@ -14,8 +14,7 @@ from typing import Any
 
 from formats.errors import ReshardError
 from formats.mesh import read_mesh
-from reshard.pages.markup import number, percent, ratio
-from reshard.text import Result, align, human_bytes, plural
+from reshard.text import Result, align, human_bytes, number, percent, plural, ratio
 
 SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""

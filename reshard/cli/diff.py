@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,12 +23,9 @@ from reshard.cli.options import (
     report_option,
     request_of,
 )
-from reshard.cli.printing import Progress, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
-
-if TYPE_CHECKING:
-    from reshard.delta.differences import Diff
 
 
 @click.command(
@@ -76,7 +73,8 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
 
         write_report(report, diff_page(result))
     if as_json:
-        print_json(_document(result))
+        tensors = [fields_of(tensor) for tensor in result.tensors]
+        print_json({"command": "diff", **fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")
     else:
@@ -87,29 +85,3 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     if report is not None:
         print_note(f"Drew what differs: {report}")
     return DONE if result.same else NO
-
-
-def _document(result: Diff) -> dict[str, Any]:
-    return {
-        "command": "diff",
-        "a": result.a,
-        "b": result.b,
-        "same": result.same,
-        "bytes": result.nbytes,
-        "config": list(result.config),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind,
-                "dtypes": list(tensor.dtypes),
-                "shapes": [None if shape is None else list(shape) for shape in tensor.shapes],
-                "elements": tensor.elements,
-                "changed": tensor.changed,
-                "largest": tensor.largest,
-                "rms": tensor.rms,
-                "ulps": tensor.ulps,
-                "other": tensor.other,
-            }
-            for tensor in result.tensors
-        ],
-    }

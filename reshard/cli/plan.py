@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import CheckpointError, PlanError
+from formats.errors import CheckpointError, PlanError, require_transformers
 from reshard.cli.options import (
     NUMBERS,
     PATH,
@@ -353,6 +353,8 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
     from formats.mesh import Mesh
     from reshard.mesh.degrees import check_degrees
+
+    require_transformers("--tp-plan")
     from reshard.model.tp_plan import transformers_plan
 
     if tp is not None:

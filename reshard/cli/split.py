@@ -32,7 +32,7 @@ from reshard.cli.options import (
     request_of,
     writing_options,
 )
-from reshard.cli.printing import Progress, print_json, print_lines, print_path
+from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path
 
 if TYPE_CHECKING:
     from reshard.writing.rewrite import Summary, WriteRequest
@@ -47,54 +47,32 @@ def without_numpys_threads() -> None:
 
 
 def carry_out(
-    command: Callable[[_Request], Summary], request: _Request, progress: str, *, as_json: bool, quiet: bool
+    command: Callable[[_Request], Summary], request: Callable[..., _Request], options: dict[str, Any], **fields: Any
 ) -> None:
-    """Split or merge, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
-    started = time.monotonic()
-    with (
-        resumable(),
-        Progress(command.__name__, how="none" if quiet or as_json else progress) as display,
-    ):
-        summary = command(dataclasses.replace(request, progress=lambda state: display(*state)))
+    """Write what the options request, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
+    as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
+    started, is_silent = time.monotonic(), quiet or as_json
+    with resumable(), Progress(command.__name__, how="none" if is_silent else progress) as display:
+        asked = request_of(request, options, **fields, quiet=is_silent, progress=lambda state: display(*state))
+        summary = command(asked)
     seconds = time.monotonic() - started
     with work_is_done():
-        print_summary(summary, str(request.source), seconds, as_json=as_json, quiet=quiet)
-
-
-def print_summary(summary: Summary, source: str, seconds: float, *, as_json: bool, quiet: bool) -> None:
-    """Print what was done: one paragraph, one JSON document, or the output's path alone."""
-    if as_json:
-        print_json(_document(summary, seconds))
-    elif quiet:
-        print_path(summary.out)
-    else:
-        print_lines(str(dataclasses.replace(summary, source=source)))  # as it was given
+        if as_json:
+            print_json(_document(summary, seconds))
+        elif quiet:
+            print_path(summary.out)
+        else:
+            print_lines(str(dataclasses.replace(summary, source=str(asked.source))))  # as it was given
 
 
 def _document(summary: Summary, seconds: float) -> dict[str, Any]:
+    keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
     return {
-        "command": summary.command,
-        "dry_run": summary.dry_run,
-        "source": summary.source,
-        "out": str(summary.out),
-        "source_mesh": summary.source_mesh.to_document(),
-        "mesh": summary.mesh.to_document(),
-        "ranks": list(summary.ranks),
+        **fields_of(summary, **keys, tried_again="requests_tried_again"),
         "part": [summary.part.index, summary.part.count] if summary.part else None,
-        "complete": summary.complete,
-        "tensors": summary.tensors,
-        "files": summary.files,
-        "bytes": summary.nbytes,
-        "bytes_written": summary.written,
-        "bytes_fetched": summary.fetched,
-        "requests_tried_again": summary.tried_again,
         "seconds": round(seconds, 3),
         "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
-        "note": summary.note,
         "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
-        "load": summary.load,
-        "left_behind": list(summary.left_behind),
-        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
 
 
@@ -130,7 +108,7 @@ def _is_for_any_mesh(form: str) -> bool:
         help="Write only rank R (repeatable), or 'auto'.")  # fmt: skip
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file of a rank; default: 5GB.")
 @writing_options
-def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
 
     SOURCE may be a full checkpoint or a split one, in any format that 'reshard formats' lists. Without --as, OUT gets
@@ -152,9 +130,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     from reshard.commands.split import SplitRequest, split
     from reshard.system import share_of_launcher
 
-    chosen = share_of_launcher() if None in ranks else ranks or None
-    request = request_of(SplitRequest, options, ranks=chosen, quiet=quiet or as_json)
-    carry_out(split, request, progress, as_json=as_json, quiet=quiet)
+    carry_out(split, SplitRequest, options, ranks=share_of_launcher() if None in ranks else ranks or None)
 
 
 @click.command(
@@ -173,7 +149,7 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
 @cast_option
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
-def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def merge_command(into: str | None, **options: Any) -> None:
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
 
     SHARDS may have any format that 'reshard formats' lists. What was split from safetensors comes back file by file:
@@ -189,7 +165,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
     from reshard.commands.split import merge
     from reshard.writing.rewrite import WriteRequest
 
-    carry_out(merge, request_of(WriteRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(merge, WriteRequest, options)
 
 
 @click.command(
@@ -206,7 +182,7 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
 @click.argument("out", type=NewFolder())
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
 @writing_options
-def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def patch_command(**options: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
     BASE is a checkpoint in any form. Each of its tensors must have the checksum that the delta states, before
@@ -219,7 +195,7 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
     without_numpys_threads()
     from reshard.commands.split import PatchRequest, patch
 
-    carry_out(patch, request_of(PatchRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(patch, PatchRequest, options)
 
 
 @click.command(
@@ -241,7 +217,7 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
 @padding_options
 @option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the files of A.")
 @writing_options
-def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def average_command(sources: tuple[str, ...], **options: Any) -> None:
     """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
 
     Each may have any form that 'reshard formats' lists. The mean of each element is computed in float32, in the order
@@ -255,6 +231,4 @@ def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progre
     from reshard.commands.split import AverageRequest, average
 
     first, *others, place = sources
-    out = NewFolder().convert(place, None, None)
-    request = request_of(AverageRequest, options, source=first, others=others, out=out, quiet=quiet or as_json)
-    carry_out(average, request, progress, as_json=as_json, quiet=quiet)
+    carry_out(average, AverageRequest, options, source=first, others=others, out=NewFolder().convert(place, None, None))

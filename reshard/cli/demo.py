@@ -19,7 +19,7 @@ import click
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import PATH, Command, debug_option, json_option
+from reshard.cli.options import PATH, Command
 from reshard.cli.printing import fields_of, print_json, print_lines
 from reshard.text import align
 
@@ -154,8 +154,6 @@ def _sha256(path: Path) -> str | None:
     },
 )
 @click.argument("folder", type=PATH, required=False)
-@json_option
-@debug_option
 @click.pass_context
 def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> int:
     """Make a tiny model, split it, re-split it, merge it, and compare the files.

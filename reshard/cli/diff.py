@@ -15,11 +15,8 @@ from reshard.cli.options import (
     Place,
     access_options,
     cast_option,
-    debug_option,
-    json_option,
     option,
     progress_option,
-    quiet_option,
     report_option,
     request_of,
 )
@@ -31,6 +28,7 @@ from reshard.text import human_bytes
 @click.command(
     "diff",
     cls=Command,
+    quiet="Print same or different, no more.",
     examples={
         "reshard diff model out": "tensor by tensor, whatever the form and the mesh",
         "reshard diff out served --json": "the same as JSON, for a script",
@@ -47,9 +45,6 @@ from reshard.text import human_bytes
 @report_option("Draw what differs where, as an HTML page.")
 @access_options
 @progress_option
-@json_option
-@quiet_option("Print same or different, no more.")
-@debug_option
 def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 

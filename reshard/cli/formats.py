@@ -15,10 +15,8 @@ from reshard.cli.options import (
     Command,
     Place,
     access_options,
-    debug_option,
     format_option,
     given_options,
-    json_option,
     request_of,
 )
 from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 @click.argument("source", type=Place(), required=False)
 @format_option("This format alone.")
 @access_options
-@json_option
-@debug_option
 def formats_command(source: str | None, format: str | None, as_json: bool, **options: Any) -> None:
     """List the formats that are read and written, and the programs that load them.
 

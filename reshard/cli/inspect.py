@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import Command, Place, debug_option, hub_options, json_option, request_of
+from reshard.cli.options import Command, Place, hub_options, request_of
 from reshard.cli.printing import fields_of, print_json, print_lines
 
 
@@ -22,8 +22,6 @@ from reshard.cli.printing import fields_of, print_json, print_lines
 )
 @click.argument("source", metavar="PATH", type=Place())
 @hub_options
-@json_option
-@debug_option
 def inspect_command(as_json: bool, **options: Any) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 

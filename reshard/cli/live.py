@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import PATH, RANKS, Command, Group, Place, debug_option, json_option, option
+from reshard.cli.options import PATH, RANKS, Command, Group, Place, option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
@@ -35,8 +35,6 @@ from reshard.text import align, human_bytes, plural
 )
 @option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
         help="The Python that has vLLM, and reshard.")  # fmt: skip
-@json_option
-@debug_option
 def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> int:
     """Try a push between running processes, or check one before there is any.
 

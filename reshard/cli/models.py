@@ -12,7 +12,7 @@ import click
 
 from formats.errors import PlanError
 from formats.hints import nearest, with_hint
-from reshard.cli.options import Command, Value, debug_option, json_option, model_types
+from reshard.cli.options import Command, Value, model_types
 from reshard.cli.printing import print_json, print_lines, print_pairs
 from reshard.text import align, plural
 
@@ -50,8 +50,6 @@ class _Listed:
     },
 )
 @click.argument("name", type=Value("model type", known=model_types), required=False)
-@json_option
-@debug_option
 def models_command(name: str | None, as_json: bool) -> None:
     """List the model types (model_type in config.json) that can be split.
 

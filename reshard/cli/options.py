@@ -53,6 +53,12 @@ class Option(click.Option):
         return extra
 
 
+def debug_option() -> Option:
+    """``--debug``, which the group of commands has, too."""
+    settings = {"is_flag": True, "expose_value": False, "callback": show_tracebacks}
+    return Option(["--debug"], group=Group.RARE, **settings, help="Show the traceback of an error.")
+
+
 def option(*names: str, group: Group, **settings: Any) -> Callable[[_Function], _Function]:
     """``click.option`` with a group."""
     return click.option(*names, cls=Option, group=group, **settings)
@@ -62,11 +68,17 @@ class Command(click.Command):
     """A command with ``examples``: lines as one types them, each with what it does.
 
     They work in the folder of ``reshard demo FOLDER``, in the order of the commands. Of what is not in it,
-    ``meta-llama/Llama-3.1-8B`` is a model of the Hub, and ``s3://bucket`` stands for any bucket.
+    ``meta-llama/Llama-3.1-8B`` is a model of the Hub, and ``s3://bucket`` stands for any bucket. Each command has
+    ``--json`` (``as_json``) and ``--debug``; with ``quiet`` also ``-q``, of which that is the help.
     """
 
-    def __init__(self, *names: Any, examples: Mapping[str, str], **settings: Any) -> None:
-        super().__init__(*names, **settings)
+    def __init__(
+        self, *names: Any, examples: Mapping[str, str], quiet: str | None = None, params: list[Any], **settings: Any
+    ) -> None:
+        params.append(Option(["--json", "as_json"], group=Group.OUTPUT, is_flag=True, help="Print one JSON document."))
+        if quiet:
+            params.append(Option(["-q", "--quiet"], group=Group.OUTPUT, is_flag=True, help=quiet))
+        super().__init__(*names, params=[*params, debug_option()], **settings)
         self.examples = examples
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -319,19 +331,11 @@ def report_option(what: str) -> Callable[[_Function], _Function]:
     return option("--report", group=Group.OUTPUT, type=FILE, metavar="FILE", callback=checked, help=what)
 
 
-def quiet_option(what: str) -> Callable[[_Function], _Function]:
-    """``-q``, for one line."""
-    return option("-q", "--quiet", group=Group.OUTPUT, is_flag=True, help=what)
-
-
 def format_option(what: str) -> Callable[[_Function], _Function]:
     """``--as FORMAT``."""
     return option("--as", "format", group=Group.WHAT, type=FORMAT, metavar="FORMAT", help=what)
 
 
-json_option = option("--json", "as_json", group=Group.OUTPUT, is_flag=True, help="Print one JSON document.")
-debug_option = option("--debug", group=Group.RARE, is_flag=True, expose_value=False, callback=show_tracebacks,
-                      help="Show the traceback of an error.")  # fmt: skip
 access_options = together(plan_option, config_option, hub_options)
 writing_options = together(
     part_option,
@@ -339,9 +343,6 @@ writing_options = together(
     download_option,
     write_options,
     progress_option,
-    json_option,
-    quiet_option("Print the path of OUT and nothing else."),
-    debug_option,
 )
 
 

@@ -21,12 +21,10 @@ from reshard.cli.options import (
     access_options,
     cast_option,
     check_degrees,
-    debug_option,
     dequantize_option,
     format_option,
     given_options,
     has_degree,
-    json_option,
     option,
     option_names,
     other_mesh_options,
@@ -83,8 +81,6 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
 @option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4.")
 @option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
         help="Of a rank in a push; default: 50GB/s.")  # fmt: skip
-@json_option
-@debug_option
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
     receiver: str | None, link: float | None, as_json: bool, **options: Any,

@@ -14,10 +14,8 @@ from reshard.cli.options import (
     Group,
     Place,
     Value,
-    debug_option,
     device_option,
     hub_options,
-    json_option,
     option,
     plan_option,
     report_option,
@@ -79,8 +77,6 @@ def memory(text: str) -> int:
 @report_option("Draw it as an HTML page, which needs no network.")
 @plan_option
 @hub_options
-@json_option
-@debug_option
 def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure which degree of tensor parallelism is fast on this node.
 

@@ -86,6 +86,7 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.command(
     "split",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard split model out --tp 4": "four ranks: out/rank-00-of-04 to out/rank-03-of-04",
         "reshard split out out8 --tp 8": "from four ranks to eight, without a full checkpoint in between",
@@ -136,6 +137,7 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
 @click.command(
     "merge",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard merge out full": "the original files again, byte for byte",
         "reshard merge served full-of-vllm": "the same from the files that vLLM loads",
@@ -171,6 +173,7 @@ def merge_command(into: str | None, **options: Any) -> None:
 @click.command(
     "patch",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard patch model delta patched": "the files of the tuned model again, byte for byte",
         "reshard patch model delta checked --dry-run": "check base and delta, and write nothing",
@@ -201,6 +204,7 @@ def patch_command(**options: Any) -> None:
 @click.command(
     "average",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard average model out mean": "the mean of two checkpoints of one model, each in any form",
         "reshard average model out out8 mixed --weights 0.5,0.3,0.2": "of three, with weights",

@@ -23,15 +23,12 @@ from reshard.cli.options import (
     Place,
     cast_option,
     config_option,
-    debug_option,
     dequantize_option,
     device_option,
     hub_options,
-    json_option,
     option,
     patch_option,
     quantize_option,
-    quiet_option,
     report_option,
     request_of,
     timeout_option,
@@ -47,6 +44,7 @@ if TYPE_CHECKING:
 @click.command(
     "verify",
     cls=Command,
+    quiet="Print the verdict, no more.",
     examples={
         "reshard verify model out": "compare the bytes, then the outputs",
         "reshard verify model served --exact-only": "the bytes alone: no torch, no GPU",
@@ -84,9 +82,6 @@ if TYPE_CHECKING:
         help="Seed of the random tokens.")  # fmt: skip
 @timeout_option(300.0)
 @report_option("Draw it as an HTML page, which needs no network.")
-@json_option
-@quiet_option("Print the verdict, no more.")
-@debug_option
 def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 

@@ -8,18 +8,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import (
-    Command,
-    Group,
-    NewFolder,
-    Place,
-    access_options,
-    cast_option,
-    option,
-    progress_option,
-    report_option,
-    request_of,
-)
+from reshard.cli.options import ACCESS, Command, Group, NewFolder, Option, Place, changed, request_of
 from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
@@ -34,17 +23,15 @@ from reshard.text import human_bytes
         "reshard diff out served --json": "the same as JSON, for a script",
         "reshard diff model out --out delta": "also write what changed, for 'reshard patch'",
     },
-)
+    options=(
+        Option("--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA",
+               help="Also write what changed, for 'reshard patch'."),
+        Option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard)."),
+        "dtype", changed("report", help="Draw what differs where, as an HTML page."), *ACCESS, "progress",
+    ),
+)  # fmt: skip
 @click.argument("a", type=Place(), metavar="A")
 @click.argument("b", type=Place(), metavar="B")
-@option(
-    "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
-)
-@option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
-@cast_option
-@report_option("Draw what differs where, as an HTML page.")
-@access_options
-@progress_option
 def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 

@@ -11,14 +11,7 @@ import click
 
 from formats.errors import ReshardError
 from formats.notation.format_file import HUGGING_FACE
-from reshard.cli.options import (
-    Command,
-    Place,
-    access_options,
-    format_option,
-    given_options,
-    request_of,
-)
+from reshard.cli.options import ACCESS, Command, Place, changed, given_options, request_of
 from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
 from reshard.text import align
 
@@ -35,10 +28,9 @@ if TYPE_CHECKING:
         "reshard formats --as vllm": "one of them",
         "reshard formats model": "which of them this model can be written in",
     },
+    options=(changed("format", help="This format alone."), *ACCESS),
 )
 @click.argument("source", type=Place(), required=False)
-@format_option("This format alone.")
-@access_options
 def formats_command(source: str | None, format: str | None, as_json: bool, **options: Any) -> None:
     """List the formats that are read and written, and the programs that load them.
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import Command, Place, hub_options, request_of
+from reshard.cli.options import HUB, Command, Place, request_of
 from reshard.cli.printing import fields_of, print_json, print_lines
 
 
@@ -19,9 +19,9 @@ from reshard.cli.printing import fields_of, print_json, print_lines
         "reshard inspect served --json": "the same as JSON, for a script",
         "reshard inspect meta-llama/Llama-3.1-8B": "on the Hub: only the headers are read",
     },
+    options=HUB,
 )
 @click.argument("source", metavar="PATH", type=Place())
-@hub_options
 def inspect_command(as_json: bool, **options: Any) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 

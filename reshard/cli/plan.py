@@ -11,25 +11,22 @@ import click
 
 from formats.errors import CheckpointError, PlanError, require_transformers
 from reshard.cli.options import (
+    ACCESS,
+    MESH,
     NUMBERS,
+    PADDING,
     PATH,
     RANKS,
     Command,
     Group,
+    Option,
     Place,
     Value,
-    access_options,
-    cast_option,
+    changed,
     check_degrees,
-    dequantize_option,
-    format_option,
     given_options,
     has_degree,
-    option,
     option_names,
-    other_mesh_options,
-    padding_options,
-    report_option,
     request_of,
     speed,
 )
@@ -60,27 +57,24 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         "reshard plan model --tp 4 --report plan.html": "what each rank would hold, and a picture of it",
         "reshard plan meta-llama/Llama-3.1-8B --tp 8 --as vllm": "which tensors vLLM's files would have",
     },
-)
+    options=(
+        changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
+        changed("format", help="Show what 'split --as FORMAT' would write."),
+        "dequantize", "dtype", *PADDING, *ACCESS,
+        changed("report", help="Draw what each rank holds, as an HTML page."),
+        Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
+        Option("--save", "save_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+               help="Write the architecture file in use."),
+        Option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+               help="Draft one, for a model that has no rules."),
+        Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
+               help="A push between running ranks: from fsdp2:8."),
+        Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
+        Option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+               help="Of a rank in a push; default: 50GB/s."),
+    ),
+)  # fmt: skip
 @click.argument("source", type=Place())
-@option("--tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Tensor parallelism: large weights in N parts.")
-@other_mesh_options
-@format_option("Show what 'split --as FORMAT' would write.")
-@dequantize_option
-@cast_option
-@padding_options
-@access_options
-@report_option("Draw what each rank holds, as an HTML page.")
-@option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers.")
-@option("--save", "save_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
-        help="Write the architecture file in use.")  # fmt: skip
-@option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
-        help="Draft one, for a model that has no rules.")  # fmt: skip
-@option(
-    "--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO", help="A push between running ranks: from fsdp2:8."
-)
-@option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4.")
-@option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
-        help="Of a rank in a push; default: 50GB/s.")  # fmt: skip
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
     receiver: str | None, link: float | None, as_json: bool, **options: Any,

@@ -12,25 +12,20 @@ import click
 
 from reshard.cli.errors import resumable, work_is_done
 from reshard.cli.options import (
-    SIZE,
+    MESH,
+    PADDING,
+    WRITING,
     Command,
     Group,
     NewFolder,
+    Option,
     Place,
     Value,
-    cast_option,
+    changed,
     check_degrees,
-    dequantize_option,
-    format_option,
     has_degree,
-    mesh_options,
-    option,
-    padding_options,
-    patch_option,
-    quantize_option,
     rank,
     request_of,
-    writing_options,
 )
 from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path
 
@@ -92,23 +87,17 @@ def _is_for_any_mesh(form: str) -> bool:
         "reshard split out out8 --tp 8": "from four ranks to eight, without a full checkpoint in between",
         "reshard split model served --tp 4 --as vllm": "convert it to the format that vLLM loads",
     },
-)
+    options=(
+        *MESH, "format", "dequantize", "quantize", "dtype", "patch", "adapter", *PADDING,
+        Option("--refine-blocks", group=Group.RARE, is_flag=True,
+               help="Use smaller scale blocks where a rank cuts one."),
+        Option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
+               help="Write only rank R (repeatable), or 'auto'."),
+        changed("max_shard_size", help="Largest file of a rank; default: 5GB."), *WRITING,
+    ),
+)  # fmt: skip
 @click.argument("source", type=Place())
 @click.argument("out", type=NewFolder())
-@mesh_options
-@format_option("The format to write: see 'reshard formats'.")
-@dequantize_option
-@quantize_option
-@cast_option
-@patch_option
-@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
-        help="Add a LoRA adapter to SOURCE's weights first.")  # fmt: skip
-@padding_options
-@option("--refine-blocks", group=Group.RARE, is_flag=True, help="Use smaller scale blocks where a rank cuts one.")
-@option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
-        help="Write only rank R (repeatable), or 'auto'.")  # fmt: skip
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file of a rank; default: 5GB.")
-@writing_options
 def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
 
@@ -143,14 +132,13 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
         "reshard merge served full-of-vllm": "the same from the files that vLLM loads",
         "reshard merge s3://bucket/out full": "from a bucket, without a copy on the disk",
     },
-)
+    options=(
+        Option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE."),
+        "quantize", "dtype", "max_shard_size", *WRITING,
+    ),
+)  # fmt: skip
 @click.argument("source", metavar="SHARDS", type=Place())
 @click.argument("out", type=NewFolder())
-@option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
-@quantize_option
-@cast_option
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
-@writing_options
 def merge_command(into: str | None, **options: Any) -> None:
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
 
@@ -179,12 +167,11 @@ def merge_command(into: str | None, **options: Any) -> None:
         "reshard patch model delta checked --dry-run": "check base and delta, and write nothing",
         "reshard patch s3://bucket/base s3://bucket/delta patched": "from a bucket",
     },
+    options=("max_shard_size", *WRITING),
 )
 @click.argument("source", metavar="BASE", type=Place())
 @click.argument("delta", metavar="DELTA", type=Place())
 @click.argument("out", type=NewFolder())
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
-@writing_options
 def patch_command(**options: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
@@ -210,17 +197,14 @@ def patch_command(**options: Any) -> None:
         "reshard average model out out8 mixed --weights 0.5,0.3,0.2": "of three, with weights",
         "reshard average model out served-mean --tp 2 --as vllm": "in the format that vLLM loads",
     },
-)
+    options=(
+        Option("--weights", group=Group.WHAT, metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.",
+               type=Value("weights", lambda text: tuple(map(float, text.split(","))))),
+        *MESH, "format", "quantize", "dtype", *PADDING,
+        changed("max_shard_size", help="Largest file; default: the files of A."), *WRITING,
+    ),
+)  # fmt: skip
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
-@option("--weights", group=Group.WHAT, type=Value("weights", lambda text: tuple(map(float, text.split(",")))),
-        metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
-@mesh_options
-@format_option("The format to write: see 'reshard formats'.")
-@quantize_option
-@cast_option
-@padding_options
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the files of A.")
-@writing_options
 def average_command(sources: tuple[str, ...], **options: Any) -> None:
     """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
 

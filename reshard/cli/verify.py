@@ -16,24 +16,7 @@ import click
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.options import (
-    FILE,
-    Command,
-    Group,
-    Place,
-    cast_option,
-    config_option,
-    dequantize_option,
-    device_option,
-    hub_options,
-    option,
-    patch_option,
-    quantize_option,
-    report_option,
-    request_of,
-    timeout_option,
-    with_option_names,
-)
+from reshard.cli.options import FILE, HUB, Command, Group, Option, Place, changed, request_of, with_option_names
 from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
 
 if TYPE_CHECKING:
@@ -50,38 +33,31 @@ if TYPE_CHECKING:
         "reshard verify model served --exact-only": "the bytes alone: no torch, no GPU",
         "reshard verify model out --backward --report proof.html": "the gradients too, and a page with the proof",
     },
-)
+    options=(
+        Option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU."),
+        changed("adapter", help="ORIGINAL is this model with a LoRA adapter."),
+        Option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too."),
+        Option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
+               help="Also run SHARDS in the engine they are for."),
+        "patch", "dequantize", "quantize", "dtype",
+        changed("plan_file", type=FILE, help="The file with which SHARDS were split."), "config", *HUB, "device",
+        Option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own."),
+        Option("--batch", group=Group.HOW, type=click.IntRange(1), default=2, show_default=True, metavar="N",
+               help="Sequences at once."),
+        Option("--seq", group=Group.HOW, type=click.IntRange(1), default=32, show_default=True, metavar="N",
+               help="Tokens in a sequence."),
+        Option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens."),
+        Option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory."),
+        Option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
+               help="The python of the engine's environment."),
+        changed("dry_run", help="Say what the forward takes; compare nothing."),
+        Option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
+               help="Seed of the random tokens."),
+        "timeout", "report",
+    ),
+)  # fmt: skip
 @click.argument("original", type=Place(), metavar="ORIGINAL")
 @click.argument("shards", type=Place(), metavar="SHARDS")
-@option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU.")
-@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
-        help="ORIGINAL is this model with a LoRA adapter.")  # fmt: skip
-@option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too.")
-@option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
-        help="Also run SHARDS in the engine they are for.")  # fmt: skip
-@patch_option
-@dequantize_option
-@quantize_option
-@cast_option
-@option("--plan", "plan_file", group=Group.WHERE, type=FILE, metavar="FILE",
-        help="The file with which SHARDS were split.")  # fmt: skip
-@config_option
-@hub_options
-@device_option
-@option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
-@option("--batch", group=Group.HOW, type=click.IntRange(1), default=2, show_default=True, metavar="N",
-        help="Sequences at once.")  # fmt: skip
-@option("--seq", group=Group.HOW, type=click.IntRange(1), default=32, show_default=True, metavar="N",
-        help="Tokens in a sequence.")  # fmt: skip
-@option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens.")
-@option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory.")
-@option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
-        help="The python of the engine's environment.")  # fmt: skip
-@option("--dry-run", group=Group.HOW, is_flag=True, help="Say what the forward takes; compare nothing.")
-@option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
-        help="Seed of the random tokens.")  # fmt: skip
-@timeout_option(300.0)
-@report_option("Draw it as an HTML page, which needs no network.")
 def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 

@@ -70,7 +70,8 @@ class Command(click.Command):
 
     def __init__(
         self,
-        *names: Any,
+        name: str | None,
+        *,
         examples: Mapping[str, str],
         options: Sequence[str | Option] = (),
         quiet: str | None = None,
@@ -81,7 +82,7 @@ class Command(click.Command):
         own.append(Option("--json", "as_json", group=Group.OUTPUT, is_flag=True, help="Print one JSON document."))
         if quiet:
             own.append(Option("-q", "--quiet", group=Group.OUTPUT, is_flag=True, help=quiet))
-        super().__init__(*names, params=[*params, *own, debug_option()], **settings)
+        super().__init__(name, params=[*params, *own, debug_option()], **settings)
         self.examples = examples
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

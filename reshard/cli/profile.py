@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from reshard.cli.options import HUB, NUMBERS, Command, Group, Option, Place, Value, changed, request_of, speed
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
 from reshard.text import size_of
-
-if TYPE_CHECKING:
-    from verify.profile.words import Profile
 
 _LEAST_MEMORY = 1_000_000
 
@@ -81,10 +78,6 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
         from verify.command import profile  # it imports torch, which takes a while
 
         result = profile(request, say)
-    _print(result, report, as_json=as_json)
-
-
-def _print(result: Profile, report: Path | None, *, as_json: bool) -> None:
     from verify.profile.words import document_of
 
     document = {"command": "profile", "source": result.source, **document_of(result)}

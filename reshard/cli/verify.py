@@ -144,8 +144,14 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         answer.error = with_option_names(answer.error, verify_command)
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code
-    if report is not None and not _write_report(answer, report):
-        report, code = None, code or 2
+    if report is not None:
+        from verify.report.page import page
+
+        try:
+            write_report(report, page(answer.to_document()))
+        except CheckpointError as error:
+            print_error(error.message)
+            report, code = None, code or 2
     if as_json:
         print_json(answer.to_document())
     elif quiet:
@@ -154,17 +160,6 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         text = answer.to_text(report=report)
         print_lines(answer.verdict.upper() if text == answer.headline else text)  # the error has been printed
     return code
-
-
-def _write_report(answer: Answer, file: Path) -> bool:
-    from verify.report.page import page
-
-    try:
-        write_report(file, page(answer.to_document()))
-    except CheckpointError as error:
-        print_error(error.message)
-        return False
-    return True
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

@@ -292,7 +292,7 @@ class _Planner:
 
     def _takes_any_heads(self, owner: str) -> bool:
         """Whether the architecture file says that a module around this one works on any number of heads."""
-        path = next(iter(self.modules[owner]))
+        path = next(iter(self.modules[owner]), "")
         while path:
             match = self.model.architecture.match_module(path)
             if match is not None:

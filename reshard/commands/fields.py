@@ -71,10 +71,10 @@ def _read(value: Any, kind: Any) -> Any:
     if get_origin(kind) is not None or kind is Callable:
         return _checked(value, callable(value), "a function")
     if kind in (int, float):
-        pattern, number, expected = _NUMBERS[kind]
+        pattern, number, what = _NUMBERS[kind]
         is_text = isinstance(value, str) and re.fullmatch(pattern, value) is not None
         is_number = isinstance(value, number) and not isinstance(value, bool)
-        return kind(_checked(value, is_text or is_number, expected))
+        return kind(_checked(value, is_text or is_number, what))
     if kind is str:
         text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value  # a dtype, a device
         return _checked(text, isinstance(text, str), "a text")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import ACCESS, Command, Group, NewFolder, Option, Place, changed, request_of
+from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
 from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
@@ -30,8 +30,8 @@ from reshard.text import human_bytes
         "dtype", changed("report", help="Draw what differs where, as an HTML page."), *ACCESS, "progress",
     ),
 )  # fmt: skip
-@click.argument("a", type=Place(), metavar="A")
-@click.argument("b", type=Place(), metavar="B")
+@click.argument("a", type=PLACE, metavar="A")
+@click.argument("b", type=PLACE, metavar="B")
 def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 

@@ -11,7 +11,7 @@ import click
 
 from formats.errors import ReshardError
 from formats.notation.format_file import HUGGING_FACE
-from reshard.cli.options import ACCESS, Command, Place, changed, given_options, request_of
+from reshard.cli.options import ACCESS, PLACE, Command, changed, given_options, request_of
 from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
 from reshard.text import align
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     },
     options=(changed("format", help="This format alone."), *ACCESS),
 )
-@click.argument("source", type=Place(), required=False)
+@click.argument("source", type=PLACE, required=False)
 def formats_command(source: str | None, format: str | None, as_json: bool, **options: Any) -> None:
     """List the formats that are read and written, and the programs that load them.
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import HUB, Command, Place, request_of
+from reshard.cli.options import HUB, PLACE, Command, request_of
 from reshard.cli.printing import fields_of, print_json, print_lines
 
 
@@ -21,7 +21,7 @@ from reshard.cli.printing import fields_of, print_json, print_lines
     },
     options=HUB,
 )
-@click.argument("source", metavar="PATH", type=Place())
+@click.argument("source", metavar="PATH", type=PLACE)
 def inspect_command(as_json: bool, **options: Any) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import PATH, RANKS, Command, Group, Option, Place
+from reshard.cli.options import PATH, PLACE, RANKS, Command, Group, Option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
@@ -30,7 +30,7 @@ from reshard.text import align, human_bytes, plural
     ),
 )  # fmt: skip
 @click.argument("what", type=click.Choice(["demo", "check"]))
-@click.argument("source", type=Place(), required=False)
+@click.argument("source", type=PLACE, required=False)
 def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> int:
     """Try a push between running processes, or check one before there is any.
 

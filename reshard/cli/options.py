@@ -218,16 +218,6 @@ class LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Place(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
-    """What names a checkpoint: a folder, which a shell completes, a Hub id or a URL."""
-
-    name = "place"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Has the shell complete a path."""
-        return [CompletionItem(incomplete, type="file")]
-
-
 class NewFolder(click.Path):
     """A folder to be made, or the URL of one in a bucket."""
 
@@ -241,6 +231,8 @@ def negated(_: click.Context, __: click.Parameter, is_given: bool) -> bool:
     return not is_given
 
 
+PLACE = click.Path(readable=False)
+"""What names a checkpoint: a path, which a shell completes and nothing checks here, a Hub id or a URL."""
 PATH = LocalPath(path_type=Path)
 FILE = LocalPath(dir_okay=False, path_type=Path)
 
@@ -267,9 +259,9 @@ _ALL = (
            help="Turn weights into fp8 in blocks, with scales."),
     Option("--dtype", group=_WHAT, type=Value("dtype", known=dtypes), metavar="NAME",
            help="Cast weights to bf16, fp16 or fp32."),
-    Option("--patch", group=_WHAT, type=Place(), multiple=True, metavar="DELTA",
+    Option("--patch", group=_WHAT, type=PLACE, multiple=True, metavar="DELTA",
            help="First put a DELTA of 'diff' on it (repeatable)."),
-    Option("--adapter", group=_WHAT, type=Place(), metavar="DIR", help="Add a LoRA adapter to SOURCE's weights first."),
+    Option("--adapter", group=_WHAT, type=PLACE, metavar="DIR", help="Add a LoRA adapter to SOURCE's weights first."),
     Option("--pad-vocab-to", group=_WHAT, type=click.IntRange(min=1), metavar="M",
            help="Also pad the vocabulary to a multiple of M."),
     Option("--no-pad-vocab", "pad_vocab", group=_RARE, is_flag=True, callback=negated,

@@ -16,11 +16,11 @@ from reshard.cli.options import (
     NUMBERS,
     PADDING,
     PATH,
+    PLACE,
     RANKS,
     Command,
     Group,
     Option,
-    Place,
     Value,
     changed,
     check_degrees,
@@ -74,7 +74,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
                help="Of a rank in a push; default: 50GB/s."),
     ),
 )  # fmt: skip
-@click.argument("source", type=Place())
+@click.argument("source", type=PLACE)
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
     receiver: str | None, link: float | None, as_json: bool, **options: Any,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import HUB, NUMBERS, Command, Group, Option, Place, Value, changed, request_of, speed
+from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of, speed
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
 from reshard.text import size_of
 
@@ -60,7 +60,7 @@ def memory(text: str) -> int:
         "report", "plan_file", *HUB,
     ),
 )  # fmt: skip
-@click.argument("source", type=Place())
+@click.argument("source", type=PLACE)
 def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure which degree of tensor parallelism is fast on this node.
 

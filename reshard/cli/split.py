@@ -14,12 +14,12 @@ from reshard.cli.errors import resumable, work_is_done
 from reshard.cli.options import (
     MESH,
     PADDING,
+    PLACE,
     WRITING,
     Command,
     Group,
     NewFolder,
     Option,
-    Place,
     Value,
     changed,
     check_degrees,
@@ -96,7 +96,7 @@ def _is_for_any_mesh(form: str) -> bool:
         changed("max_shard_size", help="Largest file of a rank; default: 5GB."), *WRITING,
     ),
 )  # fmt: skip
-@click.argument("source", type=Place())
+@click.argument("source", type=PLACE)
 @click.argument("out", type=NewFolder())
 def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
@@ -133,11 +133,11 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
         "reshard merge s3://bucket/out full": "from a bucket, without a copy on the disk",
     },
     options=(
-        Option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE."),
+        Option("--into", group=Group.WHAT, type=PLACE, metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE."),
         "quantize", "dtype", "max_shard_size", *WRITING,
     ),
 )  # fmt: skip
-@click.argument("source", metavar="SHARDS", type=Place())
+@click.argument("source", metavar="SHARDS", type=PLACE)
 @click.argument("out", type=NewFolder())
 def merge_command(into: str | None, **options: Any) -> None:
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
@@ -169,8 +169,8 @@ def merge_command(into: str | None, **options: Any) -> None:
     },
     options=("max_shard_size", *WRITING),
 )
-@click.argument("source", metavar="BASE", type=Place())
-@click.argument("delta", metavar="DELTA", type=Place())
+@click.argument("source", metavar="BASE", type=PLACE)
+@click.argument("delta", metavar="DELTA", type=PLACE)
 @click.argument("out", type=NewFolder())
 def patch_command(**options: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
@@ -204,7 +204,7 @@ def patch_command(**options: Any) -> None:
         changed("max_shard_size", help="Largest file; default: the files of A."), *WRITING,
     ),
 )  # fmt: skip
-@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
+@click.argument("sources", nargs=-1, required=True, type=PLACE, metavar="A B [...] OUT")
 def average_command(sources: tuple[str, ...], **options: Any) -> None:
     """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
 

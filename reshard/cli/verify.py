@@ -16,7 +16,7 @@ import click
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.options import FILE, HUB, Command, Group, Option, Place, changed, request_of, with_option_names
+from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
                help="Tokens in a sequence."),
         Option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens."),
         Option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory."),
-        Option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
+        Option("--engine-python", group=Group.HOW, type=PLACE, metavar="PATH",
                help="The python of the engine's environment."),
         changed("dry_run", help="Say what the forward takes; compare nothing."),
         Option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
         "timeout", "report",
     ),
 )  # fmt: skip
-@click.argument("original", type=Place(), metavar="ORIGINAL")
-@click.argument("shards", type=Place(), metavar="SHARDS")
+@click.argument("original", type=PLACE, metavar="ORIGINAL")
+@click.argument("shards", type=PLACE, metavar="SHARDS")
 def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 

@@ -167,7 +167,7 @@ MUTATIONS = (
              NOISE),
     # what is asked of every model of the zoo
     Mutation("reshard", "local = plan.rank_sizes(rank, sizes.of(indices))", "local = sizes.of(indices)", ZOO),
-    Mutation("reshard", "both if kind.template in tied else frozenset({stage})", "frozenset({stage})", ZOO),
+    Mutation("reshard", "both if kind.template in tied else frozenset({at})", "frozenset({at})", ZOO),
     # processes: killed, of an engine, of another launcher, on a terminal
     Mutation("reshard", "self.finished |= self._journals.finished_files(self.share.files)", "pass", KILLS),
     Mutation("reshard", "self._is_last = is_alone and not left and planned", "self._is_last = planned", PARTS),

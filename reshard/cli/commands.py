@@ -43,6 +43,7 @@ class LazyGroup(click.Group):
     def __init__(self, *, lazy: Mapping[str, tuple[str, str]], **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]  # click.command passes what click.Group takes
         self._lazy = lazy
+        self.params.append(debug_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the table."""
@@ -89,7 +90,6 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
 )
 @click.version_option(__version__, "--version", prog_name="reshard", message="%(prog)s %(version)s")
-@debug_option
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Split, merge, re-split and convert checkpoints of large language models between the formats of engines and

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ import click
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import PATH, Command, debug_option, json_option
-from reshard.cli.printing import print_json, print_lines
+from reshard.cli.options import PATH, Command
+from reshard.cli.printing import fields_of, print_json, print_lines
 from reshard.text import align
 
 if TYPE_CHECKING:
@@ -134,14 +133,6 @@ class Compared:
         return self.original is not None and self.original == self.merged
 
 
-def check_folder(folder: Path) -> None:
-    """Raise CheckpointError for a folder that is not empty or is none."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} exists and is not an empty folder", "give a new one, or none for a temporary one"
-        )
-
-
 def compare(original: Path, merged: Path) -> list[Compared]:
     """Both folders file by file."""
     files = ((root, file) for root in (original, merged) for file in root.rglob("*") if file.is_file())
@@ -163,8 +154,6 @@ def _sha256(path: Path) -> str | None:
     },
 )
 @click.argument("folder", type=PATH, required=False)
-@json_option
-@debug_option
 @click.pass_context
 def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> int:
     """Make a tiny model, split it, re-split it, merge it, and compare the files.
@@ -174,56 +163,37 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
     """
     import tempfile
 
-    group = context.find_root().command
-    if folder is not None:
-        check_folder(folder)
-        compared = _run_in(folder, group, as_json)
-    else:
-        with tempfile.TemporaryDirectory(prefix="reshard-demo-") as temporary:
-            compared = _run_in(Path(temporary), group, as_json)
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        hint = "give a new one, or none for a temporary one"
+        raise CheckpointError(f"{folder} exists and is not an empty folder", hint)
+    temporary = tempfile.TemporaryDirectory(prefix="reshard-demo-") if folder is None else None
+    with temporary or contextlib.nullcontext(folder) as place:
+        compared = _run_in(Path(str(place)), context.find_root().command, as_json)
+    is_same = all(file.equal for file in compared)
     if as_json:
-        print_json(_document(compared, folder))
-    else:
-        _print_table(compared, is_temporary=folder is None)
-    return DONE if all(file.equal for file in compared) else NO
+        files = [{**fields_of(file), "identical": file.equal} for file in compared]
+        print_json({"command": "demo", "folder": folder, "identical": is_same, "files": files})
+        return DONE if is_same else NO
+    cells = [("sha256 of", "model", "merged", "")]
+    for file in compared:
+        original, merged = ((digest or "missing")[:16] for digest in (file.original, file.merged))
+        cells.append((file.name, original, merged, "same" if file.equal else "DIFFERENT"))
+    count = f"{sum(file.equal for file in compared)} of {len(compared)} files came back byte for byte."
+    print_lines("", *align(cells, right=(), width=None), "", count)
+    if folder is None and is_same:
+        print_lines("The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at.")
+    return DONE if is_same else NO
 
 
 def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[Compared]:
     """Make a model in ``folder``, run the steps there, and compare all files."""
-
     if not as_json:
         print_lines(f"A Llama with random weights, 4 KV heads and a vocabulary of 1003, in {folder / 'model'}", "")
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), contextlib.chdir(folder):
         write_model(Path("model"))
         for step in STEPS:
-            _run_step(group, step, quiet=as_json)
+            if not as_json:
+                print_lines(f"$ reshard {' '.join(step)}")
+            group.main([*step, *(["--quiet"] if as_json else [])], standalone_mode=False)
         return compare(Path("model"), Path("merged"))
-
-
-def _run_step(group: click.Command, step: Sequence[str], *, quiet: bool) -> None:
-    if not quiet:
-        print_lines(f"$ reshard {' '.join(step)}")
-    group.main([*step, *(["--quiet"] if quiet else [])], standalone_mode=False)
-
-
-def _print_table(compared: Sequence[Compared], *, is_temporary: bool) -> None:
-    cells = [("sha256 of", "model", "merged", "")]
-    for file in compared:
-        original, merged = ((digest or "missing")[:16] for digest in (file.original, file.merged))
-        cells.append((file.name, original, merged, "same" if file.equal else "DIFFERENT"))
-    count = sum(file.equal for file in compared)
-    print_lines(
-        "", *align(cells, right=(), width=None), "", f"{count} of {len(compared)} files came back byte for byte."
-    )
-    if is_temporary and count == len(compared):
-        print_lines("The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at.")
-
-
-def _document(compared: Sequence[Compared], folder: Path | None) -> dict[str, object]:
-    return {
-        "command": "demo",
-        "folder": str(folder) if folder else None,
-        "identical": all(file.equal for file in compared),
-        "files": [{"name": f.name, "original": f.original, "merged": f.merged, "identical": f.equal} for f in compared],
-    }

@@ -3,56 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import (
-    Command,
-    Group,
-    NewFolder,
-    Place,
-    access_options,
-    cast_option,
-    debug_option,
-    json_option,
-    option,
-    progress_option,
-    quiet_option,
-    report_option,
-    request_of,
-)
-from reshard.cli.printing import Progress, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
+from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
-
-if TYPE_CHECKING:
-    from reshard.delta.differences import Diff
 
 
 @click.command(
     "diff",
     cls=Command,
+    quiet="Print same or different, no more.",
     examples={
         "reshard diff model out": "tensor by tensor, whatever the form and the mesh",
         "reshard diff out served --json": "the same as JSON, for a script",
         "reshard diff model out --out delta": "also write what changed, for 'reshard patch'",
     },
-)
-@click.argument("a", type=Place(), metavar="A")
-@click.argument("b", type=Place(), metavar="B")
-@option(
-    "--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA", help="Also write what changed, for 'reshard patch'."
-)
-@option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard).")
-@cast_option
-@report_option("Draw what differs where, as an HTML page.")
-@access_options
-@progress_option
-@json_option
-@quiet_option("Print same or different, no more.")
-@debug_option
+    options=(
+        Option("--out", group=Group.OUTPUT, type=NewFolder(), metavar="DELTA",
+               help="Also write what changed, for 'reshard patch'."),
+        Option("--compress", group=Group.OUTPUT, is_flag=True, help="Compress DELTA (needs zstandard)."),
+        "dtype", changed("report", help="Draw what differs where, as an HTML page."), *ACCESS, "progress",
+    ),
+)  # fmt: skip
+@click.argument("a", type=PLACE, metavar="A")
+@click.argument("b", type=PLACE, metavar="B")
 def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
     """Show which tensors of two checkpoints differ, and how much.
 
@@ -76,7 +55,8 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
 
         write_report(report, diff_page(result))
     if as_json:
-        print_json(_document(result))
+        tensors = [fields_of(tensor) for tensor in result.tensors]
+        print_json({"command": "diff", **fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")
     else:
@@ -87,29 +67,3 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     if report is not None:
         print_note(f"Drew what differs: {report}")
     return DONE if result.same else NO
-
-
-def _document(result: Diff) -> dict[str, Any]:
-    return {
-        "command": "diff",
-        "a": result.a,
-        "b": result.b,
-        "same": result.same,
-        "bytes": result.nbytes,
-        "config": list(result.config),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind,
-                "dtypes": list(tensor.dtypes),
-                "shapes": [None if shape is None else list(shape) for shape in tensor.shapes],
-                "elements": tensor.elements,
-                "changed": tensor.changed,
-                "largest": tensor.largest,
-                "rms": tensor.rms,
-                "ulps": tensor.ulps,
-                "other": tensor.other,
-            }
-            for tensor in result.tensors
-        ],
-    }

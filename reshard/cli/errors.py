@@ -98,7 +98,9 @@ def _to_stderr() -> Iterator[None]:
 def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
     """Run the command that the arguments name, print what goes wrong, and return the exit code."""
     settings = _Settings()
-    escape_what_stdout_cannot_say()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # names of files need not be UTF-8, and are shown as \udcff, which in JSON is the very name
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = _run(group, arguments, settings)
     try:
         sys.stdout.flush()
@@ -123,10 +125,10 @@ def _run(group: click.Group, arguments: Sequence[str], settings: _Settings) -> i
     except ReshardError as error:
         code = NO if isinstance(error, MismatchError) else FAILED
         return _fail(error.message, error.hint, code=code, traceback=settings.tracebacks)
-    except StoppedError as stop:
-        return _interrupted(f"interrupted: {stop}" if stop.args else "interrupted")
-    except (KeyboardInterrupt, click.Abort):
-        return _interrupted("interrupted")
+    except (StoppedError, KeyboardInterrupt, click.Abort) as stop:
+        has_words = isinstance(stop, StoppedError) and stop.args
+        say(f"reshard: interrupted: {stop}" if has_words else "reshard: interrupted")
+        return INTERRUPTED
     except BrokenPipeError:
         return _closed_pipe()
     except SystemExit as stop:
@@ -165,7 +167,8 @@ def _fail(message: str, hint: str | None = None, *, code: int = FAILED, tracebac
 
 def print_error(message: str, hint: str | None = None) -> None:
     """One ``Error:`` line and at most one ``Hint:`` line, on stderr."""
-    colour = _colour_is_wanted()
+    may_show = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    colour = bool(os.environ.get("FORCE_COLOR")) or (may_show and not os.environ.get("NO_COLOR"))
     label = click.style("Error:", fg="red", bold=True) if colour else "Error:"
     with _to_stderr():
         click.echo(f"{label} {one_line(message)}", err=True, color=colour)
@@ -181,17 +184,6 @@ def print_traceback(error: BaseException) -> None:
         click.echo(printable("".join(traceback.format_exception(error))), err=True, nl=False)
 
 
-def _interrupted(message: str) -> int:
-    say(f"reshard: {message}")
-    return INTERRUPTED
-
-
-def _colour_is_wanted() -> bool:
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-
-
 def _closed_pipe() -> int:
     """Whoever read our output has gone (``| head``): end silently, as a program killed by SIGPIPE does."""
     _drop(sys.stdout)
@@ -202,11 +194,3 @@ def _drop(stream: TextIO) -> None:
     """Let what could not be written lead nowhere, or Python would try again at its end."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def escape_what_stdout_cannot_say() -> None:
-    """Let stdout escape what its encoding lacks: names of files need not be UTF-8, and are shown as ``\\udcff``, which
-    in JSON is the very name.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")

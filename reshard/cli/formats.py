@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import PlanError, ReshardError
+from formats.errors import ReshardError
 from formats.notation.format_file import HUGGING_FACE
-from reshard.cli.options import (
-    Command,
-    Place,
-    access_options,
-    debug_option,
-    format_option,
-    given_options,
-    json_option,
-    request_of,
-)
+from reshard.cli.options import ACCESS, PLACE, Command, changed, given_options, request_of
 from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
 from reshard.text import align
 
@@ -37,12 +28,9 @@ if TYPE_CHECKING:
         "reshard formats --as vllm": "one of them",
         "reshard formats model": "which of them this model can be written in",
     },
+    options=(changed("format", help="This format alone."), *ACCESS),
 )
-@click.argument("source", type=Place(), required=False)
-@format_option("This format alone.")
-@access_options
-@json_option
-@debug_option
+@click.argument("source", type=PLACE, required=False)
 def formats_command(source: str | None, format: str | None, as_json: bool, **options: Any) -> None:
     """List the formats that are read and written, and the programs that load them.
 
@@ -50,11 +38,10 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
     """
     from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
-    of_name = {entry.name: entry for entry in (HUGGING_FACE, *_of_adapters())}
     programs = [entry for name, entry in all_formats().items() if name in names_to_write()]
-    chosen: list[Format] = [HUGGING_FACE, *programs, *_of_adapters()]
+    chosen = [HUGGING_FACE, *programs, *_of_adapters()]
     if format is not None:
-        chosen = [of_name.get(format) or format_of(format)]
+        chosen = [entry for entry in chosen if entry.name == format] or [format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
@@ -66,13 +53,13 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
-    access = request_of(Access, options, quiet=as_json)
-    opened = open_any(source, access, Weights.HEADERS)
-    obstacles = {entry.name: _obstacle(opened, entry) for entry in chosen}
+    opened = open_any(source, request_of(Access, options, quiet=as_json), Weights.HEADERS)
+    reasons = {entry.name: _why_not(opened, entry) for entry in chosen}
     if as_json:
-        print_json({"command": "formats", "source": source, "formats": {n: _answer(e) for n, e in obstacles.items()}})
+        answers = {name: {"possible": why is None, "reason": why} for name, why in reasons.items()}
+        print_json({"command": "formats", "source": source, "formats": answers})
         return
-    rows = [(name, "no" if error else "yes", error.message if error else "") for name, error in obstacles.items()]
+    rows = [(name, "no" if why else "yes", why or "") for name, why in reasons.items()]
     print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
 
 
@@ -86,79 +73,47 @@ def _of_adapters() -> Iterator[Format]:
         yield Format(layout.name, Loading(layout.loaded_by, layout.load), Files(ADAPTER), Rules())
 
 
-def _obstacle_of_adapter(source: Source, name: str) -> ReshardError | None:
-    """Why a source cannot be written in a format of adapters; None if it can."""
-    from formats.notation.architecture import SETTINGS
-    from formats.notation.format_file import adapter_format
-    from reshard.transforms.convert import convert
-
-    if SETTINGS not in source.model.config:
-        return PlanError("it is for adapters")
-    try:
-        convert(source, adapter_format(name))
-    except ReshardError as error:
-        return error
-    return None
-
-
-def _obstacle(source: Source, format: Format) -> ReshardError | None:
+def _why_not(source: Source, format: Format) -> str | None:
     """Why a source cannot be written in a format; None if it can."""
-    from formats.notation.format_file import adapter_format_names
-
-    if format.name in adapter_format_names():
-        return _obstacle_of_adapter(source, format.name)
-    if format is HUGGING_FACE:
-        return None if source.is_split else PlanError("it is one full checkpoint already")
-    model = source.model
     from formats.mesh import Mesh
+    from formats.notation.architecture import SETTINGS
+    from formats.notation.format_file import adapter_format, adapter_format_names
     from reshard.placement.portions import uses_of
     from reshard.placement.program_plan import check_demands
+    from reshard.transforms.convert import convert
 
+    if format is HUGGING_FACE:
+        return None if source.is_split else "it is one full checkpoint already"
+    is_of_adapters = format.name in adapter_format_names()
+    if is_of_adapters and SETTINGS not in source.model.config:
+        return "it is for adapters"
     try:
-        check_demands(model, format, Mesh())
-        uses_of(model, format)
-    except PlanError as error:
-        return error
+        if is_of_adapters:
+            convert(source, adapter_format(format.name))
+        else:
+            check_demands(source.model, format, Mesh())
+            uses_of(source.model, format)
+    except ReshardError as error:
+        return error.message
     return None
-
-
-def _answer(error: ReshardError | None) -> dict[str, Any]:
-    return {"possible": error is None, "reason": error.message if error else None}
 
 
 def _print_formats(chosen: Sequence[Format], as_json: bool) -> None:
+    rows = [(entry.name, entry.loading.program, _files(entry), entry.loading.command) for entry in chosen]
     if as_json:
-        formats = [
-            {
-                "name": entry.name,
-                "loaded_by": entry.loading.program,
-                "files": _files(entry),
-                "load": entry.loading.command,
-            }
-            for entry in chosen
-        ]
-        print_json({"command": "formats", "formats": formats})
-        return
-    if len(chosen) == 1:
-        print_lines(chosen[0].name)
-        print_pairs(
-            [
-                ("loaded by", chosen[0].loading.program),
-                ("files", _files(chosen[0])),
-                ("load it", _load(chosen[0].loading.command)),
-            ],
-            11,
-        )
-        return
-    rows = [
-        ("--as", "loaded by", "with"),
-        *((row.name, row.loading.program, _load(row.loading.command)) for row in chosen),
-    ]
-    print_lines(
-        *align(rows, right=(), width=terminal_width(), elastic=(1, 2)), "",
-        "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' says "
-        "which of them SOURCE can be written in.",
-    )  # fmt: skip
+        keys = ("name", "loaded_by", "files", "load")
+        print_json({"command": "formats", "formats": [dict(zip(keys, row, strict=True)) for row in rows]})
+    elif len(rows) == 1:
+        ((name, program, files, command),) = rows
+        print_lines(name)
+        print_pairs([("loaded by", program), ("files", files), ("load it", _load(command))], 11)
+    else:
+        cells = [("--as", "loaded by", "with"), *((name, program, _load(load)) for name, program, _, load in rows)]
+        print_lines(
+            *align(cells, right=(), width=terminal_width(), elastic=(1, 2)), "",
+            "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' "
+            "says which of them SOURCE can be written in.",
+        )  # fmt: skip
 
 
 def _load(command: str | None) -> str:

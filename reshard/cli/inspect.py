@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import Command, Place, debug_option, hub_options, json_option, request_of
-from reshard.cli.printing import print_json, print_lines
-
-if TYPE_CHECKING:
-    from reshard.source.inspect import Report
+from reshard.cli.options import HUB, PLACE, Command, request_of
+from reshard.cli.printing import fields_of, print_json, print_lines
 
 
 @click.command(
@@ -22,11 +19,9 @@ if TYPE_CHECKING:
         "reshard inspect served --json": "the same as JSON, for a script",
         "reshard inspect meta-llama/Llama-3.1-8B": "on the Hub: only the headers are read",
     },
+    options=HUB,
 )
-@click.argument("source", metavar="PATH", type=Place())
-@hub_options
-@json_option
-@debug_option
+@click.argument("source", metavar="PATH", type=PLACE)
 def inspect_command(as_json: bool, **options: Any) -> int:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 
@@ -37,40 +32,11 @@ def inspect_command(as_json: bool, **options: Any) -> int:
 
     report = inspect(request_of(InspectRequest, options, quiet=as_json))
     if as_json:
-        print_json(_document(report, options["source"]))
+        keys = {"nbytes": "bytes", "has_manifest": "written_by_reshard", "counts_ranks": "", "counts_all": ""}
+        counted = "ranks" if report.counts_ranks else "everything" if report.counts_all else "model"
+        parameters = {"parameters": report.parameters, "parameters_are_of": counted}
+        document = {**fields_of(report, **keys), **parameters, "path": options["source"], "complete": report.complete}
+        print_json({"command": "inspect", **document})
     else:
         print_lines(str(report))
     return DONE if report.complete else NO
-
-
-def _document(report: Report, path: str) -> dict[str, Any]:
-    return {
-        "command": "inspect",
-        "path": path,
-        "kind": report.kind,
-        "format": report.format,
-        "loaded_by": report.loaded_by,
-        "load": report.load,
-        "written_by_reshard": report.has_manifest,
-        "model_type": report.model_type,
-        "architecture": report.architecture,
-        "dtypes": report.dtypes,
-        "parameters": report.parameters,
-        "parameters_are_of": "ranks" if report.counts_ranks else "everything" if report.counts_all else "model",
-        "beside": list(report.beside),
-        "any_mesh": report.any_mesh,
-        "tensors": report.tensors,
-        "files": report.files,
-        "bytes": report.nbytes,
-        "mesh": report.mesh.to_document() if report.mesh else None,
-        "rank": report.rank,
-        "ranks_present": list(report.ranks_present),
-        "ranks_missing": list(report.ranks_missing),
-        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in report.padding.items()},
-        "source": report.source,
-        "commit": report.commit,
-        "complete": report.complete,
-        "problems": report.problems,
-        "refused": report.refused,
-        "hint": report.hint,
-    }

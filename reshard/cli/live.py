@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.errors import DONE, NO
-from reshard.cli.options import PATH, RANKS, Command, Group, Place, debug_option, json_option, option
+from reshard.cli.options import PATH, PLACE, RANKS, Command, Group, Option
 from reshard.cli.printing import print_json, print_lines
 from reshard.text import align, human_bytes, plural
 
@@ -22,21 +22,15 @@ from reshard.text import align, human_bytes, plural
         "reshard live demo --json": "the same as JSON",
         "reshard live check meta-llama/Llama-3.1-8B --to vllm:tp4": "whether vLLM's own loader agrees with the rules",
     },
-)
+    options=(
+        Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO",
+               help="The engine and its degrees, such as vllm:tp4."),
+        Option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
+               help="The Python that has vLLM, and reshard."),
+    ),
+)  # fmt: skip
 @click.argument("what", type=click.Choice(["demo", "check"]))
-@click.argument("source", type=Place(), required=False)
-@option(
-    "--to",
-    "receiver",
-    group=Group.WHAT,
-    type=RANKS,
-    metavar="WHO",
-    help="The engine and its degrees, such as vllm:tp4.",
-)
-@option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
-        help="The Python that has vLLM, and reshard.")  # fmt: skip
-@json_option
-@debug_option
+@click.argument("source", type=PLACE, required=False)
 def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> int:
     """Try a push between running processes, or check one before there is any.
 

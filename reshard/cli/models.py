@@ -12,7 +12,7 @@ import click
 
 from formats.errors import PlanError
 from formats.hints import nearest, with_hint
-from reshard.cli.options import Command, Value, debug_option, json_option, model_types
+from reshard.cli.options import Command, Value, model_types
 from reshard.cli.printing import print_json, print_lines, print_pairs
 from reshard.text import align, plural
 
@@ -50,8 +50,6 @@ class _Listed:
     },
 )
 @click.argument("name", type=Value("model type", known=model_types), required=False)
-@json_option
-@debug_option
 def models_command(name: str | None, as_json: bool) -> None:
     """List the model types (model_type in config.json) that can be split.
 
@@ -67,7 +65,13 @@ def models_command(name: str | None, as_json: bool) -> None:
     elif len(chosen) == 1:
         _print_one(chosen[0], everything)
     else:
-        _print_table(chosen, name)
+        cells = [("model type", "rules", "verified", "--tp tried")]
+        for listed in chosen:
+            tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
+            cells.append((listed.model_type, listed.rules, listed.verified, tried))
+        which = f" with '{name}' in their name or in that of their rules" if name else ""
+        count = f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail."
+        print_lines(*align(cells, right=(), width=None), "", count)
 
 
 def _all() -> list[_Listed]:
@@ -95,16 +99,6 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
     return matches
 
 
-def _print_table(chosen: Sequence[_Listed], name: str | None) -> None:
-    cells = [("model type", "rules", "verified", "--tp tried")]
-    for listed in chosen:
-        tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
-        cells.append((listed.model_type, listed.rules, listed.verified, tried))
-    print_lines(*align(cells, right=(), width=None), "")
-    which = f" with '{name}' in their name or in that of their rules" if name else ""
-    print_lines(f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail.")
-
-
 def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
     architecture = _load(listed.file)
     alike = [other.model_type for other in everything if other.file == listed.file and other != listed]
@@ -113,23 +107,20 @@ def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
         for other in everything
         if listed.model_type in other.model_type and other != listed and other.model_type not in alike
     ]
+    verified = "not by itself: the tests have other types with the same rules"
+    if listed.tested is not None:
+        how, degrees = "bytes and forward" if listed.tested.forward else "bytes, not forward", listed.tested.degrees
+        verified = f"{how}; the tests have a small model of it, for --tp {', '.join(map(str, degrees))}"
     pairs = [
         ("rules", f"{listed.rules} (formats/architectures/{listed.file.name})"),
         ("same rules", ", ".join(alike) or "no other type"),
         ("--tp", _families(architecture, "tp") or "not possible"),
         ("--ep", _families(architecture, "ep") or "not possible: the rules name no experts"),
         ("padded", ", ".join(architecture.pad) or "nothing"),
-        ("verified", _verified(listed)),
+        ("verified", verified),
     ]
     print_lines(listed.model_type)
     print_pairs([*pairs, *([("see also", ", ".join(similar))] if similar else [])], 11)
-
-
-def _verified(listed: _Listed) -> str:
-    if listed.tested is None:
-        return "not by itself: the tests have other types with the same rules"
-    how = "bytes and forward" if listed.tested.forward else "bytes, not forward"
-    return f"{how}; the tests have a small model of it, for --tp {', '.join(map(str, listed.tested.degrees))}"
 
 
 def _families(architecture: Architecture, mesh_dim: str) -> str:

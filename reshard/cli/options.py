@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from reshard.system import Share
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _WIDEST = 24
 """Columns of the longest option that stands in one line with its help."""
 
@@ -42,9 +41,9 @@ class Group(Enum):
 class Option(click.Option):
     """An option that ``--help`` shows in a group."""
 
-    def __init__(self, *names: Any, group: Group, **settings: Any) -> None:
-        super().__init__(*names, **settings)
-        self.group = group
+    def __init__(self, *names: str, group: Group, **settings: Any) -> None:
+        super().__init__(names, **settings)
+        self.names, self.group, self.settings = names, group, settings
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """What click adds to the help: the default, but not ``x>=1``, which nobody tries to pass."""
@@ -53,9 +52,10 @@ class Option(click.Option):
         return extra
 
 
-def option(*names: str, group: Group, **settings: Any) -> Callable[[_Function], _Function]:
-    """``click.option`` with a group."""
-    return click.option(*names, cls=Option, group=group, **settings)
+def debug_option() -> Option:
+    """``--debug``, which the group of commands has, too."""
+    settings = {"is_flag": True, "expose_value": False, "callback": show_tracebacks}
+    return Option("--debug", group=Group.RARE, **settings, help="Show the traceback of an error.")
 
 
 class Command(click.Command):
@@ -63,10 +63,26 @@ class Command(click.Command):
 
     They work in the folder of ``reshard demo FOLDER``, in the order of the commands. Of what is not in it,
     ``meta-llama/Llama-3.1-8B`` is a model of the Hub, and ``s3://bucket`` stands for any bucket.
+
+    ``options`` are names of ``OPTIONS``, and such as no other command has, in the order of ``--help``. Each command has
+    ``--json`` (``as_json``) and ``--debug``; with ``quiet`` also ``-q``, of which that is the help.
     """
 
-    def __init__(self, *names: Any, examples: Mapping[str, str], **settings: Any) -> None:
-        super().__init__(*names, **settings)
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        examples: Mapping[str, str],
+        options: Sequence[str | Option] = (),
+        quiet: str | None = None,
+        params: Sequence[click.Parameter],
+        **settings: Any,
+    ) -> None:
+        own = [OPTIONS[option] if isinstance(option, str) else option for option in options]
+        own.append(Option("--json", "as_json", group=Group.OUTPUT, is_flag=True, help="Print one JSON document."))
+        if quiet:
+            own.append(Option("-q", "--quiet", group=Group.OUTPUT, is_flag=True, help=quiet))
+        super().__init__(name, params=[*params, *own, debug_option()], **settings)
         self.examples = examples
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -202,16 +218,6 @@ class LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Place(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
-    """What names a checkpoint: a folder, which a shell completes, a Hub id or a URL."""
-
-    name = "place"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Has the shell complete a path."""
-        return [CompletionItem(incomplete, type="file")]
-
-
 class NewFolder(click.Path):
     """A folder to be made, or the URL of one in a bucket."""
 
@@ -220,129 +226,85 @@ class NewFolder(click.Path):
         return str(value) if "://" in str(value) else Path(value)
 
 
-def together(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
-    """Several options as one decorator, shown in the given order."""
-
-    def decorate(function: _Function) -> _Function:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
 def negated(_: click.Context, __: click.Parameter, is_given: bool) -> bool:
     """The value of a field of a request that an option switches off."""
     return not is_given
 
 
-FORMAT, SIZE = Value("format", known=format_names), Value("size", size_of)
+PLACE = click.Path(readable=False)
+"""What names a checkpoint: a path, which a shell completes and nothing checks here, a Hub id or a URL."""
 PATH = LocalPath(path_type=Path)
 FILE = LocalPath(dir_okay=False, path_type=Path)
 
-hub_options = together(
-    option("--revision", group=Group.WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
-    option("--token", group=Group.WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
-    option("--cache-dir", group=Group.RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
-)
-cast_option = option(
-    "--dtype", group=Group.WHAT, type=Value("dtype", known=dtypes), metavar="NAME",
-    help="Cast weights to bf16, fp16 or fp32.",
-)  # fmt: skip
-dequantize_option = option(
-    "--dequantize", group=Group.WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."
-)
-quantize_option = option(
-    "--quantize", group=Group.WHAT, type=Value("form", known=lambda: ["fp8-block"]), metavar="fp8-block",
-    help="Turn weights into fp8 in blocks, with scales.",
-)  # fmt: skip
-patch_option = option("--patch", group=Group.WHAT, type=Place(), multiple=True, metavar="DELTA",
-                      help="First put a DELTA of 'diff' on it (repeatable).")  # fmt: skip
-download_option = option(
-    "--download", group=Group.WHERE, is_flag=True, help="Download the repository first, into the cache."
-)
-plan_option = option("--plan", "plan_file", group=Group.WHERE, type=PATH, metavar="FILE",
-                     help="Your own architecture file.")  # fmt: skip
-config_option = option("--config", group=Group.WHERE, type=PATH, metavar="DIR",
-                       help="config.json and tokenizer, for a format without.")  # fmt: skip
-other_mesh_options = together(
-    option("--ep", group=Group.WHAT, type=int, metavar="N", help="Expert parallelism: whole experts, on N ranks."),
-    option("--pp", group=Group.WHAT, type=int, metavar="N", help="Pipeline parallelism: the layers in N stages."),
-    option("--pp-layers", group=Group.RARE, type=Value("counts", counts), metavar="A,B,..",
+
+def _in_a_folder(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.UsageError(f"--report: there is no folder {file.absolute().parent}")
+    return file
+
+
+_WHAT, _WHERE, _HOW, _OUTPUT, _RARE = Group
+_ALL = (
+    Option("--tp", group=_WHAT, type=int, metavar="N", help="Tensor parallelism: large weights in N parts."),
+    Option("--ep", group=_WHAT, type=int, metavar="N", help="Expert parallelism: whole experts, on N ranks."),
+    Option("--pp", group=_WHAT, type=int, metavar="N", help="Pipeline parallelism: the layers in N stages."),
+    Option("--pp-layers", group=_RARE, type=Value("counts", counts), metavar="A,B,..",
            help="Layers of each stage, if they should differ."),
-    option("--same-ranks", group=Group.RARE, is_flag=True, help="--ep N and --tp N on the same N ranks."),
-    option("--uneven", group=Group.RARE, is_flag=True, help="Let the last ranks hold less of an MLP."),
-)  # fmt: skip
-mesh_options = together(
-    option("--tp", group=Group.WHAT, type=int, metavar="N", help="Tensor parallelism: large weights in N parts."),
-    other_mesh_options,
-)
-padding_options = together(
-    option("--pad-vocab-to", group=Group.WHAT, type=click.IntRange(min=1), metavar="M",
+    Option("--same-ranks", group=_RARE, is_flag=True, help="--ep N and --tp N on the same N ranks."),
+    Option("--uneven", group=_RARE, is_flag=True, help="Let the last ranks hold less of an MLP."),
+    Option("--as", "format", group=_WHAT, type=Value("format", known=format_names), metavar="FORMAT",
+           help="The format to write: see 'reshard formats'."),
+    Option("--dequantize", group=_WHAT, is_flag=True, help="Turn fp8 weights into BF16: number times scale."),
+    Option("--quantize", group=_WHAT, type=Value("form", known=lambda: ["fp8-block"]), metavar="fp8-block",
+           help="Turn weights into fp8 in blocks, with scales."),
+    Option("--dtype", group=_WHAT, type=Value("dtype", known=dtypes), metavar="NAME",
+           help="Cast weights to bf16, fp16 or fp32."),
+    Option("--patch", group=_WHAT, type=PLACE, multiple=True, metavar="DELTA",
+           help="First put a DELTA of 'diff' on it (repeatable)."),
+    Option("--adapter", group=_WHAT, type=PLACE, metavar="DIR", help="Add a LoRA adapter to SOURCE's weights first."),
+    Option("--pad-vocab-to", group=_WHAT, type=click.IntRange(min=1), metavar="M",
            help="Also pad the vocabulary to a multiple of M."),
-    option("--no-pad-vocab", "pad_vocab", group=Group.RARE, is_flag=True, callback=negated,
+    Option("--no-pad-vocab", "pad_vocab", group=_RARE, is_flag=True, callback=negated,
            help="Refuse a vocabulary that N does not divide."),
-)  # fmt: skip
-write_options = together(
-    option("--workers", group=Group.HOW, type=click.IntRange(min=1), metavar="N",
+    Option("--max-shard-size", group=_OUTPUT, type=Value("size", size_of),
+           help="Largest file; default: the original files."),
+    Option("--part", group=_HOW, type=Value("part", part_of), metavar="I/N",
+           help="Write part I (from 0) of N parts, or 'auto'."),
+    Option("--plan", "plan_file", group=_WHERE, type=PATH, metavar="FILE", help="Your own architecture file."),
+    Option("--config", group=_WHERE, type=PATH, metavar="DIR", help="config.json and tokenizer, for a format without."),
+    Option("--revision", group=_WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
+    Option("--token", group=_WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
+    Option("--cache-dir", group=_RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
+    Option("--download", group=_WHERE, is_flag=True, help="Download the repository first, into the cache."),
+    Option("--workers", group=_HOW, type=click.IntRange(min=1), metavar="N",
            help="Threads; default: one a core, 2 to 8."),
-    option("--dry-run", group=Group.HOW, is_flag=True, help="Check everything and write nothing."),
-    option("--overwrite", group=Group.OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),
-    option("--fsync", group=Group.RARE, is_flag=True, help="Flush OUT to the disk, against power failure."),
-    option("--no-checksum", "checksum", group=Group.RARE, is_flag=True, callback=negated,
+    Option("--dry-run", group=_HOW, is_flag=True, help="Check everything and write nothing."),
+    Option("--overwrite", group=_OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),
+    Option("--fsync", group=_RARE, is_flag=True, help="Flush OUT to the disk, against power failure."),
+    Option("--no-checksum", "checksum", group=_RARE, is_flag=True, callback=negated,
            help="Record and compare no checksums."),
+    Option("--progress", group=_OUTPUT, type=click.Choice(["auto", "bar", "log", "none"]), default="auto",
+           metavar="HOW", help="bar, log (a line a minute), none; default: auto."),
+    Option("--device", group=_HOW, metavar="NAME", default="auto", show_default=True,
+           help="Ranks run on cpu, cuda, xpu or npu."),
+    Option("--timeout", group=_RARE, type=click.FloatRange(0, min_open=True), default=300.0, metavar="SECONDS",
+           help="How long a rank waits for others; default: 300."),
+    Option("--report", group=_OUTPUT, type=FILE, metavar="FILE", callback=_in_a_folder,
+           help="Draw it as an HTML page, which needs no network."),
 )  # fmt: skip
-part_option = option("--part", group=Group.HOW, type=Value("part", part_of), metavar="I/N",
-                     help="Write part I (from 0) of N parts, or 'auto'.")  # fmt: skip
-progress_option = option(
-    "--progress", group=Group.OUTPUT, type=click.Choice(["auto", "bar", "log", "none"]), default="auto", metavar="HOW",
-    help="bar, log (a line a minute), none; default: auto."
-)  # fmt: skip
-device_option = option("--device", group=Group.HOW, metavar="NAME", default="auto", show_default=True,
-                       help="Ranks run on cpu, cuda, xpu or npu.")  # fmt: skip
+OPTIONS = {str(option.name): option for option in _ALL}
+"""The options of several commands, by their fields in a request."""
+MESH = ("tp", "ep", "pp", "pp_layers", "same_ranks", "uneven")
+PADDING = ("pad_vocab_to", "pad_vocab")
+HUB = ("revision", "token", "cache_dir")
+ACCESS = ("plan_file", "config", *HUB)
+WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "overwrite", "fsync", "checksum", "progress")
 
 
-def timeout_option(seconds: float) -> Callable[[_Function], _Function]:
-    """``--timeout SECONDS``, by default so many."""
-    return option("--timeout", group=Group.RARE, type=click.FloatRange(0, min_open=True), default=seconds,
-                  metavar="SECONDS", help=f"How long a rank waits for others; default: {seconds:g}.")  # fmt: skip
-
-
-def report_option(what: str) -> Callable[[_Function], _Function]:
-    """``--report FILE``, for a page."""
-
-    def checked(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise click.UsageError(f"--report: there is no folder {file.absolute().parent}")
-        return file
-
-    return option("--report", group=Group.OUTPUT, type=FILE, metavar="FILE", callback=checked, help=what)
-
-
-def quiet_option(what: str) -> Callable[[_Function], _Function]:
-    """``-q``, for one line."""
-    return option("-q", "--quiet", group=Group.OUTPUT, is_flag=True, help=what)
-
-
-def format_option(what: str) -> Callable[[_Function], _Function]:
-    """``--as FORMAT``."""
-    return option("--as", "format", group=Group.WHAT, type=FORMAT, metavar="FORMAT", help=what)
-
-
-json_option = option("--json", "as_json", group=Group.OUTPUT, is_flag=True, help="Print one JSON document.")
-debug_option = option("--debug", group=Group.RARE, is_flag=True, expose_value=False, callback=show_tracebacks,
-                      help="Show the traceback of an error.")  # fmt: skip
-access_options = together(plan_option, config_option, hub_options)
-writing_options = together(
-    part_option,
-    access_options,
-    download_option,
-    write_options,
-    progress_option,
-    json_option,
-    quiet_option("Print the path of OUT and nothing else."),
-    debug_option,
-)
+def changed(field: str, **settings: Any) -> Option:
+    """An option of the table with other settings: another help, say."""
+    option = OPTIONS[field]
+    return Option(*option.names, **{"group": option.group, **option.settings, **settings})
 
 
 def given_options() -> set[str]:

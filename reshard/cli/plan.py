@@ -9,33 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import CheckpointError, PlanError
+from formats.errors import CheckpointError, PlanError, require_transformers
 from reshard.cli.options import (
+    ACCESS,
+    MESH,
     NUMBERS,
+    PADDING,
     PATH,
+    PLACE,
     RANKS,
     Command,
     Group,
-    Place,
+    Option,
     Value,
-    access_options,
-    cast_option,
+    changed,
     check_degrees,
-    debug_option,
-    dequantize_option,
-    format_option,
     given_options,
     has_degree,
-    json_option,
-    option,
     option_names,
-    other_mesh_options,
-    padding_options,
-    report_option,
     request_of,
     speed,
 )
-from reshard.cli.printing import print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.printing import fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
@@ -48,9 +43,10 @@ if TYPE_CHECKING:
     from reshard.source.source import Source
 
 
-_NOT_WITH_TP_PLAN = {
-    "--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as",
-}  # fmt: skip
+_HUB = {"--revision", "--token", "--cache-dir", "--debug"}
+"""What goes with all that ``plan`` can do."""
+_OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as"}
+"""What says more than ``--tp`` of what each rank holds."""
 
 
 @click.command(
@@ -61,29 +57,24 @@ _NOT_WITH_TP_PLAN = {
         "reshard plan model --tp 4 --report plan.html": "what each rank would hold, and a picture of it",
         "reshard plan meta-llama/Llama-3.1-8B --tp 8 --as vllm": "which tensors vLLM's files would have",
     },
-)
-@click.argument("source", type=Place())
-@option("--tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Tensor parallelism: large weights in N parts.")
-@other_mesh_options
-@format_option("Show what 'split --as FORMAT' would write.")
-@dequantize_option
-@cast_option
-@padding_options
-@access_options
-@report_option("Draw what each rank holds, as an HTML page.")
-@option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers.")
-@option("--save", "save_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
-        help="Write the architecture file in use.")  # fmt: skip
-@option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
-        help="Draft one, for a model that has no rules.")  # fmt: skip
-@option(
-    "--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO", help="A push between running ranks: from fsdp2:8."
-)
-@option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4.")
-@option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
-        help="Of a rank in a push; default: 50GB/s.")  # fmt: skip
-@json_option
-@debug_option
+    options=(
+        changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
+        changed("format", help="Show what 'split --as FORMAT' would write."),
+        "dequantize", "dtype", *PADDING, *ACCESS,
+        changed("report", help="Draw what each rank holds, as an HTML page."),
+        Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
+        Option("--save", "save_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+               help="Write the architecture file in use."),
+        Option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+               help="Draft one, for a model that has no rules."),
+        Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
+               help="A push between running ranks: from fsdp2:8."),
+        Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
+        Option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+               help="Of a rank in a push; default: 50GB/s."),
+    ),
+)  # fmt: skip
+@click.argument("source", type=PLACE)
 def plan_command(
     save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
     receiver: str | None, link: float | None, as_json: bool, **options: Any,
@@ -123,7 +114,9 @@ def plan_command(
         _save(lines_of_any(source, request), save_file)
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
     if save_file is not None:
-        _save(_lines_in_use(opened.model), save_file)
+        rules = opened.model.architecture
+        used = {line: rules.tensors[line] for line in rules.tensors if line in opened.model.used_templates}
+        _save(dataclasses.replace(rules, tensors=used), save_file)
     if tp_plan:
         _print_tp_plan(opened.model, options["tp"], as_json)
     elif has_mesh or not format.plain:
@@ -146,9 +139,9 @@ def plan_command(
 def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_plan: bool) -> None:
     """Raise UsageError for options that do not go together."""
     options = given_options()
-    if "--draft" in options and (further := options - {"--draft", "--revision", "--token", "--cache-dir", "--debug"}):
+    if "--draft" in options and (further := options - _HUB - {"--draft"}):
         raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
-    if tp_plan and (further := options & _NOT_WITH_TP_PLAN):
+    if tp_plan and (further := options & _OF_MESH):
         raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(further)}")
     if report is not None and (not has_mesh or has_format or tp_plan):
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
@@ -156,28 +149,11 @@ def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_pl
 
 # ----------------------------------------------------------------------------------------------------------- pushes
 
-_WITH_PUSH = {
-    "--from",
-    "--to",
-    "--link",
-    "--report",
-    "--json",
-    "--debug",
-    "--plan",
-    "--revision",
-    "--token",
-    "--cache-dir",
-}
-
 
 def _plan_push(
-    request: PlanRequest,
-    trainer: str | None,
-    receiver: str | None,
-    link: float | None,
-    report: Path | None,
+    request: PlanRequest, trainer: str | None, receiver: str | None, link: float | None, report: Path | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Plan a push. Raises UsageError, ReshardError."""
     from reshard.live.exports import routes
     from reshard.live.routing import LINK
@@ -185,21 +161,18 @@ def _plan_push(
 
     if trainer is None or receiver is None:
         raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
-    if further := given_options() - _WITH_PUSH:
+    if further := given_options() - _HUB - {"--from", "--to", "--link", "--report", "--json", "--plan"}:
         raise click.UsageError(f"--from and --to go without {min(further)}: write degrees as in vllm:tp4")
     about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
     plan, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
     if as_json:
-        numbers = {
-            "bytes": plan.nbytes,
-            "sent": list(plan.sent),
-            "received": list(plan.received),
-            "steps": len(plan.ends),
-            "link": link,
-            "seconds_at_least": plan.bound(link),
-            "digest": plan.digest,
-        }
-        print_json({"command": "plan", "source": str(request.source), "from": trainer, "to": receiver, **numbers})
+        print_json(
+            {
+                "command": "plan", "source": str(request.source), "from": trainer, "to": receiver,
+                "bytes": plan.nbytes, "sent": plan.sent, "received": plan.received, "steps": len(plan.ends),
+                "link": link, "seconds_at_least": plan.bound(link), "digest": plan.digest,
+            }
+        )  # fmt: skip
     else:
         print_lines(f"{request.source}: {trainer} -> {receiver}, {plan.to_text(link=link)}")
     if report is not None:
@@ -210,13 +183,6 @@ def _plan_push(
 
 
 # ------------------------------------------------------------------------------------------------------- plan files
-
-
-def _lines_in_use(model: Model) -> Architecture:
-    """The architecture of a model, with those of its lines that cover a tensor."""
-    used = model.used_templates
-    lines = {name: rules for name, rules in model.architecture.tensors.items() if name in used}
-    return dataclasses.replace(model.architecture, tensors=lines)
 
 
 def _save(architecture: Architecture, file: Path) -> None:
@@ -272,42 +238,29 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
         table = format_table(rows, terminal_width())
         print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))
         return
-    passes = {"forward": totals.forward, "backward": totals.backward}
+    keys = {"name": "tensor", "full": "full_shape", "local": "rank_shape", "replicated": "bytes_replicated"}
     print_json(
         {
             "command": "plan",
             "source": source,
             "architecture": plan.model.architecture.name,
-            "mesh": plan.mesh.to_document(),
+            "mesh": plan.mesh,
             "sizes": plan.model.sizes.of({}),
-            "padding": dict(plan.padding),
+            "padding": plan.padding,
             "rows": [
-                {
-                    "tensor": row.name,
-                    "rule": row.rule,
-                    "kind": row.kind,
-                    "dtype": row.dtype,
-                    "full_shape": list(row.full),
-                    "rank_shape": list(row.local),
-                    "tensors": row.tensors,
-                    "copies": max(row.copies, default=1),
-                    "bytes_full": row.bytes_full,
-                    "bytes_per_rank": row.bytes_per_rank,
-                    "uneven": row.is_uneven,
-                    "bytes_replicated": row.replicated,
-                }
-                for row in rows
+                fields_of(row, **keys, is_uneven="uneven") | {"copies": max(row.copies, default=1)} for row in rows
             ],
-            "tensors": totals.tensors,
-            "parameters": totals.parameters,
-            "bytes_full": totals.bytes_full,
-            "bytes_per_rank": totals.bytes_per_rank,
-            "bytes_per_rank_least": totals.bytes_least,
-            "bytes_replicated_per_rank": totals.replicated,
+            **fields_of(
+                totals, bytes_least="bytes_per_rank_least", replicated="bytes_replicated_per_rank",
+                forward="", backward="",
+            ),
             "download_per_rank": download or None,
-            "all_reduce_per_token": {name: {"count": p.count, "bytes": p.nbytes} for name, p in passes.items()},
+            "all_reduce_per_token": {
+                name: fields_of(one_pass, nbytes="bytes")
+                for name, one_pass in (("forward", totals.forward), ("backward", totals.backward))
+            },
         }
-    )
+    )  # fmt: skip
 
 
 def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
@@ -327,10 +280,8 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     if as_json:
-        documents = [dataclasses.asdict(row) for row in rows]
-        print_json(
-            {"command": "plan", "source": source, "format": format.name, "mesh": mesh.to_document(), "rows": documents}
-        )
+        document = {"command": "plan", "source": source, "format": format.name, "mesh": mesh}
+        print_json(document | {"rows": [fields_of(row) for row in rows]})
         return
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
     for row in rows:
@@ -353,6 +304,8 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
     from formats.mesh import Mesh
     from reshard.mesh.degrees import check_degrees
+
+    require_transformers("--tp-plan")
     from reshard.model.tp_plan import transformers_plan
 
     if tp is not None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from formats.errors import CheckpointError, printable, redacted
+from formats.mesh import Mesh
 from reshard.cli.errors import print_result, say
 from reshard.text import human_bytes, human_seconds, plural
 
@@ -56,17 +57,31 @@ def write_report(file: Path, text: str) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of ``--json``, with its ``schema_version`` first."""
-    redacted = _redacted({"schema_version": SCHEMA_VERSION, **document})
-    print_result(json.dumps(redacted, indent=2, ensure_ascii=False, allow_nan=False))
+    plain = _plain({"schema_version": SCHEMA_VERSION, **document})
+    print_result(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _redacted(value: Any) -> Any:
-    """The same document, its texts without secrets."""
-    if isinstance(value, str):
-        return redacted(value)
+def _plain(value: Any) -> Any:
+    """The same document in JSON's types, its texts without secrets."""
+    if isinstance(value, str | Path):
+        return redacted(str(value))
+    if isinstance(value, Mesh):
+        return value.to_document()
     if isinstance(value, Mapping):
-        return {_redacted(key): _redacted(of) for key, of in value.items()}
-    return [*map(_redacted, value)] if isinstance(value, list | tuple) else value
+        return {_plain(key): _plain(of) for key, of in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def fields_of(result: Any, **keys: str) -> dict[str, Any]:
+    """The fields of a dataclass for a document, by their names or by these keys; those with an empty one are left out.
+
+    ``padding`` has the ``size`` and the ``padded`` size of each axis.
+    """
+    named = {keys.get(name, name): value for name, value in vars(result).items()}
+    named.pop("", None)
+    if "padding" in named:
+        named["padding"] = {axis: {"size": size, "padded": to} for axis, (size, to) in named["padding"].items()}
+    return named
 
 
 def terminal_width() -> int | None:

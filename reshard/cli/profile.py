@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from reshard.cli.options import (
-    NUMBERS,
-    Command,
-    Group,
-    Place,
-    Value,
-    debug_option,
-    device_option,
-    hub_options,
-    json_option,
-    option,
-    plan_option,
-    report_option,
-    request_of,
-    speed,
-    timeout_option,
-)
+from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of, speed
 from reshard.cli.printing import print_json, print_lines, print_note, write_report
 from reshard.text import size_of
-
-if TYPE_CHECKING:
-    from verify.profile.words import Profile
 
 _LEAST_MEMORY = 1_000_000
 
@@ -55,32 +36,31 @@ def memory(text: str) -> int:
         "reshard profile model --tp 1,2 --batch 1,8 --phase decode": "these degrees, batches and phase alone",
         "reshard profile model --predict-tp 4,8 --link 450GB/s": "also predict degrees that this node has no ranks for",
     },
-)
-@click.argument("source", type=Place())
-@option("--tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Degrees to run; default: all that are possible.")
-@option("--phase", group=Group.WHAT, type=Value("phases", phases), default="decode,prefill", metavar="NAME,..",
-        help="decode, prefill, train; default: the first two.")  # fmt: skip
-@option("--predict-tp", group=Group.WHAT, type=NUMBERS, metavar="N,..", help="Degrees to predict without running them.")
-@option("--batch", group=Group.HOW, type=NUMBERS, default="1", show_default=True, metavar="N,..",
-        help="Sequences at once.")  # fmt: skip
-@option("--seq", group=Group.HOW, type=NUMBERS, default="512", show_default=True, metavar="N,..",
-        help="Tokens in a sequence.")  # fmt: skip
-@device_option
-@option("--dtype", group=Group.WHAT, metavar="NAME", help="Dtype to run in; default: the model's own.")
-@option("--ranks", group=Group.HOW, type=click.IntRange(1), metavar="N",
-        help="Ranks at most; default: one a GPU, or a core.")  # fmt: skip
-@option("--memory", group=Group.HOW, type=Value("size", memory), metavar="SIZE",
-        help="Memory of a rank, such as 78GB; default: its own.")  # fmt: skip
-@option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
-        help="Bandwidth to predict with; default: as measured.")  # fmt: skip
-@option("--seconds", group=Group.RARE, type=click.FloatRange(0, min_open=True), default=3.0, metavar="SECONDS",
-        help="Longest time of one measurement; default: 3.")  # fmt: skip
-@timeout_option(600.0)
-@report_option("Draw it as an HTML page, which needs no network.")
-@plan_option
-@hub_options
-@json_option
-@debug_option
+    options=(
+        changed("tp", type=NUMBERS, metavar="N,..", help="Degrees to run; default: all that are possible."),
+        Option("--phase", group=Group.WHAT, type=Value("phases", phases), default="decode,prefill", metavar="NAME,..",
+               help="decode, prefill, train; default: the first two."),
+        Option("--predict-tp", group=Group.WHAT, type=NUMBERS, metavar="N,..",
+               help="Degrees to predict without running them."),
+        Option("--batch", group=Group.HOW, type=NUMBERS, default="1", show_default=True, metavar="N,..",
+               help="Sequences at once."),
+        Option("--seq", group=Group.HOW, type=NUMBERS, default="512", show_default=True, metavar="N,..",
+               help="Tokens in a sequence."),
+        "device",
+        Option("--dtype", group=Group.WHAT, metavar="NAME", help="Dtype to run in; default: the model's own."),
+        Option("--ranks", group=Group.HOW, type=click.IntRange(1), metavar="N",
+               help="Ranks at most; default: one a GPU, or a core."),
+        Option("--memory", group=Group.HOW, type=Value("size", memory), metavar="SIZE",
+               help="Memory of a rank, such as 78GB; default: its own."),
+        Option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+               help="Bandwidth to predict with; default: as measured."),
+        Option("--seconds", group=Group.RARE, type=click.FloatRange(0, min_open=True), default=3.0, metavar="SECONDS",
+               help="Longest time of one measurement; default: 3."),
+        changed("timeout", default=600.0, help="How long a rank waits for others; default: 600."),
+        "report", "plan_file", *HUB,
+    ),
+)  # fmt: skip
+@click.argument("source", type=PLACE)
 def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure which degree of tensor parallelism is fast on this node.
 
@@ -98,10 +78,6 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
         from verify.command import profile  # it imports torch, which takes a while
 
         result = profile(request, say)
-    _print(result, report, as_json=as_json)
-
-
-def _print(result: Profile, report: Path | None, *, as_json: bool) -> None:
     from verify.profile.words import document_of
 
     document = {"command": "profile", "source": result.source, **document_of(result)}

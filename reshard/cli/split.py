@@ -12,27 +12,22 @@ import click
 
 from reshard.cli.errors import resumable, work_is_done
 from reshard.cli.options import (
-    SIZE,
+    MESH,
+    PADDING,
+    PLACE,
+    WRITING,
     Command,
     Group,
     NewFolder,
-    Place,
+    Option,
     Value,
-    cast_option,
+    changed,
     check_degrees,
-    dequantize_option,
-    format_option,
     has_degree,
-    mesh_options,
-    option,
-    padding_options,
-    patch_option,
-    quantize_option,
     rank,
     request_of,
-    writing_options,
 )
-from reshard.cli.printing import Progress, print_json, print_lines, print_path
+from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path
 
 if TYPE_CHECKING:
     from reshard.writing.rewrite import Summary, WriteRequest
@@ -47,54 +42,32 @@ def without_numpys_threads() -> None:
 
 
 def carry_out(
-    command: Callable[[_Request], Summary], request: _Request, progress: str, *, as_json: bool, quiet: bool
+    command: Callable[[_Request], Summary], request: Callable[..., _Request], options: dict[str, Any], **fields: Any
 ) -> None:
-    """Split or merge, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
-    started = time.monotonic()
-    with (
-        resumable(),
-        Progress(command.__name__, how="none" if quiet or as_json else progress) as display,
-    ):
-        summary = command(dataclasses.replace(request, progress=lambda state: display(*state)))
+    """Write what the options request, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
+    as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
+    started, is_silent = time.monotonic(), quiet or as_json
+    with resumable(), Progress(command.__name__, how="none" if is_silent else progress) as display:
+        asked = request_of(request, options, **fields, quiet=is_silent, progress=lambda state: display(*state))
+        summary = command(asked)
     seconds = time.monotonic() - started
     with work_is_done():
-        print_summary(summary, str(request.source), seconds, as_json=as_json, quiet=quiet)
-
-
-def print_summary(summary: Summary, source: str, seconds: float, *, as_json: bool, quiet: bool) -> None:
-    """Print what was done: one paragraph, one JSON document, or the output's path alone."""
-    if as_json:
-        print_json(_document(summary, seconds))
-    elif quiet:
-        print_path(summary.out)
-    else:
-        print_lines(str(dataclasses.replace(summary, source=source)))  # as it was given
+        if as_json:
+            print_json(_document(summary, seconds))
+        elif quiet:
+            print_path(summary.out)
+        else:
+            print_lines(str(dataclasses.replace(summary, source=str(asked.source))))  # as it was given
 
 
 def _document(summary: Summary, seconds: float) -> dict[str, Any]:
+    keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
     return {
-        "command": summary.command,
-        "dry_run": summary.dry_run,
-        "source": summary.source,
-        "out": str(summary.out),
-        "source_mesh": summary.source_mesh.to_document(),
-        "mesh": summary.mesh.to_document(),
-        "ranks": list(summary.ranks),
+        **fields_of(summary, **keys, tried_again="requests_tried_again"),
         "part": [summary.part.index, summary.part.count] if summary.part else None,
-        "complete": summary.complete,
-        "tensors": summary.tensors,
-        "files": summary.files,
-        "bytes": summary.nbytes,
-        "bytes_written": summary.written,
-        "bytes_fetched": summary.fetched,
-        "requests_tried_again": summary.tried_again,
         "seconds": round(seconds, 3),
         "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
-        "note": summary.note,
         "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
-        "load": summary.load,
-        "left_behind": list(summary.left_behind),
-        "padding": {axis: {"size": size, "padded": padded} for axis, (size, padded) in summary.padding.items()},
     }
 
 
@@ -108,29 +81,24 @@ def _is_for_any_mesh(form: str) -> bool:
 @click.command(
     "split",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard split model out --tp 4": "four ranks: out/rank-00-of-04 to out/rank-03-of-04",
         "reshard split out out8 --tp 8": "from four ranks to eight, without a full checkpoint in between",
         "reshard split model served --tp 4 --as vllm": "convert it to the format that vLLM loads",
     },
-)
-@click.argument("source", type=Place())
+    options=(
+        *MESH, "format", "dequantize", "quantize", "dtype", "patch", "adapter", *PADDING,
+        Option("--refine-blocks", group=Group.RARE, is_flag=True,
+               help="Use smaller scale blocks where a rank cuts one."),
+        Option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
+               help="Write only rank R (repeatable), or 'auto'."),
+        changed("max_shard_size", help="Largest file of a rank; default: 5GB."), *WRITING,
+    ),
+)  # fmt: skip
+@click.argument("source", type=PLACE)
 @click.argument("out", type=NewFolder())
-@mesh_options
-@format_option("The format to write: see 'reshard formats'.")
-@dequantize_option
-@quantize_option
-@cast_option
-@patch_option
-@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
-        help="Add a LoRA adapter to SOURCE's weights first.")  # fmt: skip
-@padding_options
-@option("--refine-blocks", group=Group.RARE, is_flag=True, help="Use smaller scale blocks where a rank cuts one.")
-@option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
-        help="Write only rank R (repeatable), or 'auto'.")  # fmt: skip
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file of a rank; default: 5GB.")
-@writing_options
-def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
 
     SOURCE may be a full checkpoint or a split one, in any format that 'reshard formats' lists. Without --as, OUT gets
@@ -152,28 +120,26 @@ def split_command(ranks: tuple[int | None, ...], as_json: bool, quiet: bool, pro
     from reshard.commands.split import SplitRequest, split
     from reshard.system import share_of_launcher
 
-    chosen = share_of_launcher() if None in ranks else ranks or None
-    request = request_of(SplitRequest, options, ranks=chosen, quiet=quiet or as_json)
-    carry_out(split, request, progress, as_json=as_json, quiet=quiet)
+    carry_out(split, SplitRequest, options, ranks=share_of_launcher() if None in ranks else ranks or None)
 
 
 @click.command(
     "merge",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard merge out full": "the original files again, byte for byte",
         "reshard merge served full-of-vllm": "the same from the files that vLLM loads",
         "reshard merge s3://bucket/out full": "from a bucket, without a copy on the disk",
     },
-)
-@click.argument("source", metavar="SHARDS", type=Place())
+    options=(
+        Option("--into", group=Group.WHAT, type=PLACE, metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE."),
+        "quantize", "dtype", "max_shard_size", *WRITING,
+    ),
+)  # fmt: skip
+@click.argument("source", metavar="SHARDS", type=PLACE)
 @click.argument("out", type=NewFolder())
-@option("--into", group=Group.WHAT, type=Place(), metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE.")
-@quantize_option
-@cast_option
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
-@writing_options
-def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def merge_command(into: str | None, **options: Any) -> None:
     """Merge the ranks in SHARDS into one full Hugging Face checkpoint, OUT.
 
     SHARDS may have any format that 'reshard formats' lists. What was split from safetensors comes back file by file:
@@ -189,24 +155,24 @@ def merge_command(into: str | None, as_json: bool, quiet: bool, progress: str, *
     from reshard.commands.split import merge
     from reshard.writing.rewrite import WriteRequest
 
-    carry_out(merge, request_of(WriteRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(merge, WriteRequest, options)
 
 
 @click.command(
     "patch",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard patch model delta patched": "the files of the tuned model again, byte for byte",
         "reshard patch model delta checked --dry-run": "check base and delta, and write nothing",
         "reshard patch s3://bucket/base s3://bucket/delta patched": "from a bucket",
     },
+    options=("max_shard_size", *WRITING),
 )
-@click.argument("source", metavar="BASE", type=Place())
-@click.argument("delta", metavar="DELTA", type=Place())
+@click.argument("source", metavar="BASE", type=PLACE)
+@click.argument("delta", metavar="DELTA", type=PLACE)
 @click.argument("out", type=NewFolder())
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the original files.")
-@writing_options
-def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+def patch_command(**options: Any) -> None:
     """Put a DELTA, which 'reshard diff A B --out DELTA' wrote, on its BASE: OUT is B, as a merge writes it.
 
     BASE is a checkpoint in any form. Each of its tensors must have the checksum that the delta states, before
@@ -219,29 +185,27 @@ def patch_command(as_json: bool, quiet: bool, progress: str, **options: Any) -> 
     without_numpys_threads()
     from reshard.commands.split import PatchRequest, patch
 
-    carry_out(patch, request_of(PatchRequest, options, quiet=quiet or as_json), progress, as_json=as_json, quiet=quiet)
+    carry_out(patch, PatchRequest, options)
 
 
 @click.command(
     "average",
     cls=Command,
+    quiet="Print the path of OUT and nothing else.",
     examples={
         "reshard average model out mean": "the mean of two checkpoints of one model, each in any form",
         "reshard average model out out8 mixed --weights 0.5,0.3,0.2": "of three, with weights",
         "reshard average model out served-mean --tp 2 --as vllm": "in the format that vLLM loads",
     },
-)
-@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B [...] OUT")
-@option("--weights", group=Group.WHAT, type=Value("weights", lambda text: tuple(map(float, text.split(",")))),
-        metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.")  # fmt: skip
-@mesh_options
-@format_option("The format to write: see 'reshard formats'.")
-@quantize_option
-@cast_option
-@padding_options
-@option("--max-shard-size", group=Group.OUTPUT, type=SIZE, help="Largest file; default: the files of A.")
-@writing_options
-def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progress: str, **options: Any) -> None:
+    options=(
+        Option("--weights", group=Group.WHAT, metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.",
+               type=Value("weights", lambda text: tuple(map(float, text.split(","))))),
+        *MESH, "format", "quantize", "dtype", *PADDING,
+        changed("max_shard_size", help="Largest file; default: the files of A."), *WRITING,
+    ),
+)  # fmt: skip
+@click.argument("sources", nargs=-1, required=True, type=PLACE, metavar="A B [...] OUT")
+def average_command(sources: tuple[str, ...], **options: Any) -> None:
     """Write the weighted mean of checkpoints A, B, ... of one model to OUT.
 
     Each may have any form that 'reshard formats' lists. The mean of each element is computed in float32, in the order
@@ -255,6 +219,4 @@ def average_command(sources: tuple[str, ...], as_json: bool, quiet: bool, progre
     from reshard.commands.split import AverageRequest, average
 
     first, *others, place = sources
-    out = NewFolder().convert(place, None, None)
-    request = request_of(AverageRequest, options, source=first, others=others, out=out, quiet=quiet or as_json)
-    carry_out(average, request, progress, as_json=as_json, quiet=quiet)
+    carry_out(average, AverageRequest, options, source=first, others=others, out=NewFolder().convert(place, None, None))

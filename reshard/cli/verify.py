@@ -16,27 +16,7 @@ import click
 
 from formats.errors import CheckpointError, ReshardError
 from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
-from reshard.cli.options import (
-    FILE,
-    Command,
-    Group,
-    Place,
-    cast_option,
-    config_option,
-    debug_option,
-    dequantize_option,
-    device_option,
-    hub_options,
-    json_option,
-    option,
-    patch_option,
-    quantize_option,
-    quiet_option,
-    report_option,
-    request_of,
-    timeout_option,
-    with_option_names,
-)
+from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
 
 if TYPE_CHECKING:
@@ -47,46 +27,37 @@ if TYPE_CHECKING:
 @click.command(
     "verify",
     cls=Command,
+    quiet="Print the verdict, no more.",
     examples={
         "reshard verify model out": "compare the bytes, then the outputs",
         "reshard verify model served --exact-only": "the bytes alone: no torch, no GPU",
         "reshard verify model out --backward --report proof.html": "the gradients too, and a page with the proof",
     },
-)
-@click.argument("original", type=Place(), metavar="ORIGINAL")
-@click.argument("shards", type=Place(), metavar="SHARDS")
-@option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU.")
-@option("--adapter", group=Group.WHAT, type=Place(), metavar="DIR",
-        help="ORIGINAL is this model with a LoRA adapter.")  # fmt: skip
-@option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too.")
-@option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
-        help="Also run SHARDS in the engine they are for.")  # fmt: skip
-@patch_option
-@dequantize_option
-@quantize_option
-@cast_option
-@option("--plan", "plan_file", group=Group.WHERE, type=FILE, metavar="FILE",
-        help="The file with which SHARDS were split.")  # fmt: skip
-@config_option
-@hub_options
-@device_option
-@option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own.")
-@option("--batch", group=Group.HOW, type=click.IntRange(1), default=2, show_default=True, metavar="N",
-        help="Sequences at once.")  # fmt: skip
-@option("--seq", group=Group.HOW, type=click.IntRange(1), default=32, show_default=True, metavar="N",
-        help="Tokens in a sequence.")  # fmt: skip
-@option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens.")
-@option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory.")
-@option("--engine-python", group=Group.HOW, type=Place(), metavar="PATH",
-        help="The python of the engine's environment.")  # fmt: skip
-@option("--dry-run", group=Group.HOW, is_flag=True, help="Say what the forward takes; compare nothing.")
-@option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
-        help="Seed of the random tokens.")  # fmt: skip
-@timeout_option(300.0)
-@report_option("Draw it as an HTML page, which needs no network.")
-@json_option
-@quiet_option("Print the verdict, no more.")
-@debug_option
+    options=(
+        Option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU."),
+        changed("adapter", help="ORIGINAL is this model with a LoRA adapter."),
+        Option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too."),
+        Option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
+               help="Also run SHARDS in the engine they are for."),
+        "patch", "dequantize", "quantize", "dtype",
+        changed("plan_file", type=FILE, help="The file with which SHARDS were split."), "config", *HUB, "device",
+        Option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own."),
+        Option("--batch", group=Group.HOW, type=click.IntRange(1), default=2, show_default=True, metavar="N",
+               help="Sequences at once."),
+        Option("--seq", group=Group.HOW, type=click.IntRange(1), default=32, show_default=True, metavar="N",
+               help="Tokens in a sequence."),
+        Option("--prompt", group=Group.HOW, metavar="TEXT", help="Run on this text, not on random tokens."),
+        Option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory."),
+        Option("--engine-python", group=Group.HOW, type=PLACE, metavar="PATH",
+               help="The python of the engine's environment."),
+        changed("dry_run", help="Say what the forward takes; compare nothing."),
+        Option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
+               help="Seed of the random tokens."),
+        "timeout", "report",
+    ),
+)  # fmt: skip
+@click.argument("original", type=PLACE, metavar="ORIGINAL")
+@click.argument("shards", type=PLACE, metavar="SHARDS")
 def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Prove that SHARDS are the model ORIGINAL: compare the bytes, then run both and compare the outputs.
 
@@ -173,8 +144,14 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         answer.error = with_option_names(answer.error, verify_command)
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code
-    if report is not None and not _write_report(answer, report):
-        report, code = None, code or 2
+    if report is not None:
+        from verify.report.page import page
+
+        try:
+            write_report(report, page(answer.to_document()))
+        except CheckpointError as error:
+            print_error(error.message)
+            report, code = None, code or 2
     if as_json:
         print_json(answer.to_document())
     elif quiet:
@@ -183,17 +160,6 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         text = answer.to_text(report=report)
         print_lines(answer.verdict.upper() if text == answer.headline else text)  # the error has been printed
     return code
-
-
-def _write_report(answer: Answer, file: Path) -> bool:
-    from verify.report.page import page
-
-    try:
-        write_report(file, page(answer.to_document()))
-    except CheckpointError as error:
-        print_error(error.message)
-        return False
-    return True
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

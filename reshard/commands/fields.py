@@ -19,6 +19,10 @@ from reshard.text import size_of
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
+_NUMBERS: dict[Any, tuple[str, type, str]] = {
+    int: (r"-?\d{1,18}", Integral, "a whole number"),
+    float: (r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", Real, "a number"),
+}
 _SIZES = {"max_shard_size", "memory"}
 """The fields in bytes: ``5GB`` is one, too."""
 
@@ -66,18 +70,14 @@ def _read(value: Any, kind: Any) -> Any:
         return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
     if get_origin(kind) is not None or kind is Callable:
         return _checked(value, callable(value), "a function")
-    if kind is bool:
-        return _checked(value, isinstance(value, bool), "True or False")
-    if kind is int:
-        is_text = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) is not None
-        return int(_checked(value, is_text or _is(value, Integral), "a whole number"))
-    if kind is float:
-        is_text = isinstance(value, str) and re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", value) is not None
-        return float(_checked(value, is_text or _is(value, Real), "a number"))
+    if kind in (int, float):
+        pattern, number, what = _NUMBERS[kind]
+        is_text = isinstance(value, str) and re.fullmatch(pattern, value) is not None
+        is_number = isinstance(value, number) and not isinstance(value, bool)
+        return kind(_checked(value, is_text or is_number, what))
     if kind is str:
-        if type(value).__module__ == "torch":  # a dtype, a device
-            return str(value).removeprefix("torch.")
-        return _checked(value, isinstance(value, str), "a text")
+        text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value  # a dtype, a device
+        return _checked(text, isinstance(text, str), "a text")
     if kind is Path:
         return Path(_checked(value, isinstance(value, str | PathLike), "a path"))
     if kind is Share and not isinstance(value, Share):
@@ -85,11 +85,7 @@ def _read(value: Any, kind: Any) -> Any:
             return Share.of_text("/".join(map(str, value)) if isinstance(value, tuple) else str(value))
         except ValueError:
             raise ValueError("one of several processes, such as (0, 2)") from None
-    return _checked(value, isinstance(value, kind), f"a {kind.__name__}")
-
-
-def _is(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return _checked(value, isinstance(value, kind), "True or False" if kind is bool else f"a {kind.__name__}")
 
 
 def _checked(value: Any, is_right: bool, expected: str) -> Any:

@@ -87,7 +87,7 @@ def split(request: SplitRequest) -> Summary:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
     began, opened = start(request), open_any(request.source, request)
     plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
-    chosen = _wanted(request.ranks, plan.mesh, None if request.overwrite else began.folder)
+    chosen = _chosen_ranks(request.ranks, plan.mesh, None if request.overwrite else began.folder)
     part_of: dict[str, Any] = {}
     if chosen is not None and format is OWN and began.bucket is None:
         part_of = {"ranks": chosen, "added_to": began.folder}
@@ -106,7 +106,7 @@ _NOT_OF_ADAPTERS = {
 }
 
 
-def _wanted(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -> tuple[int, ...] | None:
+def _chosen_ranks(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -> tuple[int, ...] | None:
     """The ranks that are asked for, if not all; a share of them without those that are in ``out`` already."""
     if ranks is None:
         return None

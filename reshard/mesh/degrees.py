@@ -249,15 +249,13 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
     valid = valid_degrees(model, pad=pad, units=units, limit=LARGEST)
     usual = [degree for degree in valid if degree <= max(TRIED)]
     tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
-    attempts = (_attempt(model, degree, pad=pad, uneven=uneven) for degree in sorted({*tried, *usual}))
+    attempts = []
+    for degree in sorted({*tried, *usual}):
+        why = refusal(model, "tp", degree, pad=pad, uneven=uneven)
+        if why is not None:
+            why = replace(why, instead=tuple(other_ways(model, Mesh((("tp", degree),)), why, pad=pad)))
+        attempts.append(Attempt(degree, why))
     return Sweep(tuple(attempts), tuple(valid), tuple(valid_degrees(model, "ep")))
-
-
-def _attempt(model: Model, degree: int, *, pad: bool, uneven: bool) -> Attempt:
-    why = refusal(model, "tp", degree, pad=pad, uneven=uneven)
-    if why is None:
-        return Attempt(degree)
-    return Attempt(degree, replace(why, instead=tuple(other_ways(model, Mesh((("tp", degree),)), why, pad=pad))))
 
 
 # ------------------------------------------------------------------------------------------------ smaller scale blocks

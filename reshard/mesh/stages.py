@@ -11,11 +11,14 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from formats.errors import refused
 from formats.mesh import Mesh
 from formats.notation.expressions import Expression
 from reshard.model.model import BoundTensor, Kind, Model
+
+_Key = TypeVar("_Key")
 
 _HEADLESS = ("Model", "Classification", "QuestionAnswering")
 """Ends of names of classes without a head for tokens, except for names that end as in the next constant, and Marian's.
@@ -79,7 +82,8 @@ def staged(model: Model, mesh: Mesh) -> Model:
     The mesh is one of ``with_stages``. Raises PlanError for a tensor that every stage would need.
     """
     if mesh.pp == 1:
-        return without_stages(model)
+        has_none = all(kind.stages is None for kind in model.kinds)
+        return model if has_none else divided(model, lambda _: 0, lambda *_: None)
     if not model.architecture.stages:  # a manifest of an older version
         why = f"the rules '{model.architecture.name}' have no [stages]"
         advice = "'reshard plan' saves those of the original"
@@ -88,47 +92,38 @@ def staged(model: Model, mesh: Mesh) -> Model:
     ends = [*itertools.accumulate(mesh.stages)][:-1]
     stage_at = {kind: _stage_at(model, kind, ends, last) for kind in model.kinds}
     tied = _tied_templates(model, {kind: find for kind, find in stage_at.items() if isinstance(find, int)}, last)
-    of_kind: dict[tuple[Kind, int], list[BoundTensor]] = {}
-    keys: list[tuple[Kind, int]] = []
-    for tensor in model.tensors:
-        stage_of = stage_at[tensor.kind]
-        key = tensor.kind, stage_of if isinstance(stage_of, int) else stage_of(tensor.at)
-        of_kind.setdefault(key, []).append(tensor)
-        keys.append(key)
-    empty = sorted({*range(mesh.pp)} - {stage for kind, stage in of_kind if not isinstance(stage_at[kind], int)})
-    if empty:
+    layered = set[int]()
+
+    def stage(tensor: BoundTensor) -> int:
+        where = stage_at[tensor.kind]
+        if isinstance(where, int):
+            return where
+        layered.add(number := where(tensor.at))
+        return number
+
+    both = frozenset({0, last})
+    divided_model = divided(model, stage, lambda kind, at: both if kind.template in tied else frozenset({at}))
+    if empty := sorted({*range(mesh.pp)} - layered):
         layers = model.architecture.layers.text
         raise refused("pp", mesh.pp, f"stage {empty[0]} would have no layer ('{layers}' in names)")
-    both = frozenset({0, last})
-    kinds = {
-        (kind, stage): _kind_at(kind, tensors, both if kind.template in tied else frozenset({stage}))
-        for (kind, stage), tensors in of_kind.items()
-    }
-    tensors = (tensor._replace(kind=kinds[key]) for tensor, key in zip(model.tensors, keys, strict=True))
-    return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
+    return divided_model
 
 
-def without_stages(model: Model) -> Model:
-    """The same model on one stage: all ranks hold every kind again."""
-    if all(kind.stages is None for kind in model.kinds):
-        return model
-    kinds = {kind: replace(kind, stages=None) for kind in model.kinds}
-    tensors = tuple(tensor._replace(kind=kinds[tensor.kind]) for tensor in model.tensors)
-    return replace(model, tensors=tensors, kinds=tuple(kinds.values()))
-
-
-def _kind_at(kind: Kind, tensors: Sequence[BoundTensor], stages: frozenset[int] | None) -> Kind:
-    layers = kind.layers & {tensor.at[0] for tensor in tensors if tensor.at}
-    return replace(kind, name=tensors[0].name, count=len(tensors), layers=layers, stages=stages)
-
-
-def divided(model: Model, key: Callable[[BoundTensor], object]) -> Model:
-    """The same model with kinds divided so that all tensors of a kind have the same key."""
-    of_kind: dict[tuple[Kind, object], list[BoundTensor]] = {}
+def divided(
+    model: Model,
+    key: Callable[[BoundTensor], _Key],
+    stages: Callable[[Kind, _Key], frozenset[int] | None] = lambda kind, _: kind.stages,
+) -> Model:
+    """The same model with kinds divided so that all tensors of a kind have the same key, and with these ``stages``."""
+    of_kind: dict[tuple[Kind, _Key], list[BoundTensor]] = {}
     keys = [(tensor.kind, key(tensor)) for tensor in model.tensors]
     for tensor, pair in zip(model.tensors, keys, strict=True):
         of_kind.setdefault(pair, []).append(tensor)
-    kinds = {pair: _kind_at(pair[0], tensors, pair[0].stages) for pair, tensors in of_kind.items()}
+    kinds = {}
+    for (kind, value), alike in of_kind.items():
+        layers = kind.layers & {tensor.at[0] for tensor in alike if tensor.at}
+        own = stages(kind, value)
+        kinds[kind, value] = replace(kind, name=alike[0].name, count=len(alike), layers=layers, stages=own)
     tensors = (tensor._replace(kind=kinds[pair]) for tensor, pair in zip(model.tensors, keys, strict=True))
     return replace(model, tensors=tuple(tensors), kinds=tuple(kinds.values()))
 

@@ -127,16 +127,33 @@ def rows_of(plan: Plan) -> list[Row]:
         layout = entry.layout
         key = (_shown_name(entry), entry.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
         groups.setdefault(key, []).append(kind)
-    largest = _largest(plan)
-    return [_row(plan, kinds, largest) for kinds in groups.values()]
-
-
-def _largest(plan: Plan) -> int:
-    """The rank that has the most: the first, but for pipeline stages."""
-    if plan.mesh.pp == 1:
-        return 0
-    nbytes = bytes_of_ranks(plan)
-    return nbytes.index(max(nbytes))
+    # the rank that has the most: the first, but for pipeline stages
+    nbytes = bytes_of_ranks(plan) if plan.mesh.pp > 1 else [0]
+    largest = nbytes.index(max(nbytes))
+    rows = []
+    for kinds in groups.values():
+        entry = plan.laid[kinds[0]]
+        layout, rank = entry.layout, min(entry.layout.boxes)
+        count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
+        count_there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
+        counts = copies_of(layout, rank)
+        shared = sum(length for copies, length in counts.items() if copies > 1)
+        row = Row(
+            name=_shown_name(entry),
+            rule=str(layout.rule),
+            kind=kind_of(entry, plan.model.architecture),
+            dtype=entry.dtype,
+            full=layout.stored,
+            local=local,
+            tensors=count,
+            copies=tuple(sorted(counts)),
+            bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
+            bytes_per_rank=count_there * tensor_bytes(entry.name, entry.dtype, local),
+            replicated=count_there * shared * DTYPE_BITS[entry.dtype] // 8,
+            is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
+        )
+        rows.append(row)
+    return rows
 
 
 def _shown_name(entry: Entry) -> str:
@@ -144,29 +161,6 @@ def _shown_name(entry: Entry) -> str:
     prefix, dot, last = entry.template.rpartition(".")
     leaf = entry.name.rpartition(".")[2]
     return entry.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
-
-
-def _row(plan: Plan, kinds: Sequence[Kind], largest: int) -> Row:
-    entry = plan.laid[kinds[0]]
-    layout, rank = entry.layout, min(entry.layout.boxes)
-    count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
-    count_there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
-    counts = copies_of(layout, rank)
-    shared = sum(length for copies, length in counts.items() if copies > 1)
-    return Row(
-        name=_shown_name(entry),
-        rule=str(layout.rule),
-        kind=kind_of(entry, plan.model.architecture),
-        dtype=entry.dtype,
-        full=layout.stored,
-        local=local,
-        tensors=count,
-        copies=tuple(sorted(counts)),
-        bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
-        bytes_per_rank=count_there * tensor_bytes(entry.name, entry.dtype, local),
-        replicated=count_there * shared * DTYPE_BITS[entry.dtype] // 8,
-        is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
-    )
 
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
@@ -279,36 +273,27 @@ def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
     cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
     notes: dict[str, str] = {}
     for row in rows:
-        copies, note = _copies_text(row)
-        notes |= {copies: note} if copies else {}
-        notes |= {"uneven": "this is the first rank's part; the last ranks have less"} if row.is_uneven else {}
+        kind, least, most = row.kind, min(row.copies, default=1), max(row.copies, default=1)
+        if most > 1 and not row.kind.endswith("replicated"):  # how many ranks hold what they have
+            copies = f"{most}x" if least == most else f"{least}-{most}x"
+            some = f"some of it is on {plural(least, 'rank')}, some on {most}"
+            notes[copies] = f"each part is on {most} ranks" if least == most else some
+            kind += f" {copies}"
+        if row.is_uneven:
+            notes["uneven"] = "this is the first rank's part; the last ranks have less"
+            kind += " uneven"
         change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        words = (row.kind, copies, "uneven" if row.is_uneven else "")
-        kind, size = " ".join(filter(None, words)), human_bytes(row.bytes_per_rank)
+        size = human_bytes(row.bytes_per_rank)
         cells.append((row.name, row.rule or "scalar", kind, row.dtype, change, f"{row.tensors:,}", size))
-    return _fit_columns(cells, width) + [f"{copies}: {note}" for copies, note in sorted(notes.items())]
-
-
-def _copies_text(row: Row) -> tuple[str, str]:
-    """How many ranks hold what a row's tensors have, in short and in words; empty where it goes without saying."""
-    least, most = min(row.copies, default=1), max(row.copies, default=1)
-    if most == 1 or row.kind.endswith("replicated"):
-        return "", ""
-    if least == most:
-        return f"{most}x", f"each part is on {most} ranks"
-    return f"{least}-{most}x", f"some of it is on {plural(least, 'rank')}, some on {most}"
-
-
-def _fit_columns(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """All columns if they fit, else without the dtype, else without the rule, too."""
     lines: list[str] = []
+    # all columns if they fit, else without the dtype, else without the rule, too
     for chosen in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
         columns = [[line[i] for i in chosen] for line in cells]
         elastic = [chosen.index(i) for i in (0, 1) if i in chosen]
         lines = align(columns, right=(len(chosen) - 2, len(chosen) - 1), width=width, elastic=elastic)
         if width is None or max(map(len, lines)) <= width:
             break
-    return lines
+    return lines + [f"{mark}: {note}" for mark, note in sorted(notes.items())]
 
 
 def uneven_lines(plan: Plan) -> list[str]:

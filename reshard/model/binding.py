@@ -64,8 +64,8 @@ def tied_twice(architecture: Architecture, config: Mapping[str, Any], tensors: I
 
     The default is that of the model type. A head of another dtype or shape is one of its own.
     """
-    where = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
-    if {found.get("tie_word_embeddings") for found in where} - {None} != {True}:
+    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    if {settings.get("tie_word_embeddings") for settings in sources} - {None} != {True}:
         return {}
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})

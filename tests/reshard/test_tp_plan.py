@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from formats.errors import PlanError
-from reshard.model.tp_plan import TransformersPlan, transformers_plan
+from reshard.model.tp_plan import _USE, TransformersPlan, transformers_plan
 from reshard.source.opening import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
@@ -96,6 +96,16 @@ def test_what_transformers_cannot_cut_is_whole_and_named() -> None:
     plan = plan_of(checkpoint("gpt2"), 2)
     assert set(plan.styles) == {"transformer.wte", "lm_head"}
     assert plan.whole["transformer.h.*.attn.c_attn"] == "no linear layer"
+
+
+def test_a_weight_that_the_code_uses_itself_is_whole() -> None:
+    """``self.dt_proj.weight @ x``: a style takes effect where a module is called; ``.weight.dtype`` is no use."""
+    mixer = "backbone.layers.*.mixer"
+    whole = plan_of(checkpoint("mamba"), 2).whole
+    assert {whole.get(f"{mixer}.{name}") for name in ("dt_proj", "out_proj")} == {
+        "the model's code uses its weight itself"
+    }
+    assert _USE.findall("x = self.a.b.weight @ x; y = self.c.weight.dtype; self.d.weight = z") == ["a.b"]
 
 
 def test_heads_stay_on_their_ranks_while_each_has_kv_heads_of_its_own() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.errors import CheckpointError
+from formats.store import local_folder
 from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
@@ -41,16 +42,14 @@ def reference_of(job: Job, device: torch.device, references: MutableMapping[str,
 
 def _key(job: Job, device: torch.device) -> str:
     """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
-    folders = [folder for folder in (job.original, job.adapter) if folder is not None]
+    folders = [folder for folder in (local_folder(job.original.path), job.adapter) if folder is not None]
     files = sorted((str(file), file.stat()) for folder in folders for file in folder.iterdir() if file.is_file())
     stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
     how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
     ids = None if job.ids is None else job.ids.tolist()
     of_tensors = roles(job.plan, {name: (name,) for name in job.plan.entries})
     places = [(name, _is_layered(role.entry), _is_summed(role)) for name, role in sorted(of_tensors.items())]
-    text = repr(
-        (job.original, job.original_config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored)
-    )
+    text = repr((job.original.model.config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -238,7 +237,7 @@ def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: Job
 
 def _no_numbers(job: Job, what: str, dtype: torch.dtype) -> CheckpointError:
     hint = "--compute-dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
-    return CheckpointError(f"{job.original}: the original's own {what}, in {dtype_name(dtype)}", hint)
+    return CheckpointError(f"{job.original.path}: the original's own {what}, in {dtype_name(dtype)}", hint)
 
 
 @contextmanager
@@ -251,7 +250,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
             options = on_disk(folder)
         elif device.type != "cpu" and not _fits(job, dtype, device):
             options = {"device_map": "auto", "offload_folder": folder}
-        loaded = load_original(job.original, job.original_config, job.plan, dtype, options)
+        loaded = load_original(local_folder(job.original.path), job.original.model.config, job.plan, dtype, options)
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:
@@ -274,7 +273,7 @@ def _refusing(job: Job) -> Iterator[None]:
         if machine_fault(error):
             raise
         raise CheckpointError(
-            f"{job.original}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
+            f"{job.original.path}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
             f"{dtype_name(job.dtype)}: {' '.join(str(error).split())}",
             "--compute-dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
         ) from error

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from formats.errors import CheckpointError, ReshardError
+from formats.store import local_folder
 from reshard.mesh.plan import Plan
 from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.foreign import write_rank
-from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result
+from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
 from verify.forward.launch import RankAnswer
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
@@ -72,7 +73,7 @@ def _run_shards(
     mesh, number, trace = job.plan.mesh, world().rank, Trace()
     stage, pipeline = mesh.stage(number), Pipeline(job.plan)
     plan = plan_of_stage(job.plan, stage)
-    rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
+    rank = Rank(plan, number % plan.mesh.size, job.original.model.architecture, job.is_built_in)
     folder = _folder_of(job, number, offload)
     say(f"shards on {plural(mesh.size, 'rank')}")
     inputs = {name: value.to(world().device) for name, value in reference.inputs.items()}
@@ -108,13 +109,16 @@ def _run_shards(
 
 def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     """The folder that transformers loads a rank from; one within ``offload`` if it must be written first."""
-    folder = job.shards if job.is_full else job.shards / job.plan.mesh.folder(rank)
-    if job.foreign is not None:
-        folder = write_rank(job.foreign, rank, offload / "rank")
-    if job.base is None:
+    shards, is_plain = job.shards, job.shards.format.plain
+    folder = local_folder(shards.path)
+    if not is_plain:
+        folder = write_rank(shards, run_plan(shards), rank, offload / "rank")
+    elif shards.checkpoint is None:
+        folder /= job.plan.mesh.folder(rank)
+    if not job.is_alone:
         return folder
-    adapter = as_adapter(folder) if job.foreign is not None else folder
-    return write_adapted_rank(job.base, job.plan, rank, adapter, offload / "adapted")
+    adapter = folder if is_plain else as_adapter(folder)
+    return write_adapted_rank(job.original, job.plan, rank, adapter, offload / "adapted")
 
 
 def _result(reference: Reference, trace: Trace, started: float) -> Result:

@@ -26,8 +26,12 @@ class Rank:
     plan: Plan
     rank: int
     modules: Architecture
-    config: Mapping[str, Any]
     is_built_in: bool = True
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json of the whole model."""
+        return self.plan.model.config
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

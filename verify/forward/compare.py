@@ -8,8 +8,8 @@ verify/forward/noise.py for what counts as equal. This module starts the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -38,63 +38,36 @@ DEFAULTS = ForwardOptions()
 
 
 def run_forward(
-    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = lambda _: None
-) -> ForwardReport:
+    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS,
+    progress: Progress = lambda _: None, *, references: MutableMapping[str, Reference] | None = None,
+) -> ForwardReport:  # fmt: skip
     """Run the original and its shards, which may be a full checkpoint, and compare.
 
+    ``references`` keeps what originals computed for later calls, with other meshes or with damaged copies of the
+    shards; a run is taken from it only where the original's files, the dtype, the tokens and the options are the same.
     Raises ReshardError if that cannot be done.
     """
-    return run_forwards([(original, shards)], options, progress)[0]
-
-
-def run_forwards(
-    pairs: Sequence[tuple[Source | Unmerged, Source]],
-    options: ForwardOptions = DEFAULTS,
-    progress: Progress = lambda _: None,
-    *,
-    references: MutableMapping[str, Reference] | None = None,
-) -> list[ForwardReport]:
-    """Compare several shards with their originals.
-
-    An original that is in several pairs, with other meshes or with damaged copies of its shards, runs once.
-    ``references`` keeps what the originals computed for later calls; a run is taken from it only where the original's
-    files, the dtype, the tokens and the options are the same.
-    """
-    cache = {} if references is None else references
-    return [_run(job, progress, cache) for job in [_job(original, shards, options) for original, shards in pairs]]
-
-
-def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
-    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
-    return needs_of(_job(original, shards, options), _device(options))
-
-
-def _run(job: Job, progress: Progress, references: MutableMapping[str, Reference]) -> ForwardReport:
-    device, world = _device(job.options), job.plan.mesh.size
+    job = _job(original, shards, options)
+    device, world, cache = _device(options), job.plan.mesh.size, {} if references is None else references
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers
 
-    timeout = job.options.timeout
     try:
-        with quiet_transformers(), _without_tf32():
-            results = run_ranks(run_job, world, job, references, device=device, timeout=timeout, progress=progress)
+        with quiet_transformers(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False), ExitStack() as stack:
+            # What is to be in float32 is computed in it: by default, convolutions are in TF32.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+            results = run_ranks(run_job, world, job, cache, device=device, timeout=options.timeout, progress=progress)
     except RankAnswer as answer:
-        return report_of(job, [answer.value], device)
+        results = [answer.value]
     return report_of(job, results, device)
 
 
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Compute in float32 what is to be in float32: by default, convolutions are in TF32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
+    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    return needs_of(_job(original, shards, options), _device(options))
 
 
 def _device(options: ForwardOptions) -> str:

@@ -56,9 +56,9 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
             for place, own in places[name]:
                 blocks = blocks_of(place, own)
                 assert blocks is not None  # two arrangements of one model
-                held, target = place.stored.geometry.spread(place.number, blocks), own.spread(blocks)
+                target = own.spread(blocks)
                 pieces = {rank: of} if (of := target.pieces.get(rank)) else {}
-                for box in boxes(held, replace(target, pieces=pieces)):
+                for box in boxes(place.stored.geometry.spread(place.number, blocks), replace(target, pieces=pieces)):
                     if not box.sources:
                         raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
                     values = _values(source, files, place, box, rank, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +196,12 @@ def needs_of(job: Job, kind: str) -> Needs:
     plan, options = job.plan, job.options
     copies, size = 1 + options.backward, plan.mesh.size
 
-    def numbers(boxes: Mapping[Kind, Box] | None) -> int:
+    def numbers(parts: Mapping[Kind, Kind | Box]) -> int:
         """Of all weights; of the largest block if one is there at a time."""
-        counts: dict[object, int] = {}
-        for name, of, at in plan.model.tensors:
-            if boxes is None or of in boxes:
-                block = (at[:1] or name) if options.streamed else None
-                counts[block] = counts.get(block, 0) + math.prod(of.shape if boxes is None else boxes[of].shape)
+        counts = Counter[object]()
+        for name, kind, at in plan.model.tensors:
+            if kind in parts:
+                counts[(at[:1] or name) if options.streamed else None] += math.prod(parts[kind].shape)
         return max(counts.values(), default=0)
 
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
@@ -210,7 +210,7 @@ def needs_of(job: Job, kind: str) -> Needs:
         mesh=str(plan.mesh),
         device=names(kind, size),
         backend=backend(kind, int(launched)) if launched else "threads",
-        original=numbers(None) * job.exact_dtype.itemsize * copies,
+        original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,
         ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
         files=sum(of_ranks) if job.is_alone or not job.shards.format.plain else 0,
         runs=options.draws + 3,

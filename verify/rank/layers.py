@@ -90,7 +90,7 @@ def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere:
         last: Tensor | None = getattr(module, bias, None)
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
-        instead |= {name: torch.zeros_like(module.get_parameter(name)) for name in elsewhere}
+        instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
         with with_tensors(module, instead):
             out = local(*args, **kwargs)
         summand, *further = out if isinstance(out, tuple) else (out,)

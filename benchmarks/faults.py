@@ -30,7 +30,8 @@ from reshard.source.opening import open_source
 from reshard.source.source import Source
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
+from tests.verify.forwards import run_forwards
+from verify.forward.compare import ForwardOptions, ForwardReport
 from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")

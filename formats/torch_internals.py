@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
@@ -33,10 +34,10 @@ __all__ = [
     "renumber",
     "share_memory",
     "shared_memory",
-    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "unsaved_buffers",
+    "with_tensors",
 ]
 
 

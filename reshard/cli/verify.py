@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -103,34 +103,27 @@ def _interrupted() -> str:
     return ("\r\x1b[K" if bars_are_wanted() else "") + "reshard: interrupted\n"
 
 
-def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> int:
+def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> NoReturn:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
     from verify.command import SILENT, attempt
     from verify.forward.launch import Crew
 
-    def take(end: Any) -> None:
+    crew = Crew()
+
+    def work() -> Any:
+        attempt(answer, request, _Display() if crew.is_first and not request.quiet else SILENT, crew)
+        failed = answer.forward if answer.forward is not None and answer.forward.failure is not None else None
+        return answer.error or failed
+
+    def report(end: Any) -> int:
+        _print_traceback(answer)
         if isinstance(end, ReshardError):
             answer.error = end
         elif end is not None:
             answer.forward, answer.error = end, None
+        return finish()
 
-    def give_up(end: Any) -> int:
-        take(end)
-        with command.scope(cleanup=False):  # it is called in another thread, where click knows of no command
-            return finish()
-
-    command = click.get_current_context()
-    crew = Crew(give_up)
-    attempt(answer, request, _Display() if crew.is_first and not request.quiet else SILENT, crew)
-    if crew.is_first:
-        _print_traceback(answer)
-    failed = answer.forward if answer.forward is not None and answer.forward.failure is not None else None
-    if not crew.is_first:
-        crew.leave(answer.error or failed)
-    take(crew.first_end(answer.error or failed))
-    code = finish()
-    crew.end(code)
-    return code
+    crew.run(work, report)
 
 
 def _print_traceback(answer: Answer) -> None:

@@ -28,7 +28,7 @@ PRIVATE = {
     ),
     "torch_internals.py": (
         "_python_dispatch", "_pytree", r"\w+\._parameters", r"(?!self\._buffers)\w+\._buffers", r"\w+\._modules",
-        "_non_persistent_buffers_set", "torch.distributed.distributed_c10d",
+        "_non_persistent_buffers_set", "torch.distributed.distributed_c10d", "_reparametrize_module",
     ),
     "obstore_errors.py": ("status code", "HTTP error", "non-partial response"),
 }  # fmt: skip

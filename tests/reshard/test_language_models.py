@@ -23,8 +23,9 @@ from reshard.source.source import Source
 from tests import zoo
 from tests.marks import thorough
 from tests.support import contents
+from tests.verify.forwards import run_forwards
 from tools.required import built, written
-from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.compare import ForwardOptions
 
 # each model with towers, with the types of text that it is published with
 pytestmark = thorough

@@ -34,7 +34,7 @@ def logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list[
     found = []
     for original, shards in paths:
         source = open_source(shards)
-        rank = Rank(source.plan, world().rank, open_source(original).model.architecture, source.model.config)
+        rank = Rank(source.plan, world().rank, open_source(original).model.architecture)
         folder = shards / source.plan.mesh.folder(rank.rank)
         groups = Groups(source.plan.mesh)
         loaded = load_rank(folder, rank, torch.float32, torch.device("cpu"), groups, tokens=ids.shape[1])

@@ -19,7 +19,8 @@ from reshard.source.opening import open_source
 from tests import peft_adapters, store
 from tests.marks import one_of_each, thorough
 from tests.support import command
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forwards
+from tests.verify.forwards import run_forwards
+from verify.forward.compare import ForwardOptions, ForwardReport
 from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=16, draws=1)

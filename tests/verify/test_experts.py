@@ -13,8 +13,9 @@ from reshard.source.source import Source
 from tests import store
 from tests.marks import thorough
 from tests.verify.faults import LAYER, Shards, inject
+from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import run_all
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
 from verify.rank.group import RankError
 
 pytestmark = thorough

@@ -15,9 +15,10 @@ from benchmarks.zoo_forward import result, to_markdown
 from formats.errors import ReshardError
 from tests.marks import one_of_each, thorough
 from tests.verify.faults import FAULTS
+from tests.verify.forwards import run_forwards
 from tests.verify.test_exact import EXEMPT
 from tests.verify.test_forward import QUICK
-from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.compare import ForwardOptions
 from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral")

@@ -21,8 +21,9 @@ from reshard.source.source import Source
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.verify.faults import inject
+from tests.verify.forwards import run_forwards
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
 from verify.forward.launch import run_ranks
 from verify.forward.noise import SURE
 from verify.profile.processes import run_processes

@@ -26,7 +26,7 @@ from verify.rank.layers import (
     row_parallel,
     sum_at_use,
     vocab_parallel,
-    whole_vectors,
+    without_padding,
 )
 
 pytestmark = thorough
@@ -109,10 +109,10 @@ def parallel_mlp(whole: nn.Module, group: Group, gather: bool = False) -> nn.Mod
     up, down, n = whole.up, whole.down, group.size
     bias = up.bias is not None
     first = nn.Linear(up.in_features, up.out_features // n, bias).double()
-    first = gather_logits(first, group, up.out_features) if gather else column_parallel(first, group)
+    first = gather_logits(first, group, torch.arange(up.out_features)) if gather else column_parallel(first, group)
     if gather:
         second = nn.Linear(down.in_features, down.out_features // n, bias).double()
-        second = gather_logits(second, group, down.out_features)
+        second = gather_logits(second, group, torch.arange(down.out_features))
         load(second, **{name: own(p, 0, group) for name, p in down.named_parameters()})
     else:
         second = row_parallel(nn.Linear(down.in_features // n, down.out_features, bias).double(), group)
@@ -274,7 +274,7 @@ def vocabularies(batch: list[VocabCase]) -> None:
         close(embedding(ids), F.embedding(ids, whole))
         head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
         head.weight = embedding.weight
-        here = gather_logits(head, world(), true_size)(torch.tanh(embedding(ids)))
+        here = gather_logits(head, world(), torch.arange(true_size))(torch.tanh(embedding(ids)))
         close(here, logits)
         backward(here, case.seed)
         padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])
@@ -300,8 +300,8 @@ def heads(true_size: int, rows: int) -> None:
     for mine, full in zip(head.parameters(), whole.parameters(), strict=True):
         padded = torch.cat([full.detach(), full.new_zeros(padding, *full.shape[1:])])
         mine.data = padded.chunk(degree)[rank].clone()
-    gather_logits(head.decoder, world(), true_size)
-    whole_vectors(head, {"bias": true_size}, world())
+    gather_logits(head.decoder, world(), torch.arange(true_size))
+    without_padding(head, {"bias": (true_size,)}, world())
     here, expected = head(x), whole(x)
     close(here, expected)
     backward(here, 3)
@@ -479,8 +479,6 @@ def experts() -> None:
             assert here.get_parameter(k).grad is None, "it counts on the first rank"
         else:
             close(here.get_parameter(k).grad, p.grad if parts[k] is None else own(p.grad, parts[k]))
-    with pytest.raises(ValueError, match="no parameter gate"):
-        row_parallel(here, world(), elsewhere=["gate"])
 
 
 def transformers_modules() -> None:

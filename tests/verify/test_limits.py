@@ -18,7 +18,8 @@ from tests import zoo
 from tests.marks import thorough
 from tests.support import command
 from tests.verify.faults import Shards
-from verify.forward.compare import ForwardOptions, run_forward, run_forwards
+from tests.verify.forwards import run_forwards
+from verify.forward.compare import ForwardOptions, run_forward
 from verify.forward.noise import LIMIT
 from verify.rank.group import RankError
 from verify.report.answer import power_in_words

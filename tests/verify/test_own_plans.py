@@ -25,8 +25,9 @@ from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
+from tests.verify.forwards import run_forwards
 from verify.bytes.exact import compare
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward, run_forwards
+from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
 from verify.rank.group import RankError
 from verify.rules import own_rules, with_sound_config
 

@@ -24,8 +24,9 @@ from tests.dequantize import METHODS, Stored
 from tests.marks import thorough
 from tests.reshard.test_quantized import names_of, read, write
 from tests.support import change_tensor
+from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import QUICK
-from verify.forward.compare import ForwardOptions, run_forward, run_forwards
+from verify.forward.compare import ForwardOptions, run_forward
 from verify.rank.group import RankError
 from verify.rank.loading import load_original
 

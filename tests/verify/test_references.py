@@ -9,8 +9,9 @@ from reshard.source.opening import open_source
 from tests import store
 from tests.marks import thorough
 from tests.verify.faults import inject
+from tests.verify.forwards import run_forwards
 from tests.verify.test_limits import changed
-from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.compare import ForwardOptions
 from verify.forward.job import Reference
 
 pytestmark = thorough

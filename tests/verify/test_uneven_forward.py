@@ -16,8 +16,9 @@ from reshard.source.source import Source
 from tests import store
 from tests.marks import thorough
 from tests.verify import test_quantized_forward
+from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import WITH_GRADIENTS, run_all
-from verify.forward.compare import ForwardOptions, run_forwards
+from verify.forward.compare import ForwardOptions
 
 pytestmark = thorough
 

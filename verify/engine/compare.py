@@ -183,17 +183,14 @@ def prompts_of(original: Source, options: EngineOptions) -> tuple[int, list[list
 
 def in_transformers(original: Source, prompts: Prompts, dtype: torch.dtype) -> torch.Tensor:
     """The original's log-probabilities: ``[positions, tokens]``, those of the first token left out."""
-    import transformers
+    from transformers import AutoModelForCausalLM
 
-    from verify.rank.loading import quiet_transformers
+    from verify.rank.loading import from_pretrained
     from verify.rank.trace import NoLessThanFloat64
 
-    wide = NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext()
-    with quiet_transformers(), torch.no_grad(), wide:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            original.path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        )
-        logits: torch.Tensor = model.eval()(input_ids=torch.tensor(prompts)).logits.double()
+    with torch.no_grad(), NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext():
+        model = from_pretrained(AutoModelForCausalLM, local_folder(original.path), dtype, {}).model
+        logits: torch.Tensor = model(input_ids=torch.tensor(prompts)).logits.double()
     return logits.log_softmax(-1)[:, :-1].flatten(0, 1)
 
 

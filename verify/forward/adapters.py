@@ -20,16 +20,16 @@ import torch
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import read_header
 from formats.notation.adapters import settings_of
 from formats.notation.architecture import SETTINGS
-from formats.notation.format_file import HUGGING_FACE, version_of
-from reshard.mesh.plan import Plan, make_plan
+from formats.notation.format_file import version_of
+from reshard.mesh.plan import Plan
 from reshard.source.opening import open_source
-from reshard.source.source import UNSPLIT
+from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.adapter import add_adapter
-from verify.forward.foreign import Foreign, write_rank
+from verify.forward.foreign import write_rank
 from verify.run_settings import BYTES_ALONE
 
 _CHUNK = 64 << 20
@@ -107,14 +107,13 @@ def named_as_unwrapped(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 # ----------------------------------------------------------------------------------------------------------- the ranks
 
 
-def write_adapted_rank(base: Mapping[str, TensorInfo], plan: Plan, rank: int, adapter: Path, folder: Path) -> Path:
+def write_adapted_rank(base: Source, plan: Plan, rank: int, adapter: Path, folder: Path) -> Path:
     """Write a rank's part of the base model with that rank's part of the adapter in it, and return the folder.
 
-    ``base`` has the tensors of the whole base model, ``plan`` is its plan on the mesh of the adapter's shards. Raises
-    ReshardError where the two parts do not fit.
+    ``base`` is the whole base model, ``plan`` is its plan on the mesh of the adapter's shards. Raises ReshardError
+    where the two parts do not fit.
     """
-    whole = Foreign(HUGGING_FACE, make_plan(plan.model, UNSPLIT), (base,))
-    base_rank = write_rank(whole, rank, folder / "base", plan)
+    base_rank = write_rank(base, plan, rank, folder / "base")
     if not read_header(adapter / ADAPTER).tensors:
         return base_rank  # a pipeline stage that it does not change
     try:

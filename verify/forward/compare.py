@@ -8,8 +8,8 @@ verify/forward/noise.py for what counts as equal. This module starts the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,9 @@ from formats.store import FilePath, local_folder
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
-from reshard.source.source import UNSPLIT, Source
+from reshard.source.source import Source
 from reshard.text import plural
-from verify.forward.foreign import Foreign
-from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of
+from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
@@ -39,63 +38,36 @@ DEFAULTS = ForwardOptions()
 
 
 def run_forward(
-    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS, progress: Progress = lambda _: None
-) -> ForwardReport:
+    original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS,
+    progress: Progress = lambda _: None, *, references: MutableMapping[str, Reference] | None = None,
+) -> ForwardReport:  # fmt: skip
     """Run the original and its shards, which may be a full checkpoint, and compare.
 
+    ``references`` keeps what originals computed for later calls, with other meshes or with damaged copies of the
+    shards; a run is taken from it only where the original's files, the dtype, the tokens and the options are the same.
     Raises ReshardError if that cannot be done.
     """
-    return run_forwards([(original, shards)], options, progress)[0]
-
-
-def run_forwards(
-    pairs: Sequence[tuple[Source | Unmerged, Source]],
-    options: ForwardOptions = DEFAULTS,
-    progress: Progress = lambda _: None,
-    *,
-    references: MutableMapping[str, Reference] | None = None,
-) -> list[ForwardReport]:
-    """Compare several shards with their originals.
-
-    An original that is in several pairs, with other meshes or with damaged copies of its shards, runs once.
-    ``references`` keeps what the originals computed for later calls; a run is taken from it only where the original's
-    files, the dtype, the tokens and the options are the same.
-    """
-    cache = {} if references is None else references
-    return [_run(job, progress, cache) for job in [_job(original, shards, options) for original, shards in pairs]]
-
-
-def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
-    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
-    return needs_of(_job(original, shards, options), _device(options))
-
-
-def _run(job: Job, progress: Progress, references: MutableMapping[str, Reference]) -> ForwardReport:
-    device, world = _device(job.options), job.plan.mesh.size
+    job = _job(original, shards, options)
+    device, world, cache = _device(options), job.plan.mesh.size, {} if references is None else references
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers
 
-    timeout = job.options.timeout
     try:
-        with quiet_transformers(), _without_tf32():
-            results = run_ranks(run_job, world, job, references, device=device, timeout=timeout, progress=progress)
+        with quiet_transformers(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False), ExitStack() as stack:
+            # What is to be in float32 is computed in it: by default, convolutions are in TF32.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+            results = run_ranks(run_job, world, job, cache, device=device, timeout=options.timeout, progress=progress)
     except RankAnswer as answer:
-        return report_of(job, [answer.value], device)
+        results = [answer.value]
     return report_of(job, results, device)
 
 
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Compute in float32 what is to be in float32: by default, convolutions are in TF32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
+    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    return needs_of(_job(original, shards, options), _device(options))
 
 
 def _device(options: ForwardOptions) -> str:
@@ -111,27 +83,13 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if isinstance(original, Unmerged):
         return _job_with_adapter(original, shards, options)
     _check_kinds(original, shards)
-    assert original.checkpoint is not None
     ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
-    config, stored = original.checkpoint.config, shards.plan
-    if shards.chunks is not None:  # any mesh loads them, so what is run is the whole model that they make
-        stored = make_plan(stored.model, UNSPLIT)
+    stored = run_plan(shards)
     plan = dequantized(stored)
     if plan is not stored:
-        _check_dequantizing(original, config, options)
-    return Job(
-        local_folder(original.path),
-        config,
-        local_folder(shards.path),
-        plan,
-        original.model.architecture,
-        _dtype(original, plan, options),
-        ids,
-        options,
-        own_rules(stored, original.model.architecture) == (),
-        None if shards.format.plain else Foreign(shards.format, stored, shards.ranks, shards.chunks),
-        shards.checkpoint is not None,
-    )
+        _check_dequantizing(original, options)
+    is_built_in = own_rules(stored, original.model.architecture) == ()
+    return Job(original, shards, plan, _dtype(original, plan, options), ids, options, is_built_in)
 
 
 def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
@@ -140,27 +98,14 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
     for name in ("backward", "streamed"):
         if getattr(options, name):
             raise refused(name, True, "an adapter is not run so", instead=({name: None},))
-    if not original.is_alone:
-        job = _job(original.base, shards, options)
-    else:
-        whole, unsplit = _job(original.base, original.base, options), make_plan(shards.model, UNSPLIT)
-        job = replace(
-            whole, shards=local_folder(shards.path), plan=_plan_of_base(original.base, shards), is_full=False,
-            base=original.base.ranks[0],
-            foreign=None if shards.format.plain else Foreign(shards.format, unsplit, shards.ranks, shards.chunks),
-        )  # fmt: skip
-    stored = _dtype(original.base, job.plan, replace(options, compute_dtype=None))
+    base, is_alone = original.base, original.is_alone
+    job = _job(base, base if is_alone else shards, options)
+    if is_alone:
+        theirs = run_plan(shards)
+        padding = {**padding_for(base.model, theirs.mesh, 1), **theirs.padding}
+        job = replace(job, shards=shards, plan=make_plan(base.model, theirs.mesh, padding=padding), is_alone=True)
+    stored = _dtype(base, job.plan, replace(options, compute_dtype=None))
     return replace(job, adapter=original.adapter, stored=stored)
-
-
-def _plan_of_base(base: Source, shards: Source) -> Plan:
-    """The plan of a base model on the mesh of an adapter's shards; one rank if these are chunks, as any mesh loads
-    them.
-    """
-    if shards.chunks is not None:
-        return make_plan(base.model, UNSPLIT)
-    mesh = shards.plan.mesh
-    return make_plan(base.model, mesh, padding={**padding_for(base.model, mesh, 1), **shards.plan.padding})
 
 
 def _check_kinds(original: Source, shards: Source) -> None:
@@ -178,14 +123,14 @@ def _check_kinds(original: Source, shards: Source) -> None:
         )
 
 
-def _check_dequantizing(original: Source, config: Mapping[str, Any], options: ForwardOptions) -> None:
+def _check_dequantizing(original: Source, options: ForwardOptions) -> None:
     """Raise ReshardError unless transformers can load a quantized checkpoint with plain weights."""
     from verify.rank.loading import dequantizing
 
     if options.backward:
         raise refused("backward", None, f"{original.path} is quantized, and such weights have no gradients")
     try:
-        can = dequantizing(config)
+        can = dequantizing(original.model.config)
     except ReshardError as error:
         raise ReshardError(f"{original.path} is {error.message}", BYTES_ALONE) from None
     if not can:

@@ -1,9 +1,10 @@
-"""What the ranks are given, and what they find: pure data, which is pickled."""
+"""What the ranks are given, and what they find."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import Any
 
 import torch
 
-from formats.files.safetensors import TensorInfo
-from formats.notation.architecture import Architecture
-from reshard.mesh.plan import Box, Plan
+from reshard.mesh.plan import Box, Plan, make_plan
 from reshard.model.model import Kind
+from reshard.source.source import UNSPLIT, Source
 from reshard.text import Result as Printed
 from reshard.text import human_bytes
-from verify.forward.foreign import Foreign
 from verify.forward.noise import Distance, Yardstick
 from verify.rank.device import backend, count, names
 from verify.run_settings import RunSettings
@@ -32,37 +31,33 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison, as it is sent to the ranks; ``foreign`` if the shards are in another program's format.
+    """A comparison. ``plan`` is that of the ranks' models, whose weights are plain.
 
-    ``is_full``: the shards are one full checkpoint. ``adapter`` is the folder of one that the original is run with, and
-    ``stored`` the dtype of its weights, to which a sum with them was rounded. ``base`` has the tensors of the original
-    if the shards are those of the adapter alone.
+    ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
+    and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
+    the adapter alone.
     """
 
-    original: Path
-    original_config: Mapping[str, Any]
-    shards: Path
+    original: Source
+    shards: Source
     plan: Plan
-    modules: Architecture
     dtype: torch.dtype
     ids: Any
     options: ForwardOptions
     is_built_in: bool
-    foreign: Foreign | None = None
-    is_full: bool = False
     adapter: Path | None = None
     stored: torch.dtype = torch.float32
-    base: Mapping[str, TensorInfo] | None = None
+    is_alone: bool = False
 
     @property
     def exact_dtype(self) -> torch.dtype:
         """The dtype of the run that all others are measured against."""
         return torch.float64 if self.dtype == torch.float32 else torch.float32
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The config.json of the whole model, without its quantization if the model runs dequantized."""
-        return self.plan.model.config
+
+def run_plan(shards: Source) -> Plan:
+    """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
+    return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
 
 
 @dataclass(frozen=True)
@@ -201,13 +196,12 @@ def needs_of(job: Job, kind: str) -> Needs:
     plan, options = job.plan, job.options
     copies, size = 1 + options.backward, plan.mesh.size
 
-    def numbers(boxes: Mapping[Kind, Box] | None) -> int:
+    def numbers(parts: Mapping[Kind, Kind | Box]) -> int:
         """Of all weights; of the largest block if one is there at a time."""
-        counts: dict[object, int] = {}
-        for name, of, at in plan.model.tensors:
-            if boxes is None or of in boxes:
-                block = (at[:1] or name) if options.streamed else None
-                counts[block] = counts.get(block, 0) + math.prod(of.shape if boxes is None else boxes[of].shape)
+        counts = Counter[object]()
+        for name, kind, at in plan.model.tensors:
+            if kind in parts:
+                counts[(at[:1] or name) if options.streamed else None] += math.prod(parts[kind].shape)
         return max(counts.values(), default=0)
 
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
@@ -216,9 +210,9 @@ def needs_of(job: Job, kind: str) -> Needs:
         mesh=str(plan.mesh),
         device=names(kind, size),
         backend=backend(kind, int(launched)) if launched else "threads",
-        original=numbers(None) * job.exact_dtype.itemsize * copies,
+        original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,
         ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
-        files=sum(of_ranks) if job.foreign is not None or job.base is not None else 0,
+        files=sum(of_ranks) if job.is_alone or not job.shards.format.plain else 0,
         runs=options.draws + 3,
         tokens=options.batch * options.seq if job.ids is None else job.ids.numel(),
     )

@@ -11,11 +11,11 @@ import json
 import os
 import pickle
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -74,20 +74,13 @@ def run_ranks(
     if is_launched():
         return _run_as_rank(fn, world_size, args, device, timeout, progress)
     turns = Turns([device_of(device, rank) for rank in range(world_size)], timeout, progress)
+    gc.freeze()  # garbage is not looked for in what was imported, hundreds of thousands of objects
     try:
-        with _frozen(), redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):
             return turns.run(lambda: fn(*args))
     except Over:
         rank, error = turns.failure or (0, Exception())
         raise explained(error, rank, world_size) from error
-
-
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """Do not look for garbage in what was imported, hundreds of thousands of objects."""
-    gc.freeze()
-    try:
-        yield
     finally:
         gc.unfreeze()
 
@@ -161,27 +154,15 @@ _PATIENCE = 5.0  # seconds for all ranks to end
 
 
 class Crew:
-    """The ranks that a launcher started, before and after their collectives: the first of them speaks for all.
+    """The ranks that a launcher started: the first of them compares the bytes and speaks for all.
 
-    The others wait, without a limit, while the first rank works alone. An error or an answer that ends the run on
-    another rank reaches the first rank even during a collective: then it calls ``give_up`` with it and ends with the
-    exit code that this returns. All ranks end with the code of the first, and not before it has reported, because the
-    launcher ends all of them at the first failure.
+    The others wait, without a limit, while the first rank works alone. All end with the exit code of the first, and not
+    before it has reported, because the launcher ends all of them at the first failure.
     """
 
-    def __init__(self, give_up: Callable[[Any], int]) -> None:
+    def __init__(self) -> None:
         store, self.rank, self.size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
-        self._store = PrefixStore("crew", store)
-        self._give_up = give_up
-        self._speaks = threading.Lock()
-        self._over = threading.Event()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that reports."""
-        return bool(self.rank == 0)
+        self._store, self.is_first = PrefixStore("crew", store), bool(self.rank == 0)
 
     def agree(self, answer: bool) -> bool:
         """The first rank's value, on all ranks."""
@@ -191,62 +172,40 @@ class Crew:
             time.sleep(_POLL)
         return bool(json.loads(self._store.get("answer")))
 
-    def leave(self, end: Any) -> NoReturn:
-        """Not for rank 0: reports what ended the run, if no other rank has, and ends when rank 0 does.
+    def run(self, work: Callable[[], Any], report: Callable[[Any], int]) -> NoReturn:
+        """Do the work in another thread, and end this process when the first rank has reported.
 
-        ``end`` is a ReshardError, or something else that can be pickled; None if all ranks know what ended the run.
+        ``work`` returns what ended the run on this rank: a ReshardError, something else that can be pickled, or None if
+        all ranks know it. The first rank calls ``report`` with that, or with what another rank returned, which may be
+        the cause and is heard even during a collective; ``report`` returns the exit code.
         """
-        if end is not None and self._store.add("ends", 1) == 1:
-            is_plain = isinstance(end, SettingError) or not isinstance(end, ReshardError)
-            plain = end if is_plain else ReshardError(end.message, end.hint)
-            self._store.set("end", pickle.dumps(plain).hex())
-        while True:
-            time.sleep(60)
-
-    def first_end(self, end: Any) -> Any:
-        """Rank 0 only: returns what ended the run. What another rank reported is preferred, because it may be the
-        cause.
-        """
-        self._speaks.acquire()
-        deadline = time.monotonic() + (_SETTLE if isinstance(end, ReshardError) else 0)
-        while (reported := self._end()) is None and time.monotonic() < deadline:
-            time.sleep(_POLL)
-        return end if reported is None else reported
-
-    def end(self, code: int) -> None:
-        """Rank 0 only: tells the other ranks to end with this exit code, and waits until they have ended."""
-        self._store.set("code", str(code))
-        deadline = time.monotonic() + _PATIENCE
-        while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL / 10)
-        self._over.set()
-        if threading.current_thread() is not self._listener:
-            self._listener.join()  # a thread that asks the store while the interpreter ends aborts the process
-
-    def _end(self) -> Any:
-        # Written by a rank of this run, as the results of all ranks are.
-        return pickle.loads(bytes.fromhex(self._store.get("end").decode())) if self._store.check(["end"]) else None
-
-    def _listen(self) -> None:
+        future, news = ThreadPoolExecutor(1).submit(work), "end" if self.is_first else "code"
         try:
-            while not self._over.wait(_POLL):
-                if not self.is_first and self._store.check(["code"]):
-                    code = int(self._store.get("code"))
-                    self._store.add("gone", 1)
-                    break
-                if self.is_first and (end := self._end()) is not None and self._speaks.acquire(blocking=False):
-                    try:
-                        code = self._give_up(end)
-                    except Exception:
-                        traceback.print_exc()
-                        code = 2
-                    self.end(code)  # the others wait for it, whatever happened
-                    break
+            while not (future.done() or self._store.check([news])):
+                wait([future], _POLL)
+            end = future.result() if future.done() else None
+            if self.is_first:
+                if isinstance(end, ReshardError):
+                    time.sleep(_SETTLE)
+                if self._store.check(["end"]):  # of a rank of this run, as the results of all ranks are
+                    end = pickle.loads(bytes.fromhex(self._store.get("end").decode()))
+                code = report(end)
+                self._store.set("code", str(code))
+                deadline = time.monotonic() + _PATIENCE
+                while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+                    time.sleep(_POLL / 10)
             else:
-                return
+                if end is not None and self._store.add("ends", 1) == 1:
+                    is_plain = isinstance(end, SettingError) or not isinstance(end, ReshardError)
+                    plain = end if is_plain else ReshardError(end.message, end.hint)
+                    self._store.set("end", pickle.dumps(plain).hex())
+                while not self._store.check(["code"]):
+                    time.sleep(_POLL)
+                code = int(self._store.get("code"))
+                self._store.add("gone", 1)
         except dist.DistError:  # the first rank has gone without a word
             code = 2
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        os._exit(code)
+        os._exit(code)  # the other thread may wait in a collective

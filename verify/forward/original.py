@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.errors import CheckpointError
+from formats.store import local_folder
 from reshard.mesh.plan import Entry, Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
@@ -25,6 +27,9 @@ from verify.rank.loading import Loaded, compute_on, load_original, on_disk
 from verify.rank.roles import Kind, Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_choice, random_ids, run
 from verify.run_settings import BYTES_ALONE
+
+Inputs = Mapping[str, torch.Tensor]
+"""What a model's forward takes."""
 
 
 def reference_of(job: Job, device: torch.device, references: MutableMapping[str, Reference]) -> Reference:
@@ -41,38 +46,35 @@ def reference_of(job: Job, device: torch.device, references: MutableMapping[str,
 
 def _key(job: Job, device: torch.device) -> str:
     """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
-    folders = [folder for folder in (job.original, job.adapter) if folder is not None]
+    folders = [folder for folder in (local_folder(job.original.path), job.adapter) if folder is not None]
     files = sorted((str(file), file.stat()) for folder in folders for file in folder.iterdir() if file.is_file())
     stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
     how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
     ids = None if job.ids is None else job.ids.tolist()
     of_tensors = roles(job.plan, {name: (name,) for name in job.plan.entries})
     places = [(name, _is_layered(role.entry), _is_summed(role)) for name, role in sorted(of_tensors.items())]
-    text = repr(
-        (job.original, job.original_config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored)
-    )
+    text = repr((job.original.model.config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _run_original(job: Job, device: torch.device) -> Reference:
-    exact_run, reason = _run_exactly(job, device)
-    ids, inputs, exact, exact_grads, without = exact_run
-    on_device = {name: value.to(device) for name, value in inputs.items()}
+    (ids, inputs, exact, without), reason = _run_exactly(job, device)
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
-    of_states, of_gradients = ({name: list[Noise]() for name in of} for of in (exact.states, exact_grads))
+    noises: dict[str, list[Noise]] = defaultdict(list)
     first, again = Trace(), None
-    for number, (trace, grads) in enumerate(_draws(job, on_device, exact, device)):
-        _check_numbers(trace, grads, job, job.dtype)
+    for number, trace in enumerate(_draws(job, inputs, exact, device)):
+        _check_numbers(trace, job, job.dtype)
         first = first if number else trace
         again = trace if is_noisy(device) and number == 1 else again
-        for expected, drawn, draws in ((exact.states, trace.states, of_states), (exact_grads, grads, of_gradients)):
-            for name, x in expected.items():
-                draws[name].append(noise_of(drawn[name], x))
-        del trace, grads, drawn  # or those of two runs would be in memory at once
+        for name, x in (*exact.states.items(), *exact.gradients.items()):
+            noises[name].append(noise_of(trace.states[name] if name in exact.states else trace.gradients[name], x))
+        del trace  # or two runs would be in memory at once
         empty()
     of_vocabulary = (n for n, state in exact.states.items() if "logits" in n and state.shape[-1] in _rows(job))
     logits = next(of_vocabulary, None)
-    states = {n: yardstick(x, of_states[n], job.dtype) for n, x in exact.states.items()}
+    states, gradients = (
+        {n: yardstick(x, noises[n], job.dtype) for n, x in of.items()} for of in (exact.states, exact.gradients)
+    )
     apart = {n: dataclasses.replace(states[n], exact=x) for n, x in first.states.items()}
     repeated = max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None
     what = Run(
@@ -87,38 +89,38 @@ def _run_original(job: Job, device: torch.device) -> Reference:
         logits=logits,
         own_logits=first.states[logits] if logits else None,
         chosen=exact.chosen,
-        gradients={n: yardstick(x, of_gradients[n], job.dtype) for n, x in exact_grads.items()},
+        gradients=gradients,
         effects={name: measure(state, states[name]).ratio for name, state in without.items()},
         outputs=tuple(exact.outputs),
     )
 
 
-def _draws(
-    job: Job, inputs: Mapping[str, torch.Tensor], exact: Trace, device: torch.device
-) -> Iterator[tuple[Trace, dict[str, torch.Tensor]]]:
-    """Runs of the original in its own dtype, with their gradients: of each, the rounding is another sample.
+def _draws(job: Job, inputs: Inputs, exact: Trace, device: torch.device) -> Iterator[Trace]:
+    """Runs of the original in its own dtype: of each, the rounding is another sample.
 
-    An accelerator does the first run twice. With an adapter, the last run has it in its weights.
+    An accelerator does the first run twice. With an adapter, the last run has it in its weights, as PEFT adds it: the
+    rounding of the sum is noise, too.
     """
     with _original(job, job.dtype, device) as loaded, _refusing(job):
-        places = places_of(loaded, job.plan)
         for draw in (0, *((0,) if is_noisy(device) else ()), *range(1, job.options.draws + 1)):
-            yield _run_whole(loaded, inputs, job, places, exact, draw)
-    del loaded, places  # or both models would be in memory at once
+            yield _run_whole(loaded, inputs, job, device, exact, draw)
+    del loaded  # or both models would be in memory at once
     if job.adapter is not None:
         say("original with the adapter in its weights")
-        yield _run_summed(inputs, job, exact, device)
+        with _original(job, job.stored, device) as loaded, _refusing(job):
+            adapters.merge(loaded.model)
+            loaded.model.to(job.dtype)
+            yield _run_whole(loaded, inputs, job, device, exact)
 
 
 class _Exact(NamedTuple):
-    """The run that all others are measured against: its tokens and inputs, states, gradients, and the states of the
-    base model without an adapter.
+    """The run that all others are measured against: its tokens, all that its forward takes, and the states of the base
+    model without an adapter.
     """
 
     ids: torch.Tensor
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Inputs
     trace: Trace
-    gradients: Mapping[str, torch.Tensor]
     without: Mapping[str, torch.Tensor]
 
 
@@ -139,57 +141,36 @@ def _run_exactly(job: Job, device: torch.device) -> tuple[_Exact, str | None]:
 
 def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
     say(f"original in {dtype_name(job.exact_dtype)}")
+    options, avoided = job.options, _avoided(job)
     with _original(job, job.exact_dtype, device) as loaded:
-        ids, inputs = _inputs(loaded.model, job)
-        on_device = {name: value.to(device) for name, value in inputs.items()}
-        places = places_of(loaded, job.plan)
-        trace, gradients = _run_whole(loaded, on_device, job, places, None, 0)
-        _check_numbers(trace, gradients, job, job.exact_dtype)
-        return _Exact(ids, inputs, trace, gradients, _without_adapter(loaded, on_device, job, places, trace))
-
-
-def _without_adapter(
-    loaded: Loaded, inputs: Mapping[str, torch.Tensor], job: Job, places: Places, exact: Trace
-) -> Mapping[str, torch.Tensor]:
-    """The states of the base model alone, where an adapter is run with it."""
-    if job.adapter is None:
-        return {}
-    with adapters.switched_off(loaded.model):
-        return _run_whole(loaded, inputs, job, places, exact, 0)[0].states
-
-
-def _run_summed(
-    inputs: Mapping[str, torch.Tensor], job: Job, exact: Trace, device: torch.device
-) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """Run the original with the adapter in its weights, as PEFT adds it: the rounding of the sum is noise, too."""
-    with _original(job, job.stored, device) as loaded, _refusing(job):
-        adapters.merge(loaded.model)
-        loaded.model.to(job.dtype)
-        return _run_whole(loaded, inputs, job, places_of(loaded, job.plan), exact, 0)
+        model, ids = loaded.model, job.ids
+        ids = random_ids(model, options.batch, options.seq, options.seed, avoided) if ids is None else ids
+        inputs, without = inputs_of(model, ids, job.dtype, avoided), dict[str, torch.Tensor]()
+        trace = _run_whole(loaded, inputs, job, device)
+        _check_numbers(trace, job, job.exact_dtype)
+        if job.adapter is not None:
+            with adapters.switched_off(model):
+                without = _run_whole(loaded, inputs, job, device, trace).states
+        return _Exact(ids, inputs, trace, without)
 
 
 def _run_whole(
-    loaded: Loaded, inputs: Mapping[str, torch.Tensor], job: Job, places: Places, exact: Trace | None, draw: int
-) -> tuple[Trace, dict[str, torch.Tensor]]:
+    loaded: Loaded, inputs: Inputs, job: Job, device: torch.device, exact: Trace | None = None, draw: int = 0
+) -> Trace:
     """Run the original, and its loss backward if that is asked for. ``exact`` is the run whose choices are taken."""
+    inputs = {name: value.to(device) for name, value in inputs.items()}
     chosen = exact.chosen if exact else None
     feed = exact.states if exact and job.options.streamed else None
+    places = places_of(loaded, job.plan)
     trace = run(loaded.model, inputs, places, chosen, draw=draw, grad=job.options.backward, feed=feed)
     if job.adapter is not None:
         trace.states = adapters.named_as_unwrapped(trace.states)
-    if not job.options.backward:
-        return trace, {}
-    loaded.model.zero_grad()
-    loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
-    trace.outputs = {name: output.detach() for name, output in trace.outputs.items()}  # their graph has the model
-    return trace, gradients_on_disk(loaded.model, loaded.sources)
-
-
-def _inputs(model: Any, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The tokens of the original's run, and all that its forward takes."""
-    options, avoided = job.options, _avoided(job)
-    ids = random_ids(model, options.batch, options.seq, options.seed, avoided) if job.ids is None else job.ids
-    return ids, inputs_of(model, ids, job.dtype, avoided)
+    if job.options.backward:
+        loaded.model.zero_grad()
+        loss_of(trace.outputs).backward()  # type: ignore[no-untyped-call]
+        trace.outputs = {name: output.detach() for name, output in trace.outputs.items()}  # their graph has the model
+        trace.gradients = gradients_on_disk(loaded.model, loaded.sources)
+    return trace
 
 
 def _avoided(job: Job) -> int | None:
@@ -220,25 +201,21 @@ def _is_summed(role: Role) -> bool:
     return role.kind is Kind.ROW or (bool(role.experts_along) and role.kind is Kind.WHOLE)
 
 
-def _check_numbers(trace: Trace, gradients: Mapping[str, torch.Tensor], job: Job, dtype: torch.dtype) -> None:
+def _check_numbers(trace: Trace, job: Job, dtype: torch.dtype) -> None:
     """Raise CheckpointError for an original with which nothing can be compared, as it computes NaN or infinity.
 
     What must or may not be chosen has infinite scores, and what may not be said has a logit of minus infinity.
     """
+    wrong: list[str] = []
     for name, state in trace.states.items():
-        wrong = state.isnan()
+        is_wrong = state.isnan()
         if not is_choice(name):
-            wrong |= state.isposinf() if name in trace.outputs else state.isinf()
-        if wrong.any():
-            raise _no_numbers(job, f"output is not a number from '{name}' on", dtype)
-    for name, gradient in gradients.items():
-        if not gradient.isfinite().all():
-            raise _no_numbers(job, f"gradient of '{name}' is not a number", dtype)
-
-
-def _no_numbers(job: Job, what: str, dtype: torch.dtype) -> CheckpointError:
-    hint = "--compute-dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
-    return CheckpointError(f"{job.original}: the original's own {what}, in {dtype_name(dtype)}", hint)
+            is_wrong |= state.isposinf() if name in trace.outputs else state.isinf()
+        wrong += [f"output is not a number from '{name}' on"] if is_wrong.any() else []
+    wrong += [f"gradient of '{name}' is not a number" for name, x in trace.gradients.items() if not x.isfinite().all()]
+    if wrong:
+        hint = "--compute-dtype float32 has a wider range" if dtype == torch.float16 else BYTES_ALONE
+        raise CheckpointError(f"{job.original.path}: the original's own {wrong[0]}, in {dtype_name(dtype)}", hint)
 
 
 @contextmanager
@@ -251,7 +228,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
             options = on_disk(folder)
         elif device.type != "cpu" and not _fits(job, dtype, device):
             options = {"device_map": "auto", "offload_folder": folder}
-        loaded = load_original(job.original, job.original_config, job.plan, dtype, options)
+        loaded = load_original(local_folder(job.original.path), job.original.model.config, job.plan, dtype, options)
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:
@@ -274,7 +251,7 @@ def _refusing(job: Job) -> Iterator[None]:
         if machine_fault(error):
             raise
         raise CheckpointError(
-            f"{job.original}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
+            f"{job.original.path}: transformers runs the original in {dtype_name(job.exact_dtype)}, but not in "
             f"{dtype_name(job.dtype)}: {' '.join(str(error).split())}",
             "--compute-dtype float32 compares the models in float32" if job.dtype != torch.float32 else None,
         ) from error

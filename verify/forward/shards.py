@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from formats.errors import CheckpointError, ReshardError
+from formats.store import local_folder
 from reshard.mesh.plan import Plan
 from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.foreign import write_rank
-from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result
+from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
 from verify.forward.launch import RankAnswer
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
@@ -52,40 +51,36 @@ def run_job(job: Job, references: MutableMapping[str, Reference]) -> Result:
 def _run_once(job: Job, groups: Groups, references: MutableMapping[str, Reference]) -> tuple[Result, float]:
     """What this rank found, and the largest ratio of all ranks."""
     started = time.monotonic()
+    reference = world().share(lambda: dataclasses.replace(reference_of(job, world().device, references), gradients={}))
+    if world().rank == 0:  # the gradients are for it alone
+        reference = reference_of(job, world().device, references)
     with temporary_folder("reshard-offload-") as offload:
-        originals: list[Reference] = []
-
-        def run_original() -> Reference:
-            originals.append(reference_of(job, world().device, references))
-            return dataclasses.replace(originals[0], gradients={})  # these are for rank 0 alone
-
-        reference = world().share(run_original)
-        result = _run_shards(job, groups, offload, originals[0] if originals else None, reference, started)
+        result = _run_shards(job, groups, offload, reference, started)
     ratio = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
     return result, max(world().gather(ratio))
 
 
-def _run_shards(
-    job: Job, groups: Groups, offload: Path, original: Reference | None, reference: Reference, started: float
-) -> Result:
-    """Run this rank's shards, and compare. ``original`` is the reference with its gradients, on rank 0."""
-    mesh, number, trace = job.plan.mesh, world().rank, Trace()
+def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, started: float) -> Result:
+    """Run this rank's shards, and compare.
+
+    Raises RankAnswer where the shards' model fails and the original's did not. With built-in rules, which are known to
+    be right, such a failure is an error of the run, not a difference.
+    """
+    mesh, number, trace, sources = job.plan.mesh, world().rank, Trace(), dict[str, tuple[str, ...]]()
     stage, pipeline = mesh.stage(number), Pipeline(job.plan)
     plan = plan_of_stage(job.plan, stage)
-    rank = Rank(plan, number % plan.mesh.size, job.modules, job.config, job.is_built_in)
+    rank = Rank(plan, number % plan.mesh.size, job.original.model.architecture, job.is_built_in)
     folder = _folder_of(job, number, offload)
     say(f"shards on {plural(mesh.size, 'rank')}")
     inputs = {name: value.to(world().device) for name, value in reference.inputs.items()}
-    tokens = reference.ids.shape[1]
-    offload_to = offload if job.options.streamed else None
-    with _answering(job, plan, reference, trace, started):
-        loaded = load_rank(
-            folder, rank, job.dtype, world().device, groups,
-            tokens=tokens, offload=offload_to, pipeline=pipeline if mesh.pp > 1 else None,
-        )  # fmt: skip
     feed = {name: expected.exact for name, expected in reference.states.items()} if job.options.streamed else None
-    places = places_of(loaded, plan)
-    with _answering(job, plan, reference, trace, started, loaded.sources):
+    try:
+        loaded = load_rank(
+            folder, rank, job.dtype, world().device, groups, tokens=reference.ids.shape[1],
+            offload=offload if job.options.streamed else None, pipeline=pipeline if mesh.pp > 1 else None,
+        )  # fmt: skip
+        sources |= loaded.sources
+        places = places_of(loaded, plan)
         pipeline.receive(grad=job.options.backward)
         pipeline.connect(loaded, groups, trace, reference.chosen)
         run(
@@ -94,34 +89,47 @@ def _run_shards(
         )  # fmt: skip
         say("comparison")
         _check_alike(trace.states, reference)
-        gradients = _backward(loaded, trace, job, original, groups, pipeline) if job.options.backward else ()
-    result, logits = _result(reference, trace, started), None
+        gradients = _backward(loaded, trace, job, reference, groups, pipeline) if job.options.backward else ()
+    except Exception as error:
+        if not is_of_model(error):
+            raise
+        failure = failure_of(error, plan, trace.path, sources)
+        if not job.is_built_in:
+            raise RankAnswer(_result(reference, trace, started, failure=failure)) from error
+        if isinstance(error, ReshardError):
+            raise
+        where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
+        raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
+    logits = None
     if reference.logits is not None and reference.own_logits is not None and pipeline.is_last and rank.rank == 0:
         exact = reference.states[reference.logits].exact
         logits = compare_logits(trace.states[reference.logits], reference.own_logits, exact)
     biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
-    seconds = time.monotonic() - started
-    return dataclasses.replace(
-        result, logits=logits, unused=loaded.unused, cut=loaded.cut, gradients=gradients, biases=biases, seconds=seconds
-    )
+    more = {"logits": logits, "unused": loaded.unused, "cut": loaded.cut, "gradients": gradients, "biases": biases}
+    return _result(reference, trace, started, **more)
 
 
 def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     """The folder that transformers loads a rank from; one within ``offload`` if it must be written first."""
-    folder = job.shards if job.is_full else job.shards / job.plan.mesh.folder(rank)
-    if job.foreign is not None:
-        folder = write_rank(job.foreign, rank, offload / "rank")
-    if job.base is None:
+    shards, is_plain = job.shards, job.shards.format.plain
+    folder = local_folder(shards.path)
+    if not is_plain:
+        folder = write_rank(shards, run_plan(shards), rank, offload / "rank")
+    elif shards.checkpoint is None:
+        folder /= job.plan.mesh.folder(rank)
+    if not job.is_alone:
         return folder
-    adapter = as_adapter(folder) if job.foreign is not None else folder
-    return write_adapted_rank(job.base, job.plan, rank, adapter, offload / "adapted")
+    adapter = folder if is_plain else as_adapter(folder)
+    return write_adapted_rank(job.original, job.plan, rank, adapter, offload / "adapted")
 
 
-def _result(reference: Reference, trace: Trace, started: float) -> Result:
-    """What this rank found at all places that its run came to."""
-    ours = {"overruled": trace.overruled, "backend": world().backend, "seconds": time.monotonic() - started}
+def _result(reference: Reference, trace: Trace, started: float, **more: Any) -> Result:
+    """What this rank found, with the distance at each place that its run came to."""
+    states = {name: (trace.states.get(name), expected) for name, expected in reference.states.items()}
+    rows = tuple((name, measure(state, at)) for name, (state, at) in states.items() if _is_alike(state, at))
+    ours = {"overruled": trace.overruled, "backend": world().backend, "seconds": time.monotonic() - started, **more}
     return Result(
-        rank=world().rank, rows=_compare(trace.states, reference), effects=reference.effects, outputs=reference.outputs,
+        rank=world().rank, rows=rows, effects=reference.effects, outputs=reference.outputs,
         **(vars(reference.run) | ours),
     )  # fmt: skip
 
@@ -137,35 +145,8 @@ def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[t
     return tuple(ratios)
 
 
-@contextmanager
-def _answering(
-    job: Job,
-    plan: Plan,
-    reference: Reference,
-    trace: Trace,
-    started: float,
-    sources: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-) -> Iterator[None]:
-    """Let it be the answer of the run, and no error, that the shards' model fails where the original's did not.
-
-    With built-in rules, which are known to be right, treat the failure as an error of the run, not as a difference.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_of_model(error):
-            raise
-        failure = failure_of(error, plan, trace.path, sources)
-        if job.is_built_in:
-            if isinstance(error, ReshardError):
-                raise
-            where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
-            raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
-        raise RankAnswer(dataclasses.replace(_result(reference, trace, started), failure=failure)) from error
-
-
 def _backward(
-    loaded: Loaded, trace: Trace, job: Job, original: Reference | None, groups: Groups, pipeline: Pipeline
+    loaded: Loaded, trace: Trace, job: Job, reference: Reference, groups: Groups, pipeline: Pipeline
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     say("gradients")
@@ -178,32 +159,26 @@ def _backward(
     rows: list[tuple[str, Distance]] = []
     for name in sorted(job.plan.entries):
         parts = world().collect(gradients.get(name))
-        if original and name in original.gradients:
+        if name in reference.gradients:
             layout = job.plan.entries[name].layout
             zero = torch.zeros(layout.full, dtype=job.dtype)
             gradient = together(layout, parts) if any(part is not None for part in parts) else zero
-            rows.append((name, measure(gradient, original.gradients[name])))
+            rows.append((name, measure(gradient, reference.gradients[name])))
     return tuple(rows)
 
 
 def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
-    """Raise UnlikeError unless each place has a state like the original's, on this rank or on other stages' ranks."""
+    """Raise UnfitError unless each place has a state like the original's, on this rank or on other stages' ranks."""
     elsewhere = {name for names in world().gather([*states]) for name in names} - states.keys()
     for name, expected in reference.states.items():
         if name not in elsewhere and not _is_alike(states.get(name), expected):
             shape = list(states[name].shape) if name in states else "nothing"
             message = f"the shards' model has {shape} at '{name}', the original {list(expected.exact.shape)}"
-            raise UnlikeError(message, name)
+            raise UnfitError(message, place=name)
 
 
-def _is_alike(state: torch.Tensor | None, expected: Yardstick) -> bool:
+def _is_alike(state: torch.Tensor | None, expected: Yardstick) -> TypeGuard[torch.Tensor]:
     return state is not None and state.shape == expected.exact.shape
-
-
-def _compare(states: Mapping[str, torch.Tensor], reference: Reference) -> tuple[tuple[str, Distance], ...]:
-    """The distance at each place that both have."""
-    expected = reference.states.items()
-    return tuple((name, measure(states[name], place)) for name, place in expected if _is_alike(states.get(name), place))
 
 
 def compare_logits(sharded: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> Logits:
@@ -248,18 +223,10 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-class UnlikeError(CheckpointError):
-    """The shards' model does not return at ``place`` what the original's does, whatever its values."""
-
-    def __init__(self, message: str, place: str) -> None:
-        super().__init__(message)
-        self.place = place
-
-
 def is_of_model(error: Exception) -> bool:
     """Whether the cause of an error is the model, not the machine or another rank."""
     if isinstance(error, ReshardError):
-        return isinstance(error, (UnfitError, UnlikeError))
+        return isinstance(error, UnfitError)
     return not (isinstance(error, OSError) or machine_fault(error) or is_of_collective(error))
 
 
@@ -267,10 +234,8 @@ def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mappi
     """Where the shards' model failed, and which tensor's rule does not fit there."""
     place, tensor, is_gathered = path[-1] if path else "", None, False
     if isinstance(error, UnfitError):
-        place = error.parameter.rpartition(".")[0]
-        tensor = next((name for name in plan.entries if name.endswith(error.parameter)), None) if place else None
-    elif isinstance(error, UnlikeError):
-        place = error.place
+        place, of = error.place, error.parameter
+        tensor = next((name for name in plan.entries if name.endswith(of)), None) if "." in of else None
     if tensor is None:
         tensor, is_gathered = _unfitting(place, plan, sources)
     rule = str(plan.entries[tensor].layout.rule) if tensor else None

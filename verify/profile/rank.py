@@ -192,7 +192,7 @@ def run_job(job: Job) -> RankResult:
     torch.set_num_threads(job.threads)
     device = world().device
     groups, meter = Groups(job.plan.mesh), Meter(device)
-    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.plan.model.config, job.is_built_in)
+    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.is_built_in)
     longest = max(workload.seq for workload in job.workloads)
     with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")

@@ -20,10 +20,10 @@ unless another carrier (:func:`carried_by`) sums them as they are, as an engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, TypeVar
 
 import torch
@@ -93,6 +93,12 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequenc
         x, group, "part", lambda x: _own_slice(x, group, dim, lengths),
         lambda grad: gather_from_group(grad, group, dim, lengths=lengths),
     )  # fmt: skip
+
+
+def places_among(parts: Iterable[Iterable[int]], length: int) -> Tensor:
+    """Where each of ``length`` indices lies among the ranks' parts, one after the other; of several, in the first."""
+    places = {index: place for place, index in reversed([*enumerate(chain(*parts))])}
+    return torch.tensor([places[index] for index in range(length)])
 
 
 def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:

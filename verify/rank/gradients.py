@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from graphlib import TopologicalSorter
 from types import MappingProxyType
 from typing import Any
 
@@ -112,36 +113,24 @@ def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> lis
 def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any, frozenset[str]]:
     """The same of every node of the graph, in an order in which each comes after all that it depends on."""
     leaves = {id(tensor): along for tensor, along in parts}
+    graph: dict[Any, list[Any]] = {}
+    nodes = [x.grad_fn for x in results if x.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node not in graph:
+            graph[node] = [child for child, _ in node.next_functions if child is not None]
+            nodes += graph[node]
     parted: dict[Any, frozenset[str]] = {}
-    for node in _in_order([x.grad_fn for x in results if x.grad_fn is not None]):
-        parted[node] = _parted_along(node, leaves, parted, groups)
+    for node in TopologicalSorter(graph).static_order():
+        below = frozenset[str]().union(*(parted[child] for child in graph[node]))
+        if type(node).__name__ == "AccumulateGrad":
+            below = leaves.get(id(node.variable), frozenset())
+        elif _makes(node) == "whole":
+            below -= groups.dimensions(node.group)
+        elif _makes(node) == "part":
+            below |= groups.dimensions(node.group)
+        parted[node] = below
     return parted
-
-
-def _in_order(roots: Sequence[Any]) -> list[Any]:
-    """Every node, after all that it depends on."""
-    nodes: dict[Any, None] = {}
-    stack = [(root, False) for root in roots]
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            nodes[node] = None
-        elif node not in nodes:
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in nodes)
-    return list(nodes)
-
-
-def _parted_along(
-    node: Any, leaves: Mapping[int, frozenset[str]], parted: Mapping[Any, frozenset[str]], groups: Groups
-) -> frozenset[str]:
-    """The mesh dimensions along which ranks have parts of what a node makes; none if it is whole on all."""
-    if type(node).__name__ == "AccumulateGrad":
-        return leaves.get(id(node.variable), frozenset())
-    below = frozenset[str]().union(*(parted[child] for child, _ in node.next_functions if child is not None))
-    if _makes(node) == "whole":
-        return below - groups.dimensions(node.group)
-    return below | groups.dimensions(node.group) if _makes(node) == "part" else below
 
 
 def _makes(node: Any) -> str | None:
@@ -178,11 +167,10 @@ def gradients_on_disk(
         name = names.get(id(parameter))
         if name is None or parameter.grad is None:
             continue
-        first, *others = sources[name]
+        grad, (first, *others) = parameter.grad.detach().cpu(), sources[name]
         if not others and uses[first] == 1 and first.rpartition(".")[2] == name.rpartition(".")[2]:
-            gradients[first] = parameter.grad.detach().cpu()
+            gradients[first] = grad  # a file may also lack the prefix that the model's class gives all names
         else:
-            grad = parameter.grad.detach().cpu()
             fused[name] = experts[name].among_zeros(grad) if name in experts else grad
     if fused:
         names_of = {source for name in fused for source in sources[name]}

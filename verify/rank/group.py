@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,13 @@ class RankTimeoutError(RankError):
     """Ranks waited in a collective that ``rank`` did not come to."""
 
 
+class Wait(NamedTuple):
+    """Where a rank waits, and until when."""
+
+    place: str
+    until: Callable[[], bool]
+
+
 class Turns:
     """The threads of a run, one for each of ``devices``, and which of them may go on.
 
@@ -89,8 +96,7 @@ class Turns:
         self._devices, self._timeout, self._listener = devices, timeout, listener
         self._everyone = tuple(range(len(devices)))
         self._go = [threading.Semaphore(0) for _ in devices]
-        self._ready = deque(self._everyone)
-        self._places: dict[int, str] = {}  # where each rank is that waits
+        self._waiting: dict[int, Wait] = {rank: Wait("", lambda: True) for rank in self._everyone}
         self._running, self._since = 0, time.monotonic()
         self._is_over, self._all_ended = False, threading.Event()
         self.meetings: dict[tuple[int, ...], tuple[str, dict[int, Any]]] = {}
@@ -125,7 +131,7 @@ class Turns:
         try:
             while not self._all_ended.wait(min(1.0, self._timeout / 10)):
                 rank, is_late = self._running, time.monotonic() - self._since > self._timeout
-                if is_late and (self._ready or self._places) and not self.is_alone:
+                if is_late and self._waiting and not self.is_alone:
                     was = f"was at {_line(sys._current_frames().get(threads[rank].ident or 0))}"
                     self.failure = rank, self._hang([rank], f"waited {self._timeout:g} s", was, _SLOW)
                     raise Over
@@ -147,40 +153,35 @@ class Turns:
             raise Over
 
     def wait(self, rank: int, what: str, until: Callable[[], bool]) -> None:
-        """Let others run until something holds; who brings it about calls :meth:`wake`."""
+        """Let others run until something holds."""
         self.check()
-        while not until():
-            self._places[rank] = f"{what} ({_line(sys._getframe())})"
+        if not until():
+            self._waiting[rank] = Wait(f"{what} ({_line(sys._getframe())})", until)
             self._pass_on()
             self._go[rank].acquire()
             self.check()
 
-    def wake(self, rank: int) -> None:
-        """Let a rank that waits look again."""
-        if self._places.pop(rank, None) is not None:
-            self._ready.append(rank)
-
     def _pass_on(self) -> None:
-        """Give the turn to a rank that can go on."""
-        if not self._ready and self._places:
-            absent = [rank for rank in self._everyone if rank not in self._places]
-            error = self._hang(absent, "wait", "has ended")
+        """Give the turn to the rank that has waited longest of those that can go on; all can if the run is over."""
+        able = [rank for rank, wait in self._waiting.items() if self._is_over or wait.until()]
+        if self._waiting and not able:
+            error = self._hang([rank for rank in self._everyone if rank not in self._waiting], "wait", "has ended")
             self._end(error.rank, error)
-        if self._ready:
-            self._running, self._since = self._ready.popleft(), time.monotonic()
+            able = [*self._waiting]
+        if able:
+            self._running, self._since = able[0], time.monotonic()
+            del self._waiting[self._running]
             self._go[self._running].release()
         else:
             self._all_ended.set()
 
     def _end(self, rank: int, error: BaseException) -> None:
-        """End the run: each rank that waits looks again, and raises Over."""
+        """End the run: each rank that waits raises Over."""
         self.failure = self.failure or (rank, error)
         self._is_over = True
-        for other in self._everyone:
-            self.wake(other)
 
     def _hang(self, absent: Sequence[int], waited: str, instead: str, hint: str | None = None) -> RankTimeoutError:
-        places = dict(sorted(self._places.items()))
+        places = {rank: wait.place for rank, wait in sorted(self._waiting.items()) if not wait.until()}
         first, place = next(iter(places.items()), (0, "its next collective"))
         if absent:
             waiting = places or [rank for rank in self._everyone if rank not in absent]
@@ -259,7 +260,6 @@ class ThreadGroup:
         """Send a value to another rank, which may have to receive it first."""
         self._turns.check()
         self._turns.messages.setdefault((self._member, self._members[to]), deque()).append(value)
-        self._turns.wake(self._members[to])
 
     def receive(self, sender: int) -> Any:
         """Wait for what another rank sends."""
@@ -283,8 +283,6 @@ class ThreadGroup:
                 del self._turns.meetings[self._members]
                 at_last(values)
                 values[_ALL] = None
-                for member in self._members:
-                    self._turns.wake(member)
         self._turns.wait(self._member, what, lambda: _ALL in values)
         return values
 

@@ -30,11 +30,9 @@ What a gradient means when it is put together again, with ``loss`` computed alik
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import torch
@@ -43,14 +41,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from formats.errors import PlanError
-from formats.torch_internals import own_buffers, own_parameters
+from formats.notation.architecture import ModuleRule
+from formats.torch_internals import own_buffers, own_parameters, with_tensors
 from formats.transformers_internals import placements, tied_weights
-from reshard.mesh.plan import Layout
 from verify.rank.collectives import (
     Groups,
     copy_to_group,
     gather_from_group,
     lengths_in_group,
+    places_among,
     reduce_from_group,
     scatter_to_group,
 )
@@ -86,16 +85,13 @@ def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere:
     module has one. ``elsewhere``: parameters that are added further in, as the biases of experts before they are
     weighted, and that count on another rank, which has the same: here they are zero, and have no gradient.
     """
-    missing = [name for name in elsewhere if getattr(module, name, None) is None]
-    if missing:
-        raise ValueError(f"{type(module).__name__} has no parameter {', '.join(missing)} to count elsewhere")
 
     def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
         last: Tensor | None = getattr(module, bias, None)
         # Zeros, not None: transformers' Conv1D needs a bias to add.
         instead = {} if last is None else {bias: torch.zeros_like(last)}
         instead |= {name: torch.zeros_like(getattr(module, name)) for name in elsewhere}
-        with _instead(module, instead):
+        with with_tensors(module, instead):
             out = local(*args, **kwargs)
         summand, *further = out if isinstance(out, tuple) else (out,)
         total = reduce_from_group(summand, group)
@@ -168,36 +164,32 @@ def vocab_parallel(module: Module, first_row: int, group: Group, *, padding_row:
     return _around(module, forward)
 
 
-def gather_logits(module: Module, group: Group, true_size: int, order: Tensor | None = None) -> Module:
+def gather_logits(module: Module, group: Group, order: Tensor) -> Module:
     """Let an output layer that has some rows of the vocabulary return the logits of all, without those of padding.
 
-    ``order`` says where each of them lies among the parts of the ranks, if these are not in order one after the other.
+    ``order`` says where each of them lies among the parts of the ranks, one after the other.
     """
+
+    is_in_order = torch.equal(order, torch.arange(len(order)))
 
     def forward(local: Forward, *args: Any, **kwargs: Any) -> Tensor:
         whole = gather_from_group(local(*args, **kwargs), group)
-        return whole[..., :true_size] if order is None else whole.index_select(-1, order.to(whole.device))
+        return whole[..., : len(order)] if is_in_order else whole.index_select(-1, order.to(whole.device))
 
     return _around(column_parallel(module, group), forward)
 
 
-def whole_vectors(module: Module, true_sizes: Mapping[str, int], group: Group | None = None) -> Module:
-    """Let a module that adds vectors to what is whole (a bias to gathered logits) see all of them, without padding.
-
-    Those of a ``group`` are split over its ranks.
+def without_padding(module: Module, true_shapes: Mapping[str, Sequence[int]], group: Group | None = None) -> Module:
+    """Let a module see weights of the vocabulary without padding; vectors of a ``group`` are split over its ranks, and
+    the module, which adds them to what is whole (a bias to gathered logits), sees all of them.
     """
 
     def whole() -> dict[str, Tensor]:
-        own = {name: getattr(module, name) for name in true_sizes}
-        vectors = own if group is None else {name: gather_from_group(part, group) for name, part in own.items()}
-        return {name: vector[..., : true_sizes[name]] for name, vector in vectors.items()}
+        own = {name: getattr(module, name) for name in true_shapes}
+        weights = own if group is None else {name: gather_from_group(part, group) for name, part in own.items()}
+        return {name: weight[tuple(map(slice, true_shapes[name]))] for name, weight in weights.items()}
 
     return _seeing(module, module, whole)
-
-
-def without_padding(module: Module, true_size: int) -> Module:
-    """Let an output layer that has all rows of the vocabulary, and rows of padding, return the logits without those."""
-    return _around(module, lambda local, *args, **kwargs: local(*args, **kwargs)[..., :true_size])
 
 
 def parallel_norm(module: Module, group: Group) -> Module:
@@ -217,16 +209,10 @@ def parallel_norm(module: Module, group: Group) -> Module:
 
         weights = module.named_parameters(recurse=False)
         whole = {name: gather_from_group(weight, group, lengths=lengths) for name, weight in weights}
-        full = gathered(x)
-        shape = getattr(module, "normalized_shape", None)
-        try:
-            if shape is not None:  # torch's own norms, which are told their size
-                module.normalized_shape = (*shape[:-1], full.shape[-1])  # type: ignore[assignment]
-            with _instead(module, whole):
-                y: Tensor = local(full, *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
-        finally:
-            if shape is not None:
-                module.normalized_shape = shape
+        if isinstance(shape := getattr(module, "normalized_shape", None), tuple):  # torch's own are told their size
+            module.normalized_shape = (*shape[:-1], sum(lengths))  # type: ignore[assignment]
+        with with_tensors(module, whole):
+            y: Tensor = local(gathered(x), *map(gathered, args), **{k: gathered(a) for k, a in kwargs.items()})
         return scatter_to_group(y, group, lengths=lengths)
 
     return _around(module, forward)
@@ -243,28 +229,14 @@ def _around(module: Module, forward: Callable[..., Any]) -> Module:
     return module
 
 
-def _seeing(module: Module, holder: nn.Module, tensors: Callable[[], Mapping[str, Tensor]]) -> Module:
+def _seeing(module: Module, holder: nn.Module, tensors: Callable[[], dict[str, Tensor]]) -> Module:
     """Let a module's forward see other tensors in place of those of ``holder``."""
 
     def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
-        with _instead(holder, tensors()):
+        with with_tensors(holder, tensors()):
             return local(*args, **kwargs)
 
     return _around(module, forward)
-
-
-@contextmanager
-def _instead(module: nn.Module, instead: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the module see other tensors in place of its parameters and buffers, for one forward."""
-    tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
-    true = [(tensors, name, tensors[name]) for tensors in tables for name in instead if name in tensors]
-    try:
-        for tensors, name, _ in true:
-            tensors[name] = instead[name]
-        yield
-    finally:
-        for tensors, name, tensor in true:
-            tensors[name] = tensor
 
 
 # --------------------------------------------------------------------------------------------------- as a plan says
@@ -275,15 +247,14 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
     [modules] table.
     """
     model = loaded.model
-    split_parts, alone, sums = modules.split(model), modules.alone(model), modules.sums(model)
+    split_parts, rules = modules.split(model), {module: rule for module, rule, _ in modules.lines(model)}
     parameters = placements(model, rank.shapes)
     sources = {name: place.sources for name, place in parameters.items()}
     by_name = roles(rank.plan, sources)
-    shares = expert_shares(rank, sources)
-    experts = {
-        name: Part(share.index * parameters[name].shape[0], share.parts * parameters[name].shape[0])
-        for name, share in shares.items()
-    }
+    experts = dict[str, Part]()
+    for name, share in expert_shares(rank, sources).items():
+        length = parameters[name].shape[0]
+        experts[name] = Part(share.index * length, share.parts * length)
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
     for tied, original in tied_weights(model).items():
@@ -293,7 +264,10 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
             by_tensor |= {id(values[tied]): role, id(values[original]): role}
     held_by_tensor = {id(values[name]): part for name, part in experts.items()}
     parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
-    for path, module in [(path, module) for path, module in model.named_modules() if module not in alone]:
+    for path, module in [*model.named_modules()]:
+        rule = rules.get(module, ModuleRule({}, {}))
+        if rule.alone:
+            continue
         tensors = {**own_parameters(module), **own_buffers(module)}
         named = {name: by_tensor[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_tensor}
         parts_of = {name: held_by_tensor[id(tensors[name])] for name in named if id(tensors[name]) in held_by_tensor}
@@ -302,9 +276,9 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
             for reader in (model.get_submodule(path.rpartition(".")[0]), module):
                 with _beneath_hook(reader):
                     with_all_experts(reader, module, parts_of)
-        if module in sums and sums[module] in named and named[sums[module]].summed_along:
+        if rule.sums in named and named[rule.sums].summed_along:
             with _beneath_hook(module):
-                sum_at_use(module, sums[module], groups.along(named[sums[module]].summed_along))
+                sum_at_use(module, rule.sums, groups.along(named[rule.sums].summed_along))
         elif named:
             with _beneath_hook(module):
                 parts += _make_parallel(module, named, rank, groups)
@@ -350,8 +324,9 @@ def _make_parallel(
             raise PlanError(
                 f"no forward of {rank.plan.mesh} is known: '{role.entry.name}' is cut, but no weight takes its parts"
             )
-        order = _order_of_parts(role.entry.layout, dim, rank.plan.mesh.peers(rank.rank, role.along))
-        gather_logits(module, groups.along(role.along), role.entry.layout.full[dim], order)
+        boxes = [role.entry.layout.boxes[peer] for peer in rank.plan.mesh.peers(rank.rank, role.along)]
+        parts = [[i for run in box.dims[dim] for i in range(run.offset, run.end)] for box in boxes]
+        gather_logits(module, groups.along(role.along), places_among(parts, role.entry.layout.full[dim]))
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(of.values())).along))
     elif kinds == {Kind.VECTOR}:
@@ -360,31 +335,12 @@ def _make_parallel(
         added = {name: role for name, role in of.items() if role.is_gathered and id(tensors[name]) not in in_children}
         if added:
             group = groups.along(next(iter(added.values())).along)
-            whole_vectors(module, {name: role.entry.layout.full[-1] for name, role in added.items()}, group)
+            without_padding(module, {name: role.entry.layout.full for name, role in added.items()}, group)
     elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
-        _strip_padding(module, [*of.items()])
+        layouts = {name: role.entry.layout for name, role in of.items()}
+        if padded := {name: layout.full for name, layout in layouts.items() if layout.padded != layout.full}:
+            without_padding(module, padded)
     return []
-
-
-def _strip_padding(module: nn.Module, weights: Sequence[tuple[str, Role]]) -> None:
-    """Let a module that every rank has whole, of a vocabulary that is padded nevertheless, compute without padding."""
-    padded = [(name, role.entry.layout) for name, role in weights if role.entry.layout.padded != role.entry.layout.full]
-    outputs = [layout.full[layout.rule.output_dim or 0] for _, layout in padded if math.prod(layout.full[:-1]) > 1]
-    if outputs:
-        without_padding(module, outputs[0])
-    elif padded:
-        whole_vectors(module, {name: layout.full[-1] for name, layout in padded})
-
-
-def _order_of_parts(layout: Layout, dim: int, ranks: Iterable[int]) -> torch.Tensor | None:
-    """Where each index of a dimension lies among the parts of these ranks, one after the other; None: at its place."""
-    runs = [run for rank in ranks for run in layout.boxes[rank].dims[dim]]
-    if [run.offset for run in runs] == [0, *accumulate(run.length for run in runs[:-1])]:
-        return None
-    joined = enumerate(chain(*(range(run.offset, run.end) for run in runs)))
-    # Of what several ranks have, the first one's is taken.
-    places = {index: place for place, index in reversed([*joined])}
-    return torch.tensor([places[index] for index in range(layout.full[dim])])
 
 
 def _padding_row(module: nn.Embedding, rows: int, rank: Rank) -> int | None:

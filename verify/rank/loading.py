@@ -145,14 +145,15 @@ def _one_line(error: Exception) -> str:
 
 
 class UnfitError(CheckpointError):
-    """A folder is not that of a model: its config.json is refused, or it does not fill the model that this describes.
+    """A folder is not that of a model: its config.json is refused, it does not fill the model that this describes, or
+    that returns other things than the original, whatever their values.
 
-    ``parameter`` is the first for which there is nothing, or something else.
+    ``parameter`` is the first for which there is nothing, or something else; ``place`` the module that this is of.
     """
 
-    def __init__(self, message: str, parameter: str = "") -> None:
+    def __init__(self, message: str, parameter: str = "", place: str = "") -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter, self.place = parameter, place or parameter.rpartition(".")[0]
 
 
 def not_loaded(folder: Path, error: Exception) -> CheckpointError:

@@ -58,7 +58,8 @@ def load_rank(
     cls, options = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     cut: dict[str, None] = {}
     is_cut = modules.is_needed or rank.lacks_experts or pipeline is not None
-    if is_cut or not rank.is_built_in or not _says_sizes(cls, folder, rank):
+    # One setting may stand for two axes. Of equal parts it can be right for both, of others it need not.
+    if is_cut or rank.plan.mesh.uneven or not rank.is_built_in:
         cls = localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
@@ -90,21 +91,6 @@ def for_input(config: Any, tokens: int) -> Any:
         blocks = 5 + 2 * config.num_random_blocks
         config.attention_type = "original_full" if tokens <= blocks * config.block_size else "block_sparse"
     return config
-
-
-def _says_sizes(cls: Any, folder: Path, rank: Rank) -> bool:
-    """Whether the config.json in a rank's folder says all sizes that the rank has.
-
-    One setting may stand for two axes (DeepSeek's ``moe_intermediate_size`` for the shared experts' width, too). Of
-    equal parts it can be right for both, of others it need not.
-    """
-    if not rank.plan.mesh.uneven:
-        return True
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    with torch.device("meta"):
-        model = concrete_class(cls, config)(transformers.AutoConfig.for_model(**settings_of(config)))
-    state = model.state_dict()
-    return all(tuple(state[name].shape) == place.shape for name, place in placements(model, rank.shapes).items())
 
 
 def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from formats.notation.architecture import ModuleRule
 from formats.notation.axes import Dim, owned
 from formats.torch_internals import own_buffers, renumber
 from reshard.model.model import AxisSizes, shares_of
-from verify.rank.collectives import Groups, copy_to_group, gather_from_group
+from verify.rank.collectives import Groups, copy_to_group, gather_from_group, places_among
 from verify.rank.roles import Rank
 
 
@@ -56,10 +55,8 @@ class ModuleTable:
             local = self._rank.plan.rank_sizes(self._rank.rank, self._sizes.of(indices))
             for path, expression in rule.attributes.items():
                 value = expression.evaluate(self._lookup(local, indices))
-                holder: Any = module
                 *outer, last = path.split(".")
-                for part in outer:
-                    holder = getattr(holder, part)
+                holder: Any = reduce(getattr, outer, module)
                 if not hasattr(holder, last):
                     raise PlanError(
                         f"plan '{self._rank.modules.name}': {type(holder).__name__} has no attribute '{last}'"
@@ -82,7 +79,7 @@ class ModuleTable:
                 if name == "output":
                     module.register_forward_hook(self._output_hook(shape.dims, indices))
                 elif name == "part":
-                    module.register_forward_hook(self._part_hook(shape.dims, indices))
+                    module.register_forward_hook(partial(self._part_of_output, shape.dims, indices))
                 elif isinstance(attribute, nn.ModuleList):
                     # Under their old numbers, as on disk.
                     numbers = self._of_ranks(shape.dims[0], len(attribute), indices)
@@ -97,14 +94,6 @@ class ModuleTable:
                 hook = partial(self._split_arguments, arguments, indices, names)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
         return parts
-
-    def alone(self, model: nn.Module) -> set[nn.Module]:
-        """The modules that need nothing of other ranks, whatever lies on them."""
-        return {module for module, rule, _ in self.lines(model) if rule.alone}
-
-    def sums(self, model: nn.Module) -> dict[nn.Module, str]:
-        """The modules that sum the results of a weight where it is used, with its name."""
-        return {module: rule.sums for module, rule, _ in self.lines(model) if rule.sums}
 
     def _holds(self, rule: ModuleRule, indices: Mapping[str, int]) -> bool:
         return rule.when is None or bool(rule.when.evaluate(self._lookup(self._sizes.of(indices), indices)))
@@ -136,11 +125,8 @@ class ModuleTable:
             parts = self._of_ranks(dim, length, indices)
             along = mesh.varying(parts)
             if along:
-                # Of what several ranks have, the first one's is taken.
                 of_peers = [parts[rank] for rank in mesh.peers(self._rank.rank, along)]
-                places = {index: place for place, index in reversed([*enumerate(chain(*of_peers))])}
-                order = torch.tensor([places[index] for index in range(length)])
-                orders[i] = self._groups.along(along), order, [len(part) for part in of_peers]
+                orders[i] = self._groups.along(along), places_among(of_peers, length), [*map(len, of_peers)]
 
         def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
             for i, (group, order, lengths) in orders.items():
@@ -149,10 +135,10 @@ class ModuleTable:
 
         return hook
 
-    def _part_hook(
-        self, dims: Sequence[Dim], indices: Mapping[str, int]
-    ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-        return lambda _module, _args, out: self._part(out, dims, indices)
+    def _part_of_output(
+        self, dims: Sequence[Dim], indices: Mapping[str, int], _: nn.Module, __: Any, out: torch.Tensor
+    ) -> torch.Tensor:
+        return self._part(out, dims, indices)
 
     def _part(self, tensor: torch.Tensor, dims: Sequence[Dim], indices: Mapping[str, int]) -> torch.Tensor:
         """This rank's part of a tensor that is whole; its gradient is what comes back through the parts of all."""
@@ -168,9 +154,6 @@ class ModuleTable:
 
     def _of_ranks(self, dim: Dim, length: int, indices: Mapping[str, int]) -> list[list[int]]:
         """The indices that each rank owns of a dimension, of which one axis may be measured (a batch)."""
-        return [self._indices(dim, length, indices, rank) for rank in range(self._rank.plan.mesh.size)]
-
-    def _indices(self, dim: Dim, length: int, indices: Mapping[str, int], rank: int) -> list[int]:
         plan = self._rank.plan
         sizes = {**self._sizes.of(indices), **plan.padding}
         unknown = sorted(dim.axes - sizes.keys())
@@ -181,5 +164,5 @@ class ModuleTable:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
-        shares = shares_of(plan.model, plan.mesh, rank, sizes, frozenset())
-        return [i for run in owned(dim, sizes, shares) for i in range(run.offset, run.end)]
+        shares = (shares_of(plan.model, plan.mesh, rank, sizes, frozenset()) for rank in range(plan.mesh.size))
+        return [[i for run in owned(dim, sizes, of) for i in range(run.offset, run.end)] for of in shares]

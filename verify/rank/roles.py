@@ -11,9 +11,10 @@ from typing import Any
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Share
+from formats.notation.axes import Shape, Share
 from reshard.mesh.plan import Entry, Plan
-from reshard.model.model import shares_of
+from reshard.model.model import Kind as Alike
+from reshard.model.model import padded_sizes, shares_of, sizes_of_parts
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,12 @@ class Rank:
     plan: Plan
     rank: int
     modules: Architecture
-    config: Mapping[str, Any]
     is_built_in: bool = True
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json of the whole model."""
+        return self.plan.model.config
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -39,13 +44,11 @@ class Rank:
     def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor would have here if this rank had all experts."""
         model, shapes = self.plan.model, {}
-        for name, entry in self.plan.entries.items():
-            sizes = entry_sizes(self.plan, entry)
-            shares = entry_shares(self.plan, entry, self.rank)
-            lengths = {axis: share.run(sizes[axis]).length for axis, share in shares.items() if axis in sizes}
-            lengths = {axis: length for axis, length in lengths.items() if axis not in model.expert_axes}
-            shapes[name] = entry.layout.rule.sizes({**sizes, **lengths})
-        return shapes
+        for kind, entry in self.plan.laid.items():
+            sizes, shares = sizes_and_shares(self.plan, kind, self.rank)
+            others = {axis: share for axis, share in shares.items() if axis not in model.expert_axes}
+            shapes[kind] = entry.layout.rule.sizes(sizes_of_parts(sizes, others))
+        return {tensor.name: shapes[tensor.kind] for tensor in model.tensors}
 
     @property
     def lacks_experts(self) -> bool:
@@ -84,40 +87,24 @@ class Role:
         return self.along if self.kind is Kind.ROW else self.experts_along
 
 
-def entry_axes(plan: Plan, entry: Entry) -> frozenset[str]:
-    """The axes of a tensor's shape, and those of its name that may be dealt to ranks (experts)."""
-    match = plan.model.architecture.match(entry.name)
-    return entry.layout.rule.axes | (plan.model.expert_axes & match.indices.keys() if match else frozenset())
+def sizes_and_shares(plan: Plan, alike: Alike, rank: int) -> tuple[dict[str, int], dict[str, Share]]:
+    """The padded size of each axis for tensors that are alike, and what a rank has of each that is dealt."""
+    sizes = padded_sizes(plan.model.sizes.of(dict(alike.indices)), plan.padding)
+    return sizes, shares_of(plan.model, plan.mesh, rank, sizes, alike.axes)
 
 
-def entry_sizes(plan: Plan, entry: Entry) -> dict[str, int]:
-    """The padded sizes of the axes for a tensor."""
-    match = plan.model.architecture.match(entry.name)
-    sizes = plan.model.sizes.of(match.indices if match else {})
-    return {axis: plan.padding.get(axis, size) for axis, size in sizes.items()}
+def dealt_axes(plan: Plan, alike: Alike) -> frozenset[str]:
+    """The axes of tensors, or of their names, of which ranks have parts."""
+    _, shares = sizes_and_shares(plan, alike, 0)
+    return frozenset(axis for axis in alike.axes & shares.keys() if shares[axis].parts > 1)
 
 
-def entry_shares(plan: Plan, entry: Entry, rank: int) -> dict[str, Share]:
-    """What a rank has of each axis that is dealt, in a tensor."""
-    return shares_of(plan.model, plan.mesh, rank, entry_sizes(plan, entry), entry_axes(plan, entry))
-
-
-def dealt_axes(plan: Plan, entry: Entry) -> frozenset[str]:
-    """The axes of a tensor, or of its name, of which ranks have parts."""
-    shares = entry_shares(plan, entry, 0)
-    return frozenset(axis for axis, share in shares.items() if share.parts > 1) & entry_axes(plan, entry)
-
-
-def kind_of(plan: Plan, entry: Entry, dealt: frozenset[str]) -> Kind:
+def kind_of(rule: Shape, dealt: frozenset[str], experts: frozenset[str]) -> Kind:
     """What the parallel dimension of a tensor with these ``dealt_axes`` is to its module. That experts are dealt does
     not count.
     """
-    rule, experts = entry.layout.rule, plan.model.expert_axes
-    dealt -= experts
-    leading = 0
-    while leading < len(rule.dims) - 1 and rule.dims[leading].axis in experts:
-        leading += 1
-    inner = {dim for dim in range(len(rule.dims)) if rule.dims[dim].axes & dealt}
+    leading = next((i for i, dim in enumerate(rule.dims[:-1]) if dim.axis not in experts), len(rule.dims) - 1)
+    inner = {i for i, dim in enumerate(rule.dims) if dim.axes & (dealt - experts)}
     if not inner:
         return Kind.WHOLE
     if len(rule.dims) - leading == 1:
@@ -131,30 +118,24 @@ def kind_of(plan: Plan, entry: Entry, dealt: frozenset[str]) -> Kind:
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
     """The role of each parameter, from the plan's entries of the tensors that it is made of."""
-    kinds: dict[tuple[str, int], tuple[Kind, frozenset[str]]] = {}
-    of_entries: dict[str, tuple[Kind, frozenset[str]]] = {}
-    for name, entry in plan.entries.items():
-        alike = entry.template, id(entry.layout)
-        if alike not in kinds:
-            dealt = dealt_axes(plan, entry)
-            kinds[alike] = kind_of(plan, entry, dealt), dealt
-        of_entries[name] = kinds[alike]
-    consumed = frozenset[str]().union(*(dealt for kind, dealt in kinds.values() if kind is Kind.ROW))
-    rules = {entry.layout.rule for entry in plan.entries.values()}
-    inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in rules for dim in rule.input_dims))
+    experts, of_tensor = plan.model.expert_axes, {tensor.name: tensor.kind for tensor in plan.model.tensors}
+    dealt = {alike: dealt_axes(plan, alike) for alike in plan.laid}
+    rules = {alike: entry.layout.rule for alike, entry in plan.laid.items()}
+    kinds = {alike: kind_of(rule, dealt[alike], experts) for alike, rule in rules.items()}
+    consumed = frozenset[str]().union(*(dealt[alike] for alike, kind in kinds.items() if kind is Kind.ROW))
+    inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in {*rules.values()} for dim in rule.input_dims))
     roles_of = {}
     for parameter, names in sources.items():
-        of_sources = {of_entries[name][0] for name in names}
-        if len(of_sources) > 1:
+        alike, entry = of_tensor[names[0]], plan.entries[names[0]]
+        kind, axes = kinds[alike], dealt[alike]
+        if any(kinds[of_tensor[name]] is not kind for name in names):
             raise PlanError(
                 f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
             )
-        kind, entry, dealt = of_sources.pop(), plan.entries[names[0]], of_entries[names[0]][1]
-        along_experts = experts_along(plan.mesh) if dealt & plan.model.expert_axes else frozenset()
-        is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not dealt & consumed
         along = plan.mesh.varying([entry.layout.boxes.get(rank) for rank in range(plan.mesh.size)])
-        is_taken = bool(dealt & inputs)
-        roles_of[parameter] = Role(kind, entry, along, along_experts, is_gathered, is_gathered and is_taken)
+        along_experts = experts_along(plan.mesh) if axes & experts else frozenset()
+        is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not axes & consumed
+        roles_of[parameter] = Role(kind, entry, along, along_experts, is_gathered, is_gathered and bool(axes & inputs))
     return roles_of
 
 
@@ -165,9 +146,10 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
     """What a rank has of the experts in each parameter of which it has not all."""
-    plan, shares_of_rank = rank.plan, dict[str, Share]()
-    for parameter, names in sources.items() if plan.model.expert_axes else ():
-        entry = plan.entries[names[0]]
-        for axis in dealt_axes(plan, entry) & plan.model.expert_axes:
-            shares_of_rank[parameter] = entry_shares(plan, entry, rank.rank)[axis]
+    plan, experts, shares_of_rank = rank.plan, rank.plan.model.expert_axes, dict[str, Share]()
+    of_tensor = {tensor.name: tensor.kind for tensor in plan.model.tensors if experts & tensor.kind.axes}
+    for parameter, names in sources.items():
+        if (alike := of_tensor.get(names[0])) is not None:
+            for axis in dealt_axes(plan, alike) & experts:
+                shares_of_rank[parameter] = sizes_and_shares(plan, alike, rank.rank)[1][axis]
     return shares_of_rank

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from formats.errors import ReshardError
-from formats.torch_internals import own_buffers, own_parameters, tree_flatten, tree_map
+from formats.torch_internals import own_buffers, own_parameters, tree_leaves, tree_map
 from formats.transformers_internals import has_first_values, placements, tied_weights
-from reshard.mesh.plan import Layout, Plan
+from reshard.mesh.plan import Entry, Plan
 from reshard.mesh.stages import is_layered
+from reshard.model.model import Kind
 from verify.rank.collectives import Groups
 from verify.rank.gradients import parted_along, sum_where_ranks_part
 from verify.rank.group import world
@@ -32,47 +33,35 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     """What the ranks of one pipeline stage have among themselves, numbered from 0."""
     if plan.mesh.pp == 1:
         return plan
-    mesh = plan.mesh.of_a_stage
+    mesh, laid = plan.mesh.of_a_stage, dict[Kind, Entry]()
     first = stage * mesh.size
-    layouts: dict[int, Layout] = {}
-    for entry in plan.laid.values():
-        layout = entry.layout
-        boxes = {rank - first: box for rank, box in layout.boxes.items() if first <= rank < first + mesh.size}
+    for kind, entry in plan.laid.items():
+        boxes = {rank - first: box for rank, box in entry.layout.boxes.items() if first <= rank < first + mesh.size}
         if boxes:
             by_name = len(boxes) < mesh.size
-            layouts[id(layout)] = replace(layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
-    laid = {
-        kind: entry._replace(layout=layouts[id(entry.layout)])
-        for kind, entry in plan.laid.items()
-        if id(entry.layout) in layouts
-    }
+            layout = replace(entry.layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
+            laid[kind] = entry._replace(layout=layout)
     tensors = tuple(tensor for tensor in plan.model.tensors if tensor.kind in laid)
     return replace(plan, model=replace(plan.model, tensors=tensors, kinds=tuple(laid)), mesh=mesh, laid=laid)
 
 
-@dataclass
-class Message:
+class Message(NamedTuple):
     """What goes from one stage to the next: what stands before the layers returned, by module and call; what the last
     layer returned; what layers have left for later ones in the lists and tables that they are given (keys and values,
     where layers share them), by argument; how many choices were made until then. ``parted``: along which mesh
     dimensions ranks have parts of each tensor of real numbers, where gradients are wanted.
     """
 
-    leading: dict[str, list[Any]] = field(default_factory=dict)
-    output: Any = None
-    lists: dict[str, Any] = field(default_factory=dict)
-    choices: int = 0
-    parted: list[frozenset[str]] = field(default_factory=list)
-
-    def map(self, function: Callable[[Any], Any]) -> Message:
-        """The same with each tensor (or other leaf) changed."""
-        leading, output, lists = (tree_map(function, part) for part in (self.leading, self.output, self.lists))
-        return Message(leading, output, lists, self.choices, self.parted)
+    leading: dict[str, list[Any]]
+    output: Any
+    lists: dict[str, Any]
+    choices: int
+    parted: Sequence[frozenset[str]] = ()
 
     @property
     def reals(self) -> list[Tensor]:
         """The tensors of real numbers, in one order."""
-        leaves, _ = tree_flatten((self.leading, self.output, self.lists))
+        leaves = tree_leaves((self.leading, self.output, self.lists))
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -85,7 +74,8 @@ class Pipeline:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._ranks = plan, world()
         rank, self._device = self._ranks.rank, self._ranks.device
-        self._stage, self._last = plan.mesh.stage(rank), plan.mesh.pp - 1
+        self._stage = plan.mesh.stage(rank)
+        self.is_first, self.is_last = self._stage == 0, self._stage == plan.mesh.pp - 1
         step = plan.mesh.size // plan.mesh.pp
         self._before_rank, self._after_rank = rank - step, rank + step
         self._blocks: dict[str, int] = {}
@@ -93,17 +83,7 @@ class Pipeline:
         self._absent: list[str] = []
         self._depth = 0
         self._has_entered = False
-        self._received = self._sent = Message()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is a rank of the first stage."""
-        return self._stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is a rank of the last stage."""
-        return self._stage == self._last
+        self._received = self._sent = Message({}, None, {}, 0)
 
     @property
     def continued(self) -> str | None:
@@ -194,7 +174,7 @@ class Pipeline:
                 return x
             return x.to(self._device).requires_grad_(grad and x.is_floating_point())
 
-        self._received = self._ranks.receive(self._before_rank).map(local)
+        self._received = tree_map(local, self._ranks.receive(self._before_rank))
 
     def _begin(self, _: nn.Module, __: Any) -> None:
         self._depth += 1
@@ -221,9 +201,8 @@ class Pipeline:
 
     def _send(self, *_: Any, **__: Any) -> Any:
         """In place of the next stage's layers: send on what the last layer here has returned."""
-        if torch.is_grad_enabled():
-            self._sent.parted = parted_along(self._sent.reals, self.parts, self._groups)
-        self._ranks.send(self._sent.map(_plain), self._after_rank)
+        parted = parted_along(self._sent.reals, self.parts, self._groups) if torch.is_grad_enabled() else ()
+        self._ranks.send(tree_map(_plain, self._sent._replace(parted=parted)), self._after_rank)
         raise StageEnd
 
     # ----------------------------------------------------------------------------------------------------- gradients

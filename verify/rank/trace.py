@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ class Trace:
     """One run. ``states`` in the order of the model, on the CPU; ``chosen`` the indices of each choice, in order.
 
     ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them. ``path``
-    has the modules that compute, the innermost last: those in which a run ended that failed.
+    has the modules that compute, the innermost last: those in which a run ended that failed. ``gradients`` are those of
+    the original, by tensors on disk.
     """
 
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Trace:
     overruled: int = 0
     outputs: dict[str, Tensor] = field(default_factory=dict)
     path: list[str] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def is_choice(name: str) -> bool:
@@ -102,8 +104,8 @@ def run(
     path = trace.path
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(_push, path, name)).remove)
-            stack.callback(module.register_forward_hook(partial(_pop, path)).remove)
+            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)).remove)
+            stack.callback(module.register_forward_hook(partial(_leave, path)).remove)
         for name, first in _first_blocks(places.blocks, continued).items():
             stack.callback(
                 first.register_forward_pre_hook(partial(_keep_input, trace, name, feed), with_kwargs=True).remove
@@ -120,8 +122,9 @@ def run(
                     stack.callback(module.register_forward_hook(partial(_round_again, generator)).remove)
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(_Choices(trace, path, chosen))
-        stack.enter_context(_default_dtype(model.dtype))
-        if model.dtype == torch.float64:
+        if model.dtype == torch.float64:  # so is what it makes by itself: some put its smallest number into a mask
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
             stack.enter_context(NoLessThanFloat64())
         arguments = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         output: Any = {}
@@ -146,22 +149,7 @@ def _first_blocks(blocks: Mapping[str, nn.Module], continued: str | None) -> dic
     return {names[path]: block for path, block in firsts.items() if path != continued}
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let what a float64 model makes by itself be float64 too: some put its smallest number into a mask."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else previous)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
-
-
-def _push(path: list[str], name: str, *_: Any) -> None:
-    path.append(name)
-
-
-def _pop(path: list[str], *_: Any) -> None:
+def _leave(path: list[str], *_: Any) -> None:
     path.pop()
 
 

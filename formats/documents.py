@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
-from functools import cache
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache, partial
 from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -282,25 +282,39 @@ READERS: dict[Any, Reader[Any]] = {
 
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
-    """A dataclass from a table: each field that is not given, by its type."""
-    for name, key, of, default in _fields_of(kind):
-        if name not in values:
-            reader = _reader(of)
-            values[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+    """A dataclass from a table: each field that is not given by its type, or as its ``metadata`` say under ``read``."""
+    for field, of, default in _fields_of(kind):
+        if field.name not in values:
+            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or _reader(of)
+            values[field.name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
     return kind(**values)
 
 
+def reader_of(kind: Callable[..., T]) -> Reader[T]:
+    """The reader of a dataclass from a table of its fields, and no others."""
+    return record(partial(structure, kind))
+
+
+def document_of(value: Any) -> Any:
+    """What ``structure`` makes the dataclass from. A field that has its default is left out."""
+    if isinstance(value, (tuple, list)):
+        return [document_of(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    kind: Any = type(value)
+    return {
+        field.metadata.get("key", field.name): field.metadata.get("write", document_of)(of)
+        for field, _, default in _fields_of(kind)
+        if (of := getattr(value, field.name)) != default or default is MISSING
+    }
+
+
 @cache
-def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
-    """The fields of a dataclass: name, key in a file, type, default (MISSING: it must be there)."""
+def _fields_of(kind: Any) -> list[tuple[Field[Any], Any, object]]:
+    """The fields of a dataclass, with type and default (MISSING: it must be there)."""
     types = get_type_hints(kind)
     return [
-        (
-            field.name,
-            field.metadata.get("key", field.name),
-            types[field.name],
-            field.default if field.default_factory is MISSING else field.default_factory(),
-        )
+        (field, types[field.name], field.default if field.default_factory is MISSING else field.default_factory())
         for field in fields(kind)
         if field.init
     ]
@@ -308,14 +322,18 @@ def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
 
 @cache
 def _reader(kind: Any) -> Reader[Any]:
-    """The reader of a value of this type. A tuple of one need not stand in a list."""
+    """The reader of a value of this type. A tuple of one need not stand in a list, unless that is a table."""
     if kind in READERS:
         return READERS[kind]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return reader_of(kind)
     first, *rest_kinds = get_args(kind)
     if NoneType in rest_kinds:
-        return _reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)])
+        return optional(_reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)]))
     if get_origin(kind) is tuple:
         read_items = items(_reader(first))
+        if is_dataclass(first) and first not in READERS:
+            return read_items
         return lambda value, where: read_items(value if isinstance(value, list) else [value], where)
     if get_origin(kind) is frozenset:
         return lambda value, where: frozenset(items(_reader(first))(value, where))

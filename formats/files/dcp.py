@@ -40,7 +40,7 @@ from formats.files.pickles import (
     size_of,
     write_pickle,
 )
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import TORCH_NAMES, TensorInfo, read_header
 from formats.files.torch_bin import open_archive, place_of
 from formats.files.torch_zip import Archive, archive_of, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
@@ -474,7 +474,6 @@ def build_metadata(
 
     It names classes of torch's alone, and nothing of the machine it was written on.
     """
-    dtypes = {dtype: path for path, dtype in DTYPES.items()}
     named: dict[str, Inert] = {}
     ranges: dict[Inert, Inert] = {}
 
@@ -488,7 +487,7 @@ def build_metadata(
 
     for name, (dtype, shape, chunks) in tensors.items():
         layout, memory = Inert(_LAYOUT, ("torch.strided",)), Inert(_ENCODING, (0,))
-        properties = Inert(_PROPERTIES, (), (Global(dtypes[dtype]), layout, False, memory, False))
+        properties = Inert(_PROPERTIES, (), (Global(f"torch.{TORCH_NAMES[dtype]}"), layout, False, memory, False))
         boxes = [
             Inert(_CHUNK, (), {"offsets": sizes(stored.at.offset), "sizes": sizes(stored.at.shape)})
             for stored in chunks

@@ -24,7 +24,7 @@ from typing import Any
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError
-from formats.files.safetensors import DTYPE_BITS, MAX_DIMS
+from formats.files.safetensors import DTYPE_BITS, MAX_DIMS, TORCH_NAMES
 
 LARGEST_PICKLE = 256 << 20
 """Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""
@@ -367,13 +367,7 @@ def _written_number(value: int) -> bytes:
     return b"\x8a" + bytes([len(content)]) + content
 
 
-DTYPES: Mapping[str, str] = {
-    "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.uint16": "U16", "torch.int16": "I16",
-    "torch.uint32": "U32", "torch.int32": "I32", "torch.uint64": "U64", "torch.int64": "I64", "torch.float16": "F16",
-    "torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float64": "F64", "torch.complex64": "C64",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ", "torch.float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
+DTYPES: Mapping[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 STORAGES: Mapping[str, str] = {
     "torch.BoolStorage": "BOOL", "torch.ByteStorage": "U8", "torch.CharStorage": "I8", "torch.ShortStorage": "I16",
     "torch.IntStorage": "I32", "torch.LongStorage": "I64", "torch.HalfStorage": "F16", "torch.BFloat16Storage": "BF16",

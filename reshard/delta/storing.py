@@ -26,7 +26,6 @@ from formats.files.delta import (
     WHOLE,
     Change,
     Delta,
-    Laid,
     delta_text,
     index_text,
     smallest,
@@ -34,6 +33,7 @@ from formats.files.delta import (
     version_of,
 )
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
+from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from reshard.delta.differences import (
     CHANGED,
@@ -108,7 +108,7 @@ def write_delta(
         written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
-        files = tuple(Laid(file.name, file.header, file.size) for file in new.files)
+        files = tuple(SourceFileRecord(file.name, file.size, None, file.header) for file in new.files)
         delta = Delta(building, (written.file,), written.changes, files, dict(new.documents), sides)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))

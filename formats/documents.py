@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -223,6 +223,7 @@ LONGEST_NAME = 255
 """Bytes of a file's name, on the file systems that are in use: a longer one is an error of the operating system's."""
 
 
+@lru_cache(maxsize=4096)  # many chunks are in few files
 def is_inside(name: str) -> bool:
     """Whether a name with ``/`` can be that of something below the folder that it is relative to."""
     path = PurePosixPath(name)

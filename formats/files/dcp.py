@@ -188,9 +188,10 @@ class _Metadata:
         return value
 
     def _add_range(self, index: object, info: object) -> None:
-        if not isinstance(index, Inert) or not isinstance(index.state, dict) or not isinstance(index.get("fqn"), str):
+        of = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
+        name, offset = of.get("fqn"), of.get("offset")
+        if not isinstance(name, str):
             raise self._wrong("an entry of 'storage_data' has no name")
-        name, offset = index.get("fqn"), index.get("offset")
         if offset is not None and not are_sizes(offset):
             raise self._wrong(f"an entry of tensor '{name}' has an offset that is no offset")
         if not isinstance(info, Inert) or info.path != _INFO:

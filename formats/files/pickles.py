@@ -52,7 +52,7 @@ class Inert:
         """An attribute, as far as the state says; None if it does not. A state may be two: attributes and slots."""
         if type(self.state) is dict:
             return self.state.get(name)
-        states = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
+        states: tuple[Any, ...] = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
         return next((of[name] for of in reversed(states) if isinstance(of, dict) and name in of), None)
 
 

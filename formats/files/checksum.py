@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -237,16 +237,12 @@ def was_changed(path: FilePath) -> MismatchError:
 
 def stamps_in(folder: FilePath) -> dict[FilePath, Stamp]:
     """The state of each file in a folder and its direct subfolders; to be taken before any of them is read."""
-    paths = (root / name for root, _, names in _two_levels(folder) for name in names)
-    return {file: stamp_of(file, name_in(file, folder)) for file in paths if file.is_file()}
-
-
-def _two_levels(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
+    states: dict[FilePath, Stamp] = {}
     for root, folders, names in walk(folder):
-        if root != folder:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield root, folders, names
+        folders[:] = [name for name in folders if root == folder and not name.startswith(".")]
+        paths = (root / name for name in names)
+        states |= {file: stamp_of(file, name_in(file, folder)) for file in paths if file.is_file()}
+    return states
 
 
 def stamps_of(files: Iterable[FilePath], folder: FilePath, stamps: Mapping[FilePath, Stamp]) -> dict[FilePath, Stamp]:

@@ -387,16 +387,9 @@ class NewChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkFile:
-    """The layout of a ``.distcp`` file: its size, the offset of each tensor's bytes, all else, and its CRC-32s.
+class ChunkFile(Archive):
+    """The layout of a ``.distcp`` file. ``ranges`` has offset and length of the archive of each tensor and object."""
 
-    ``ranges`` has offset and length of the archive of each tensor and each object.
-    """
-
-    size: int
-    places: tuple[tuple[str, int], ...]
-    fixed: tuple[tuple[int, bytes], ...]
-    crcs: tuple[Crc, ...]
     ranges: Mapping[str, tuple[int, int]]
 
 
@@ -411,28 +404,20 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
     places, fixed, crcs = list[tuple[str, int]](), list[tuple[int, bytes]](), list[Crc]()
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
-
-    def begin_next() -> int:
+    for name, archive in (
+        *((name, tensor_archive(dtype, at.shape, nbytes)) for name, dtype, at, nbytes in chunks),
+        *((name, Archive(len(content), (), ((0, content),), ())) for name, content in objects.items()),
+    ):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         if begin > end:
             fixed.append((end, bytes(begin - end)))
-        return begin
-
-    for name, dtype, at, nbytes in chunks:
-        archive, begin = tensor_archive(dtype, at.shape, nbytes), begin_next()
         ranges[name] = (begin, archive.size)
-        ((_, place),) = archive.places
-        places.append((name, begin + place))
+        places += [(name, begin + place) for _, place in archive.places]
         fixed += [(begin + offset, content) for offset, content in archive.fixed]
         crcs += [
             Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
         ]
         end = begin + archive.size
-    for name, content in objects.items():
-        begin = begin_next()
-        ranges[name] = (begin, len(content))
-        fixed.append((begin, content))
-        end = begin + len(content)
     return ChunkFile(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
 
 

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,15 +200,14 @@ def pairs(sides: Sequence[Content], nbytes: int, opened: Opened, piece: int = PI
         yield Pair(begin, a, b)
 
 
-class Keeper(Protocol):
-    """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
-
-    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
-        """Take in bytes of a tensor on both sides."""
+Keep = Callable[[str, Pair, bool], None]
+"""Takes in bytes of a tensor on both sides, and whether they are the same; called by several threads, for each tensor
+from one.
+"""
 
 
 def differences(
-    a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress, *, aliases: bool = False
+    a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
     of_a, of_b = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
@@ -226,8 +225,8 @@ def differences(
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
                 same = _equal(pair.left, pair.right)
-                if keeper is not None:
-                    keeper.compared(name, pair, same=same)
+                if keep is not None:
+                    keep(name, pair, same)
                 if not same:
                     left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
                     wrong = left_codes != right_codes

@@ -64,7 +64,7 @@ class _Sums:
         self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
         self.values: dict[str, tuple[str, str]] = {}
 
-    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, pair: Pair, same: bool) -> None:
         """Add bytes of both sides."""
         if name not in self._open:
             self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
@@ -97,7 +97,7 @@ def write_delta(
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
     right = tensors_of(b)
     sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
-    diff = differences(a, b, sums, progress, aliases=True)
+    diff = differences(a, b, sums.compared, progress, aliases=True)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"  # named first: Ctrl-C may come when it is made
     building = temporary / "delta"
     try:

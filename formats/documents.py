@@ -44,11 +44,29 @@ class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
 # -------------------------------------------------------------------------------------------------------- documents
 
 
-def read_document(path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None) -> tuple[bytes, T]:
-    """A file of strict JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
+def lenient_json(text: str, **options: Any) -> Any:
+    """Parse JSON as Python's parser does. Raises ``ValueError`` with the reason."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
+
+    Raises ``ValueError`` with the reason.
+    """
+    return lenient_json(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def read_document(
+    path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None, parse: Callable[[str], Any] = strict_json
+) -> tuple[bytes, T]:
+    """A file of JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
     raw = read_file(path, limit)
     try:
-        return raw, reader(sound(strict_json(raw.decode("utf-8-sig"))), "")
+        return raw, reader(sound(parse(raw.decode("utf-8-sig"))), "")
     except Unfit as error:
         raise CheckpointError(f"{path}: {error}", hint) from None
     except ValueError as error:
@@ -57,32 +75,7 @@ def read_document(path: FilePath, limit: int, reader: Reader[T], *, hint: str | 
 
 def read_config(path: FilePath) -> dict[str, Any]:
     """A ``config.json``: a JSON object as Python's own reader takes it, and transformers. Raises CheckpointError."""
-    raw = read_file(path, MAX_CONFIG)
-    try:
-        return json_object(sound(lenient_json(raw)), "")
-    except Unfit as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}", "fetch or copy the file again") from None
-
-
-def strict_json(text: str) -> Any:
-    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
-
-    Raises ``ValueError`` with the reason.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def lenient_json(text: str | bytes) -> Any:
-    """Parse JSON as Python's parser does. Raises ``ValueError`` with the reason."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return read_document(path, MAX_CONFIG, json_object, parse=lenient_json)[1]
 
 
 def json_bytes(document: Any, *, indent: int | None = 2) -> bytes:

@@ -130,11 +130,11 @@ def read_distributed(folder: FilePath) -> Distributed:
     for name, (dtype, shape, chunks) in shapes.items():
         check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
-            place = metadata.range_of(name, at.offset)
-            requests_of[place.file].append(_Request(place.offset, place.length, name, number, dtype, at))
+            file, begin, length = metadata.range_of(name, at.offset)
+            requests_of[file].append(_Request(begin, length, name, number, dtype, at))
     for name in metadata.objects():
-        place = metadata.range_of(name, None)
-        requests_of[place.file].append(_Request(place.offset, place.length, name, None, "", None))
+        file, begin, length = metadata.range_of(name, None)
+        requests_of[file].append(_Request(begin, length, name, None, "", None))
     contents: dict[tuple[str, int | None], TensorInfo | Blob] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
@@ -149,14 +149,6 @@ def read_distributed(folder: FilePath) -> Distributed:
 
 
 # ---------------------------------------------------------------------------------------------------------- .metadata
-
-
-class _Range(NamedTuple):
-    """Bytes of a file, as .metadata states them."""
-
-    file: str
-    offset: int
-    length: int
 
 
 class _Metadata:
@@ -174,7 +166,7 @@ class _Metadata:
             )
         self._root = root
         self._named = self._dictionary("state_dict_metadata")
-        self._ranges: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
+        self._ranges: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
         for index, info in self._dictionary("storage_data").items():
             self._add_range(index, info)
 
@@ -208,10 +200,10 @@ class _Metadata:
             raise self._wrong(f"the place of '{name}' in {file!r:.100} is none")
         if (name, offset) in self._ranges:
             raise self._wrong(f"the data of '{name}' from offset {offset} on has two places")
-        self._ranges[name, offset] = _Range(file, *place)
+        self._ranges[name, offset] = (file, *place)
 
-    def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
-        """Where a chunk lies, by its offset, or an object."""
+    def range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """The file of a chunk, by its offset, or of an object, and the offset and length of its bytes there."""
         stored = self._ranges.get((name, offset))
         if stored is None:
             what = f"the chunk of tensor '{name}' from {list(offset)} on" if offset is not None else f"'{name}'"

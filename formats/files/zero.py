@@ -91,10 +91,8 @@ def read_zero(folder: FilePath) -> Distributed:
         for file in models:
             if file.content.get("global_steps") != main.content.get("global_steps"):
                 raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", TOGETHER)
-        gathered, groups = (
-            Gathered(folder),
-            [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()],
-        )
+        gathered = Gathered(folder)
+        groups = [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()]
         if is_universal:
             read += _add_universal(gathered, folder, groups, origins if len(parallel) > 1 else {})
             own = _read(folder / _SETTINGS).content if (folder / _SETTINGS).is_file() else {}

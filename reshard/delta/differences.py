@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from formats.notation.architecture import numbers_in, without_numbers
+from formats.notation.axes import Run, merge_runs
 from formats.quantization.dequantizing import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.move.jobs import Progress, no_progress
@@ -309,19 +310,10 @@ def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``{0..3,7}``; a number alone as it is."""
-    texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
+    runs = ((run.offset, run.end - 1) for run in merge_runs(Run(number, 1) for number in sorted({*numbers})))
+    texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in runs]
     text = ",".join(texts)
     return text if text.isdigit() else f"{{{text}}}"
-
-
-def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last
 
 
 def cells(row: Row) -> tuple[str, ...]:

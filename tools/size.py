@@ -28,8 +28,8 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7124, 743, 118),
-    "reshard": Size(114, 18012, 1696, 247),
+    "formats": Size(42, 6934, 724, 113),
+    "reshard": Size(114, 18004, 1694, 246),
     "verify": Size(54, 7181, 668, 100),
 }
 

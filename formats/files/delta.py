@@ -49,7 +49,7 @@ from formats.documents import (
     structure,
     text,
     whole,
-)  # fmt: skip
+)
 from formats.errors import CheckpointError
 from formats.files.checkpoint import DELTA
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH

@@ -38,7 +38,7 @@ from formats.documents import (
     text,
     utf8,
     whole,
-)  # fmt: skip
+)
 from formats.errors import CheckpointError, brief
 from formats.files.checksum import Stamp
 from formats.files.safetensors import TensorInfo, parse_header

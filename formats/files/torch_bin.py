@@ -128,8 +128,10 @@ class TorchArchive:
     def _find(self, entry: ZipInfo) -> tuple[int, int]:
         if entry.compress_type != ZIP_STORED or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
             raise self._refused(entry, "is compressed or encrypted", _RESAVE)
-        self.file.seek(self.begin + min(entry.header_offset, self.size))
-        header = self.file.read(30)
+        header = b""
+        if 0 <= entry.header_offset < self.size:
+            self.file.seek(self.begin + entry.header_offset)
+            header = self.file.read(30)
         if len(header) < 30 or header[:4] != b"PK\3\4":
             raise self._refused(entry, "does not begin where the archive says")
         offset = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))

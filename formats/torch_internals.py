@@ -18,22 +18,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype: getattr(torch, name) for dtype
 """The dtypes of headers that torch has as one."""
 
 
-__all__ = [
-    "PrefixStore",
-    "TorchDispatchMode",
-    "collective_of",
-    "has_buffers_of_its_own",
-    "is_timeout",
-    "own_buffers",
-    "own_parameters",
-    "renumber",
-    "share_memory",
-    "shared_memory",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "unsaved_buffers",
-]
+__all__ = ["PrefixStore", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map"]  # what is passed on
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -29,19 +29,9 @@ from transformers.core_model_loading import (
 )
 
 __all__ = [
-    "WeightConverter",
-    "WeightRenaming",
-    "class_for",
-    "dot_natural_key",
-    "get_checkpoint_conversion_mapping",
-    "get_model_conversion_mapping",
-    "has_first_values",
-    "is_auto",
-    "not_saved",
-    "rename_source_key",
-    "revert_weight_conversion",
-    "tied_weights",
-]
+    "WeightConverter", "WeightRenaming", "dot_natural_key", "get_checkpoint_conversion_mapping",
+    "get_model_conversion_mapping", "rename_source_key", "revert_weight_conversion",
+]  # fmt: skip
 
 
 def is_auto(cls: Any) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
-from functools import cache
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache, lru_cache, partial
 from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -44,11 +44,29 @@ class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
 # -------------------------------------------------------------------------------------------------------- documents
 
 
-def read_document(path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None) -> tuple[bytes, T]:
-    """A file of strict JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
+def lenient_json(text: str, **options: Any) -> Any:
+    """Parse JSON as Python's parser does. Raises ``ValueError`` with the reason."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
+
+    Raises ``ValueError`` with the reason.
+    """
+    return lenient_json(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def read_document(
+    path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None, parse: Callable[[str], Any] = strict_json
+) -> tuple[bytes, T]:
+    """A file of JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
     raw = read_file(path, limit)
     try:
-        return raw, reader(sound(strict_json(raw.decode("utf-8-sig"))), "")
+        return raw, reader(sound(parse(raw.decode("utf-8-sig"))), "")
     except Unfit as error:
         raise CheckpointError(f"{path}: {error}", hint) from None
     except ValueError as error:
@@ -57,32 +75,7 @@ def read_document(path: FilePath, limit: int, reader: Reader[T], *, hint: str | 
 
 def read_config(path: FilePath) -> dict[str, Any]:
     """A ``config.json``: a JSON object as Python's own reader takes it, and transformers. Raises CheckpointError."""
-    raw = read_file(path, MAX_CONFIG)
-    try:
-        return json_object(sound(lenient_json(raw)), "")
-    except Unfit as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}", "fetch or copy the file again") from None
-
-
-def strict_json(text: str) -> Any:
-    """Parse JSON, refusing what Python's parser forgives: repeated keys, ``NaN`` and ``Infinity``.
-
-    Raises ``ValueError`` with the reason.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def lenient_json(text: str | bytes) -> Any:
-    """Parse JSON as Python's parser does. Raises ``ValueError`` with the reason."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return read_document(path, MAX_CONFIG, json_object, parse=lenient_json)[1]
 
 
 def json_bytes(document: Any, *, indent: int | None = 2) -> bytes:
@@ -223,6 +216,7 @@ LONGEST_NAME = 255
 """Bytes of a file's name, on the file systems that are in use: a longer one is an error of the operating system's."""
 
 
+@lru_cache(maxsize=4096)  # many chunks are in few files
 def is_inside(name: str) -> bool:
     """Whether a name with ``/`` can be that of something below the folder that it is relative to."""
     path = PurePosixPath(name)
@@ -282,25 +276,39 @@ READERS: dict[Any, Reader[Any]] = {
 
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
-    """A dataclass from a table: each field that is not given, by its type."""
-    for name, key, of, default in _fields_of(kind):
-        if name not in values:
-            reader = _reader(of)
-            values[name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+    """A dataclass from a table: each field that is not given by its type, or as its ``metadata`` say under ``read``."""
+    for field, of, default in _fields_of(kind):
+        if field.name not in values:
+            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or _reader(of)
+            values[field.name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
     return kind(**values)
 
 
+def reader_of(kind: Callable[..., T]) -> Reader[T]:
+    """The reader of a dataclass from a table of its fields, and no others."""
+    return record(partial(structure, kind))
+
+
+def document_of(value: Any) -> Any:
+    """What ``structure`` makes the dataclass from. A field that has its default is left out."""
+    if isinstance(value, (tuple, list)):
+        return [document_of(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    kind: Any = type(value)
+    return {
+        field.metadata.get("key", field.name): field.metadata.get("write", document_of)(of)
+        for field, _, default in _fields_of(kind)
+        if (of := getattr(value, field.name)) != default or default is MISSING
+    }
+
+
 @cache
-def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
-    """The fields of a dataclass: name, key in a file, type, default (MISSING: it must be there)."""
+def _fields_of(kind: Any) -> list[tuple[Field[Any], Any, object]]:
+    """The fields of a dataclass, with type and default (MISSING: it must be there)."""
     types = get_type_hints(kind)
     return [
-        (
-            field.name,
-            field.metadata.get("key", field.name),
-            types[field.name],
-            field.default if field.default_factory is MISSING else field.default_factory(),
-        )
+        (field, types[field.name], field.default if field.default_factory is MISSING else field.default_factory())
         for field in fields(kind)
         if field.init
     ]
@@ -308,14 +316,18 @@ def _fields_of(kind: Any) -> list[tuple[str, str, Any, object]]:
 
 @cache
 def _reader(kind: Any) -> Reader[Any]:
-    """The reader of a value of this type. A tuple of one need not stand in a list."""
+    """The reader of a value of this type. A tuple of one need not stand in a list, unless that is a table."""
     if kind in READERS:
         return READERS[kind]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return reader_of(kind)
     first, *rest_kinds = get_args(kind)
     if NoneType in rest_kinds:
-        return _reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)])
+        return optional(_reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)]))
     if get_origin(kind) is tuple:
         read_items = items(_reader(first))
+        if is_dataclass(first) and first not in READERS:
+            return read_items
         return lambda value, where: read_items(value if isinstance(value, list) else [value], where)
     if get_origin(kind) is frozenset:
         return lambda value, where: frozenset(items(_reader(first))(value, where))

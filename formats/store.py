@@ -9,11 +9,12 @@ writer, a device has no end, and a folder is no file; a link is followed to what
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -315,33 +316,40 @@ def _check_kind(path: FilePath, mode: int) -> None:
 def _open_stored(path: StoredPath) -> BinaryIO:
     if not path.is_file():
         raise CheckpointError(f"{path}: cannot be read: {'it is a folder' if path.is_dir() else 'it is not there'}")
-    return cast(BinaryIO, io.BufferedReader(_Ranges(path), 8))
+    parts = RangeFile(lambda begin, end: path.store.read([(path.inner, begin, end)])[0], path.stat().st_size)
+    return cast(BinaryIO, io.BufferedReader(parts, 8))
 
 
-class _Ranges(io.RawIOBase):
-    """A stored file, read in ranges."""
+class RangeFile(io.RawIOBase):
+    """A file of ``size`` bytes; ``read_range`` gives those from one offset to another."""
 
-    def __init__(self, path: StoredPath) -> None:
-        self._path, self._size, self._at = path, path.stat().st_size, 0
+    def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
+        self._read_range, self._size, self._at = read_range, size, 0
 
     def readable(self) -> bool:
+        """It can be read."""
         return True
 
     def seekable(self) -> bool:
+        """Any place of it can be read."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + {0: 0, 1: self._at, 2: self._size}[whence]
-        return self._at
+        """Go to a place, counted from the beginning, from here (1) or from the end (2). Raises OSError before it."""
+        at = offset + (0, self._at, self._size)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, "a place before the file")
+        self._at = at
+        return at
 
     def tell(self) -> int:
+        """The place that is read next."""
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill a buffer as far as the file goes; returns the number of bytes."""
         end = min(self._at + len(buffer), self._size)
-        if end > self._at:
-            (content,) = self._path.store.read([(self._path.inner, self._at, end)])
-            buffer[: len(content)] = content
-            self._at += len(content)
-            return len(content)
-        return 0
+        content = self._read_range(self._at, end) if end > self._at else b""
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

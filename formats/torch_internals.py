@@ -13,32 +13,12 @@ from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+from formats.files.safetensors import TORCH_NAMES
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items()}
 """The dtypes of headers that torch has as one."""
 
-
-__all__ = [
-    "PrefixStore",
-    "TorchDispatchMode",
-    "collective_of",
-    "has_buffers_of_its_own",
-    "is_timeout",
-    "own_buffers",
-    "own_parameters",
-    "renumber",
-    "share_memory",
-    "shared_memory",
-    "tree_leaves",
-    "tree_map",
-    "unsaved_buffers",
-    "with_tensors",
-]
+__all__ = ["PrefixStore", "TorchDispatchMode", "tree_leaves", "tree_map", "with_tensors"]  # what is passed on
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -22,26 +22,15 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
 
 __all__ = [
-    "WeightConverter",
-    "WeightRenaming",
-    "class_for",
-    "dot_natural_key",
-    "get_checkpoint_conversion_mapping",
-    "get_model_conversion_mapping",
-    "has_first_values",
-    "is_auto",
-    "not_saved",
-    "rename_source_key",
-    "revert_weight_conversion",
-    "tied_weights",
-]
+    "WeightConverter", "WeightRenaming", "dot_natural_key", "get_checkpoint_conversion_mapping",
+    "get_model_conversion_mapping", "rename_source_key", "revert_weight_conversion",
+]  # fmt: skip
 
 
 def is_auto(cls: Any) -> bool:
@@ -62,12 +51,6 @@ def tied_weights(model: object) -> Mapping[str, str]:
 def not_saved(model: object) -> tuple[str, ...]:
     """The patterns of the names that ``save_pretrained`` leaves out."""
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-
-def kept_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Whether ``from_pretrained`` keeps a parameter in float32 that is loaded in a dtype."""
-    plan = model._get_dtype_plan(dtype)
-    return bool(plan) and build_glob_alternation(list(plan))[0].search(name) is not None
 
 
 def has_first_values(of: Any) -> None:

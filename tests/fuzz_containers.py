@@ -31,7 +31,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_bin import Entry, read_bin, read_directory
+from formats.files.torch_bin import read_bin
 from reshard.source.program_files import tensors_in
 
 SECONDS = 5.0
@@ -170,17 +170,6 @@ def read_rank(folder: Path) -> None:
     _inside(tensors_in(folder / "model_optim_rng.pt", "model"))
 
 
-def read_zip(folder: Path) -> None:
-    """Read the directory of an archive."""
-    content = (folder / "pytorch_model.bin").read_bytes()
-    try:
-        entries = read_directory(lambda offset, length: content[offset : offset + length], len(content))
-    except ValueError as error:
-        assert len(str(error)) < LONGEST_LINE
-        return
-    assert all(isinstance(entry, Entry) for entry in entries.values())
-
-
 Change = Callable[[bytes, random.Random], bytes]
 TARGETS: Sequence[tuple[str, str, Sequence[Change], Callable[[Path], None]]] = (
     ("fsdp_adam", METADATA, (of_bytes, of_instructions, of_instructions), read_folder),
@@ -188,7 +177,6 @@ TARGETS: Sequence[tuple[str, str, Sequence[Change], Callable[[Path], None]]] = (
     ("fsdp_adam", "__0_0.distcp", (of_bytes, of_directories, of_pickles_within), read_folder),
     ("fsdp_tp", "__3_0.distcp", (of_bytes, of_directories, of_pickles_within), read_folder),
     ("bin", "pytorch_model.bin", (of_bytes, of_directories, of_pickles_within), read_file),
-    ("bin", "pytorch_model.bin", (of_bytes, of_directories), read_zip),
     ("legacy", "model_optim_rng.pt", (of_bytes, of_directories, of_pickles_within), read_rank),
     ("boxes", "shard.safetensors", (of_headers, of_headers, of_bytes), read_boxes_of),
 )

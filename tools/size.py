@@ -28,8 +28,8 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 7125, 743, 118),
-    "reshard": Size(114, 17629, 1658, 242),
+    "formats": Size(42, 6908, 723, 113),
+    "reshard": Size(114, 17621, 1656, 241),
     "verify": Size(54, 6547, 609, 98),
 }
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import LARGEST, Record, optional, size, text, whole
+from formats.documents import LARGEST, whole
 from formats.errors import MismatchError
 from formats.hub_cache import etag_of
 from formats.store import FilePath, StoredPath, local_path, name_in, open_file, unreadable, walk
@@ -159,7 +159,7 @@ class Crc(NamedTuple):
     places: tuple[int, ...]
 
 
-_NUMBER = whole(-LARGEST, 2**64)
+_NUMBER = {"read": whole(-LARGEST, 2**64)}
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ class Stamp:
 
     name: str
     size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
+    mtime_ns: int = field(metadata=_NUMBER)
+    ctime_ns: int = field(metadata=_NUMBER)
+    inode: int = field(metadata=_NUMBER)
     host: str
     content: str | None = None
     made_of: str | None = None
@@ -207,22 +207,6 @@ class Stamp:
         """What is equal for copies of the file on several machines that may share the work."""
         return [self.name, self.size, self.content or self.mtime_ns]
 
-    def to_document(self) -> dict[str, Any]:
-        """The JSON form."""
-        document: dict[str, Any] = {"name": self.name, "size": self.size, "mtime_ns": self.mtime_ns}
-        document |= {"ctime_ns": self.ctime_ns, "inode": self.inode, "host": self.host}
-        named = {"content": self.content, "made_of": self.made_of}
-        return document | {key: value for key, value in named.items() if value}
-
-
-def read_stamp(value: object, where: str) -> Stamp:
-    """The inverse of ``Stamp.to_document`` (a reader of ``formats.documents``)."""
-    stamp = Record(value, where)
-    numbers = {key: stamp.get(key, _NUMBER) for key in ("mtime_ns", "ctime_ns", "inode")}
-    content, made_of = (stamp.find(key, optional(text), None) for key in ("content", "made_of"))
-    name, nbytes, host = stamp.get("name", text), stamp.get("size", size), stamp.get("host", text)
-    return Stamp(name, nbytes, **numbers, host=host, content=content, made_of=made_of)
-
 
 def stamp_of(path: FilePath, name: str) -> Stamp:
     """The state of a file now; ``name`` is what it is called relative to its folder. Raises CheckpointError."""
@@ -253,16 +237,12 @@ def was_changed(path: FilePath) -> MismatchError:
 
 def stamps_in(folder: FilePath) -> dict[FilePath, Stamp]:
     """The state of each file in a folder and its direct subfolders; to be taken before any of them is read."""
-    paths = (root / name for root, _, names in _two_levels(folder) for name in names)
-    return {file: stamp_of(file, name_in(file, folder)) for file in paths if file.is_file()}
-
-
-def _two_levels(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
+    states: dict[FilePath, Stamp] = {}
     for root, folders, names in walk(folder):
-        if root != folder:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield root, folders, names
+        folders[:] = [name for name in folders if root == folder and not name.startswith(".")]
+        paths = (root / name for name in names)
+        states |= {file: stamp_of(file, name_in(file, folder)) for file in paths if file.is_file()}
+    return states
 
 
 def stamps_of(files: Iterable[FilePath], folder: FilePath, stamps: Mapping[FilePath, Stamp]) -> dict[FilePath, Stamp]:

@@ -29,7 +29,7 @@ STEP = 1 << 20
 _WINDOW = 8 << 20
 """A frame may look back so many bytes, as zstd's own specification has decoders support: so much memory it takes."""
 _BLOCKS, _READERS = 64, 16
-"""So many blocks, and readers of frames that are at some place of theirs, are kept for the next ranges."""
+"""So many blocks, and readers of frames that are at some block of theirs, are kept for the next ranges."""
 _PLACE = 4
 
 Bytes = NDArray[np.uint8]
@@ -119,60 +119,45 @@ class Block(NamedTuple):
         content[self.places[low:high] - begin] = self.values[low:high]
 
 
-class _Xor:
+def _xor_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
     """The blocks of a frame, one after the other."""
-
-    def __init__(self, frame: Frame, read_range: ReadRange) -> None:
-        self.next, self._nbytes, self._frame = 0, frame.nbytes, _Frame(frame, read_range)
-
-    def take(self) -> Block:
-        """The next block."""
-        begin, self.next = self.next * STEP, self.next + 1
-        block = Block(self._frame.take(min(STEP, self._nbytes - begin)), None)
-        if begin + block.values.size == self._nbytes:
-            self._frame.check_ended()
-        return block
+    content = _Frame(frame, read_range)
+    for begin in range(0, frame.nbytes, STEP):
+        block = Block(content.take(min(STEP, frame.nbytes - begin)), None)
+        if begin + STEP >= frame.nbytes:
+            content.check_ended()
+        yield block
 
 
-class _Overwrite:
-    """The blocks of a frame, one after the other."""
-
-    def __init__(self, frame: Frame, read_range: ReadRange) -> None:
-        self.next, self._nbytes = 0, frame.nbytes
-        self._places, self._values = _Frame(frame, read_range), _Frame(frame, read_range)
-        self._remaining = int(self._places.take(_PLACE).view("<u4")[0])
-        if self._remaining > self._nbytes:
-            raise self._places.refused(f"has {self._remaining} places for {self._nbytes} bytes")
-        self._values.skip(_PLACE * (1 + self._remaining))
-        self._ahead, self._last = np.zeros(0, "<u4"), -1
-
-    def take(self) -> Block:
-        """The next block."""
-        begin, self.next = self.next * STEP, self.next + 1
-        end = min(begin + STEP, self._nbytes)
-        positions = [np.zeros(0, np.int64), *self._until(end)]
-        places = np.concatenate(positions) - begin
-        values = self._values.take(places.size)
-        if end == self._nbytes:
-            if self._remaining or self._ahead.size:
-                raise self._places.refused(f"has a place behind its {self._nbytes} bytes")
-            self._values.check_ended()
-        return Block(values, places)
-
-    def _until(self, end: int) -> Iterator[NDArray[np.int64]]:
-        """The places before ``end`` that were not yet passed."""
-        while self._remaining or self._ahead.size:
-            if not self._ahead.size:
-                count = min(self._remaining, STEP // _PLACE)
-                self._ahead, self._remaining = self._places.take(_PLACE * count).view("<u4"), self._remaining - count
-                if int(self._ahead[0]) <= self._last or (self._ahead[1:] <= self._ahead[:-1]).any():
-                    raise self._places.refused("is not in ascending order")
-                self._last = int(self._ahead[-1])
-            count = int(np.searchsorted(self._ahead, end))
-            yield self._ahead[:count].astype(np.int64)
-            self._ahead = self._ahead[count:]
-            if self._ahead.size:
-                return
+def _overwrite_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
+    """The blocks of a frame, one after the other: the places and the values are read side by side."""
+    places, values = _Frame(frame, read_range), _Frame(frame, read_range)
+    remaining = int(places.take(_PLACE).view("<u4")[0])
+    if remaining > frame.nbytes:
+        raise places.refused(f"has {remaining} places for {frame.nbytes} bytes")
+    values.skip(_PLACE * (1 + remaining))
+    ahead, last = np.zeros(0, "<u4"), -1
+    for begin in range(0, frame.nbytes, STEP):
+        end, inside = min(begin + STEP, frame.nbytes), [np.zeros(0, np.int64)]
+        while ahead.size or remaining:
+            if not ahead.size:
+                count = min(remaining, STEP // _PLACE)
+                ahead, remaining = places.take(_PLACE * count).view("<u4"), remaining - count
+                if int(ahead[0]) <= last or (ahead[1:] <= ahead[:-1]).any():
+                    raise places.refused("is not in ascending order")
+                last = int(ahead[-1])
+            count = int(np.searchsorted(ahead, end))
+            inside.append(ahead[:count].astype(np.int64) - begin)
+            ahead = ahead[count:]
+            if ahead.size:
+                break
+        positions = np.concatenate(inside)
+        block = Block(values.take(positions.size), positions)
+        if end == frame.nbytes:
+            if remaining or ahead.size:
+                raise places.refused(f"has a place behind its {frame.nbytes} bytes")
+            values.check_ended()
+        yield block
 
 
 Key = tuple[Hashable, Frame]
@@ -186,7 +171,7 @@ class Changes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._locks = [threading.Lock() for _ in range(_READERS)]
-        self._readers: OrderedDict[Key, _Xor | _Overwrite] = OrderedDict()
+        self._readers: OrderedDict[Key, tuple[int, Iterator[Block]]] = OrderedDict()
         self._blocks: OrderedDict[tuple[Key, int], Block] = OrderedDict()
 
     def change(self, file: Hashable, frame: Frame, read_range: ReadRange, begin: int, content: Bytes) -> None:
@@ -203,16 +188,15 @@ class Changes:
     def _block(self, key: Key, read_range: ReadRange, number: int) -> Block:
         with self._locks[hash(key) % len(self._locks)]:
             with self._lock:
-                block, reader = self._blocks.get((key, number)), self._readers.get(key)
-            if block is not None:
-                return block
-            if reader is None or reader.next > number:
-                reader = (_Xor if key[1].how == XOR else _Overwrite)(key[1], read_range)
-            for at in range(reader.next, number + 1):
-                block = reader.take()
+                if (known := self._blocks.get((key, number))) is not None:
+                    return known
+                first, blocks = self._readers.pop(key, (number + 1, iter(())))  # one that fails is not used again
+            if first > number:
+                first, blocks = 0, (_xor_blocks if key[1].how == XOR else _overwrite_blocks)(key[1], read_range)
+            for at in range(first, number + 1):
+                block = next(blocks)
                 self._keep(self._blocks, (key, at), block, _BLOCKS)
-            self._keep(self._readers, key, reader, _READERS)
-            assert block is not None
+            self._keep(self._readers, key, (number + 1, blocks), _READERS)
             return block
 
     def _keep(self, cache: OrderedDict[K, V], key: K, value: V, most: int) -> None:

@@ -40,7 +40,7 @@ from formats.files.pickles import (
     size_of,
     write_pickle,
 )
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import TORCH_NAMES, TensorInfo, read_header
 from formats.files.torch_bin import open_archive, place_of
 from formats.files.torch_zip import Archive, archive_of, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
@@ -130,11 +130,11 @@ def read_distributed(folder: FilePath) -> Distributed:
     for name, (dtype, shape, chunks) in shapes.items():
         check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
-            place = metadata.range_of(name, at.offset)
-            requests_of[place.file].append(_Request(place.offset, place.length, name, number, dtype, at))
+            file, begin, length = metadata.range_of(name, at.offset)
+            requests_of[file].append(_Request(begin, length, name, number, dtype, at))
     for name in metadata.objects():
-        place = metadata.range_of(name, None)
-        requests_of[place.file].append(_Request(place.offset, place.length, name, None, "", None))
+        file, begin, length = metadata.range_of(name, None)
+        requests_of[file].append(_Request(begin, length, name, None, "", None))
     contents: dict[tuple[str, int | None], TensorInfo | Blob] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
@@ -149,14 +149,6 @@ def read_distributed(folder: FilePath) -> Distributed:
 
 
 # ---------------------------------------------------------------------------------------------------------- .metadata
-
-
-class _Range(NamedTuple):
-    """Bytes of a file, as .metadata states them."""
-
-    file: str
-    offset: int
-    length: int
 
 
 class _Metadata:
@@ -174,7 +166,7 @@ class _Metadata:
             )
         self._root = root
         self._named = self._dictionary("state_dict_metadata")
-        self._ranges: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
+        self._ranges: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
         for index, info in self._dictionary("storage_data").items():
             self._add_range(index, info)
 
@@ -188,9 +180,10 @@ class _Metadata:
         return value
 
     def _add_range(self, index: object, info: object) -> None:
-        if not isinstance(index, Inert) or not isinstance(index.state, dict) or not isinstance(index.get("fqn"), str):
+        of = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
+        name, offset = of.get("fqn"), of.get("offset")
+        if not isinstance(name, str):
             raise self._wrong("an entry of 'storage_data' has no name")
-        name, offset = index.get("fqn"), index.get("offset")
         if offset is not None and not are_sizes(offset):
             raise self._wrong(f"an entry of tensor '{name}' has an offset that is no offset")
         if not isinstance(info, Inert) or info.path != _INFO:
@@ -207,10 +200,10 @@ class _Metadata:
             raise self._wrong(f"the place of '{name}' in {file!r:.100} is none")
         if (name, offset) in self._ranges:
             raise self._wrong(f"the data of '{name}' from offset {offset} on has two places")
-        self._ranges[name, offset] = _Range(file, *place)
+        self._ranges[name, offset] = (file, *place)
 
-    def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
-        """Where a chunk lies, by its offset, or an object."""
+    def range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """The file of a chunk, by its offset, or of an object, and the offset and length of its bytes there."""
         stored = self._ranges.get((name, offset))
         if stored is None:
             what = f"the chunk of tensor '{name}' from {list(offset)} on" if offset is not None else f"'{name}'"
@@ -386,16 +379,9 @@ class NewChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkFile:
-    """The layout of a ``.distcp`` file: its size, the offset of each tensor's bytes, all else, and its CRC-32s.
+class ChunkFile(Archive):
+    """The layout of a ``.distcp`` file. ``ranges`` has offset and length of the archive of each tensor and object."""
 
-    ``ranges`` has offset and length of the archive of each tensor and each object.
-    """
-
-    size: int
-    places: tuple[tuple[str, int], ...]
-    fixed: tuple[tuple[int, bytes], ...]
-    crcs: tuple[Crc, ...]
     ranges: Mapping[str, tuple[int, int]]
 
 
@@ -410,28 +396,20 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
     places, fixed, crcs = list[tuple[str, int]](), list[tuple[int, bytes]](), list[Crc]()
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
-
-    def begin_next() -> int:
+    for name, archive in (
+        *((name, tensor_archive(dtype, at.shape, nbytes)) for name, dtype, at, nbytes in chunks),
+        *((name, Archive(len(content), (), ((0, content),), ())) for name, content in objects.items()),
+    ):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         if begin > end:
             fixed.append((end, bytes(begin - end)))
-        return begin
-
-    for name, dtype, at, nbytes in chunks:
-        archive, begin = tensor_archive(dtype, at.shape, nbytes), begin_next()
         ranges[name] = (begin, archive.size)
-        ((_, place),) = archive.places
-        places.append((name, begin + place))
+        places += [(name, begin + place) for _, place in archive.places]
         fixed += [(begin + offset, content) for offset, content in archive.fixed]
         crcs += [
             Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
         ]
         end = begin + archive.size
-    for name, content in objects.items():
-        begin = begin_next()
-        ranges[name] = (begin, len(content))
-        fixed.append((begin, content))
-        end = begin + len(content)
     return ChunkFile(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
 
 
@@ -474,7 +452,6 @@ def build_metadata(
 
     It names classes of torch's alone, and nothing of the machine it was written on.
     """
-    dtypes = {dtype: path for path, dtype in DTYPES.items()}
     named: dict[str, Inert] = {}
     ranges: dict[Inert, Inert] = {}
 
@@ -488,7 +465,7 @@ def build_metadata(
 
     for name, (dtype, shape, chunks) in tensors.items():
         layout, memory = Inert(_LAYOUT, ("torch.strided",)), Inert(_ENCODING, (0,))
-        properties = Inert(_PROPERTIES, (), (Global(dtypes[dtype]), layout, False, memory, False))
+        properties = Inert(_PROPERTIES, (), (Global(f"torch.{TORCH_NAMES[dtype]}"), layout, False, memory, False))
         boxes = [
             Inert(_CHUNK, (), {"offsets": sizes(stored.at.offset), "sizes": sizes(stored.at.shape)})
             for stored in chunks

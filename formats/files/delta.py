@@ -29,13 +29,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from formats.documents import (
     MAX_INDEX,
     MAX_MANIFEST,
+    Reader,
     Record,
+    T,
     Unfit,
+    document_of,
     file_name,
     items,
     json_object,
@@ -43,13 +45,16 @@ from formats.documents import (
     optional,
     read_document,
     record,
+    size,
+    structure,
     text,
+    whole,
 )
-from formats.documents import whole as integer
 from formats.errors import CheckpointError
 from formats.files.checkpoint import DELTA
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, parse_header, read_header, tensor_bytes, unit_of
+from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header, tensor_bytes, unit_of
+from formats.files.sharded import SourceFileRecord
 from formats.store import FilePath
 
 CONTENT = "delta.safetensors"
@@ -60,7 +65,8 @@ SAME, SPARSE, WHOLE, GONE = "same", "indices", "whole", "gone"
 """How a tensor of the result comes about, beside ``XOR`` and ``OVERWRITE``; ``gone``: only the base has it."""
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True)
+class Change:
     """How a tensor comes about, and the checksums of its bytes before and after; None where there are none to check.
 
     A checksum of slime's has its kind and a colon before it.
@@ -69,14 +75,6 @@ class Change(NamedTuple):
     how: str
     base: str | None
     result: str | None
-
-
-class Laid(NamedTuple):
-    """A weight file of the result: its name, header and size."""
-
-    name: str
-    header: bytes
-    size: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Delta:
     path: FilePath
     contents: tuple[str, ...]
     changes: Mapping[str, Change]
-    files: tuple[Laid, ...]
+    files: tuple[SourceFileRecord, ...]
     documents: Mapping[str, bytes]
     sides: Mapping[str, bytes | None]
 
@@ -117,7 +115,7 @@ def delta_text(delta: Delta) -> bytes:
     """The content of ``delta.json``."""
     document = {
         "version": VERSION,
-        "tensors": {name: {"how": c.how, "base": c.base, "result": c.result} for name, c in delta.changes.items()},
+        "tensors": {name: document_of(change) for name, change in delta.changes.items()},
         "files": [{"name": f.name, "header": _packed(f.header), "size": f.size} for f in delta.files],
         "documents": {name: _packed(content) for name, content in delta.documents.items()},
         "sides": {name: None if content is None else _packed(content) for name, content in delta.sides.items()},
@@ -157,10 +155,10 @@ def _unpacked(value: object, where: str) -> bytes:
 
 
 def _change(fields: Record) -> Change:
-    how = fields.get("how", text)
+    change = structure(Change, fields)
+    how = change.how
     if how not in (SAME, SPARSE, WHOLE, GONE, XOR):
         raise Unfit(f"'{how}' is no way to store a change")
-    change = Change(how, fields.get("base", optional(text)), fields.get("result", optional(text)))
     if (change.base is None and how not in (WHOLE, GONE)) or (change.result is None and how != GONE):
         raise Unfit(f"a tensor that is '{how}' has no checksum")
     if how == SAME and change.base != change.result:
@@ -168,19 +166,13 @@ def _change(fields: Record) -> Change:
     return change
 
 
-def _laid(fields: Record) -> Laid:
-    return Laid(fields.get("name", file_name), fields.get("header", _unpacked), fields.get("size", integer(0)))
+def _file(fields: Record) -> SourceFileRecord:
+    name, nbytes, header = fields.get("name", file_name), fields.get("size", size), fields.get("header", _unpacked)
+    return SourceFileRecord(name, nbytes, None, header)
 
 
-def _sides(value: object, where: str) -> dict[str, bytes | None]:
-    sides = mapping(optional(_unpacked))(value, where)
-    for name in sides:
-        file_name(name, where)
-    return sides
-
-
-def _documents(value: object, where: str) -> dict[str, bytes]:
-    return {file_name(name, where): content for name, content in mapping(_unpacked)(value, where).items()}
+def _by_name(reader: Reader[T]) -> Reader[dict[str, T]]:
+    return lambda value, where: {file_name(name, where): of for name, of in mapping(reader)(value, where).items()}
 
 
 def read_delta(path: FilePath, base: Delta) -> Delta:
@@ -190,11 +182,12 @@ def read_delta(path: FilePath, base: Delta) -> Delta:
     contents = (COMPRESSED,) if (path / COMPRESSED).is_file() else (CONTENT,)
 
     def read(fields: Record) -> Delta:
-        fields.get("version", integer(VERSION, VERSION))
+        fields.get("version", whole(VERSION, VERSION))
         fields.get("digest", text)
         return Delta(
-            path, contents, fields.get("tensors", mapping(record(_change))), fields.get("files", items(record(_laid))),
-            fields.get("documents", _documents), fields.get("sides", _sides),
+            path, contents, fields.get("tensors", mapping(record(_change))),
+            fields.get("files", items(record(_file))), fields.get("documents", _by_name(_unpacked)),
+            fields.get("sides", _by_name(optional(_unpacked))),
         )  # fmt: skip
 
     def checked(value: object, where: str) -> Delta:
@@ -243,7 +236,7 @@ def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
     stored: dict[str, TensorInfo] = {}
     for file in delta.contents:
         stored |= read_header(delta.path / file).tensors
-    result = {n: i for f in delta.files for n, i in parse_header(f.header, delta.path / f.name, f.size).tensors.items()}
+    result = {name: info for file in delta.files for name, info in file.tensors.items()}
     lacking = {name for name, change in delta.changes.items() if change.how != GONE} ^ result.keys()
     if lacking:
         raise CheckpointError(f"{delta.path}: tensor '{min(lacking)}' is not in both the files and the changes")

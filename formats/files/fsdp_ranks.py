@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.chunks import Chunk, from_list
 from formats.files.dcp import Distributed
-from formats.files.gathered import STATE, Gathered
+from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
 from formats.notation.placements import Cut, runs_of
-from formats.store import FilePath, read_ranges
+from formats.store import FilePath
 
-_OTHERS = "bring the files of all ranks of one save together"
 _NAMES = SHARDS.with_classes(*BESIDE)
 
 
@@ -73,7 +72,7 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
     for rank in ranks:
         other = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
         if other is not None:
-            raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{other:.200}'", _OTHERS)
+            raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{other:.200}'", TOGETHER)
         for name, part in rank.parts.items():
             if rank is first or (part.is_first and part.place is not None):
                 gathered.add(("model", name), part.shape, rank.infos[name])
@@ -132,7 +131,7 @@ def _part(value: object, number: int, world: int, path: FilePath, name: object) 
         part = _of_dtensor if value.path in DTENSORS else _of_shards
         return part(value, shape, number, world)
     except (PlanError, ValueError, TypeError) as error:
-        raise MismatchError(f"{path}: tensor {quote(name)}: {error!s:.300}", _OTHERS) from None
+        raise MismatchError(f"{path}: tensor {quote(name)}: {error!s:.300}", TOGETHER) from None
 
 
 def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
@@ -208,7 +207,9 @@ def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) ->
 
 def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
     """Add the states of the optimizer, by name if the order of the parameters is known, else by number."""
-    _check_steps(ranks)
+    first = next((key for rank in ranks for key in rank.states), None)
+    steps = [rank.states[first]["step"] for rank in ranks if "step" in rank.states.get(first, ())]
+    check_steps((info.file, info) for part, infos in steps if not part.shape for _, info in infos)
     groups = [
         group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
     ]
@@ -289,16 +290,3 @@ def _units(names: Sequence[str]) -> list[list[str]]:
         layer = re.match(r".*?\.\d+(?=\.)", name)
         units[layer[0] if layer else ""].append(name)
     return [*units.values()]
-
-
-def _check_steps(ranks: Sequence[_Rank]) -> None:
-    """Raise MismatchError if the ranks' optimizers have done different numbers of steps."""
-    steps: dict[object, tuple[bytes, FilePath]] = {}
-    for rank in ranks:
-        key, kinds = next(iter(rank.states.items()), (None, {}))
-        part, infos = kinds.get("step", (None, []))
-        for _, info in infos if part is not None and not part.shape else ():
-            (content,) = read_ranges([(info.file, info.offset, info.offset + info.nbytes)])
-            first = steps.setdefault(key, (content, info.file))
-            if first[0] != content:
-                raise MismatchError(f"{info.file} and {first[1]} are of different steps", _OTHERS)

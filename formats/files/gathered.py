@@ -14,10 +14,11 @@ from formats.errors import MismatchError
 from formats.files.chunks import Chunk, check_tiling, read_chunks, whole_shape
 from formats.files.dcp import Blob, Distributed, Whole, object_bytes, read_object
 from formats.files.safetensors import TensorInfo, read_header
-from formats.store import FilePath
+from formats.store import FilePath, read_ranges
 
 Keys = tuple[str | int, ...]
 STATE: Keys = ("optimizer", "state")
+TOGETHER = "bring all files of one save together"
 _PARAMETERS = re.compile(r"optimizer\.param_groups\.\d+\.params")
 
 
@@ -76,7 +77,7 @@ class Gathered:
                 around = [(*of[:dim], *of[dim + 1 :]) if dim is not None else (*of,) for of in (part, shape)]
                 if around[0] != around[1]:
                     text = f"'{name}' is {shape} on the first model parallel ranks, and {list(part)} on the next"
-                    raise MismatchError(f"{self._folder}: {text}", "bring all files of one save together")
+                    raise MismatchError(f"{self._folder}: {text}", TOGETHER)
                 if dim is None:
                     continue
                 begin = tuple(shape[dim] if at == dim else 0 for at in range(len(shape)))
@@ -104,6 +105,17 @@ class Gathered:
         name = ".".join(map(str, keys))
         self._keys[name] = keys
         return name
+
+
+def check_steps(steps: Iterable[tuple[FilePath, object]]) -> None:
+    """Raise MismatchError if the steps that files state, as numbers or as tensors, differ."""
+    first: tuple[FilePath, object] | None = None
+    for file, step in steps:
+        if isinstance(step, TensorInfo):
+            (step,) = read_ranges([(step.file, step.offset, step.offset + step.nbytes)])
+        first = first or (file, step)
+        if step != first[1]:
+            raise MismatchError(f"{file} and {first[0]} are of different steps", TOGETHER)
 
 
 def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:

@@ -19,12 +19,13 @@ import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError
-from formats.files.safetensors import DTYPE_BITS, MAX_DIMS
+from formats.files.safetensors import DTYPE_BITS, MAX_DIMS, TORCH_NAMES
 
 LARGEST_PICKLE = 256 << 20
 """Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""
@@ -49,7 +50,9 @@ class Inert:
 
     def get(self, name: str) -> Any:
         """An attribute, as far as the state says; None if it does not. A state may be two: attributes and slots."""
-        states = self.state if type(self.state) is tuple and len(self.state) == 2 else (self.state,)
+        if type(self.state) is dict:
+            return self.state.get(name)
+        states: tuple[Any, ...] = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
         return next((of[name] for of in reversed(states) if isinstance(of, dict) and name in of), None)
 
 
@@ -105,13 +108,115 @@ def follow(pickled: bytes, names: Names) -> object:
     """
     if len(pickled) > LARGEST_PICKLE:
         raise ValueError(f"it has {len(pickled):,} bytes, of which at most {LARGEST_PICKLE:,} are read")
-    machine, file, steps = _Machine(names), BytesIO(pickled), _STEPS
-    while (code := file.read(1)) != b".":  # STOP
-        read, step = steps[code]
+    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+    push = stack.append
+
+    def take(count: int | None = None) -> list[Any]:
+        """Pop ``count`` items, or those above the last mark."""
+        start = marks.pop() if count is None else len(stack) - count
+        if start < (marks[-1] if marks else 0):
+            raise ValueError("the stack is empty")
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    def put(index: int | None) -> None:
+        memo[len(memo) if index is None else index] = stack[-1]
+
+    def name(path: str) -> None:
+        if path not in names.classes and path not in names.calls and path not in names.plain:
+            raise RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
+        push(Global(path))
+
+    def name_from_stack(_: object) -> None:
+        module, word = take(2)
+        if type(module) is not str or type(word) is not str:
+            raise ValueError("a name should be a text")
+        name(f"{module}.{word}")
+
+    def append(items: list[Any]) -> None:
+        if type(stack[-1]) is not list:
+            raise RefusedError("appending to something that is no list")
+        stack[-1].extend(items)
+
+    def assign(items: list[Any]) -> None:
+        target = stack[-1]
+        if type(target) is not dict or not all(map(_is_key, items[::2])):
+            raise RefusedError("setting an item of something that is no dictionary, or under an unusual key")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def add(items: list[Any]) -> None:
+        if type(stack[-1]) is not set or not all(map(_is_key, items)):
+            raise RefusedError("adding to something that is no set, or something unusual to one")
+        stack[-1].update(items)
+
+    def load(_: object) -> None:
+        if names.load is None:
+            raise RefusedError("something that is stored elsewhere")
+        push(names.load(stack.pop()))
+
+    def call(_: object) -> None:
+        """A call of a function, or the making of an object."""
+        function, arguments = take(2)
+        if type(function) is not Global or type(arguments) is not tuple:
+            raise RefusedError(f"a call of {kind_of(function)}")
+        construct = names.calls.get(function.path)
+        if construct is None and function.path not in names.classes:
+            raise RefusedError(f"a call of {function.path}")
+        push(Inert(function.path, arguments) if construct is None else construct(*arguments))
+
+    def call_with_keywords(_: object) -> None:
+        if stack.pop() != {}:
+            raise RefusedError("an object made with keywords")
+        call(None)
+
+    def build(_: object) -> None:
+        """Set the state of an object; a dictionary's attributes are dropped."""
+        (state,) = take(1)
+        target = stack[-1]
+        if type(target) is Inert:
+            target.state = state
+        elif type(target) is not dict:
+            raise RefusedError(f"setting the state of a {kind_of(target)}")
+
+    steps: dict[str, Callable[[Any], object]] = {  # what torch.save writes, and what the same takes in protocols 3 to 5
+        **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
+        **dict.fromkeys(_ARGUMENTS, push),
+        "BYTEARRAY8": lambda content: push(bytes(content)),
+        "NONE": lambda _: push(None),
+        "NEWTRUE": lambda _: push(True),
+        "NEWFALSE": lambda _: push(False),
+        "EMPTY_TUPLE": lambda _: push(()),
+        "EMPTY_LIST": lambda _: push([]),
+        "EMPTY_DICT": lambda _: push({}),
+        "EMPTY_SET": lambda _: push(set()),
+        "MARK": lambda _: marks.append(len(stack)),
+        "TUPLE": lambda _: push(tuple(take())),
+        "TUPLE1": lambda _: push(tuple(take(1))),
+        "TUPLE2": lambda _: push(tuple(take(2))),
+        "TUPLE3": lambda _: push(tuple(take(3))),
+        "APPEND": lambda _: append(take(1)),
+        "APPENDS": lambda _: append(take()),
+        "SETITEM": lambda _: assign(take(2)),
+        "SETITEMS": lambda _: assign(take()),
+        "ADDITEMS": lambda _: add(take()),
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), put),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda index: push(memo[index])),
+        "GLOBAL": name,
+        "STACK_GLOBAL": name_from_stack,
+        "BINPERSID": load,
+        **dict.fromkeys(("REDUCE", "NEWOBJ"), call),
+        "NEWOBJ_EX": call_with_keywords,
+        "BUILD": build,
+    }
+    step_of = {code: (read, steps.get(word)) for code, (word, read) in _INSTRUCTIONS.items()}
+    file = BytesIO(pickled)
+    for code in iter(partial(file.read, 1), b"."):  # up to STOP
+        read, step = step_of[code]
         if step is None:
-            raise RefusedError(f"the instruction {read}")
-        step(machine, read(file))
-    return machine.stack.pop()
+            raise RefusedError(f"the instruction {_INSTRUCTIONS[code][0]}")
+        step(read(file))
+    return stack.pop()
 
 
 def kind_of(value: object) -> str:
@@ -124,81 +229,6 @@ def quote(value: object) -> str:
     if isinstance(value, str):
         return repr(value[:100])
     return str(value) if isinstance(value, int) and abs(value) < 1 << 63 else f"a {kind_of(value)}"
-
-
-class _Machine:
-    """The state of the machine: the stack, its marks, and the memo."""
-
-    __slots__ = ("marks", "memo", "names", "stack")
-
-    def __init__(self, names: Names) -> None:
-        self.names = names
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def take(self, count: int | None = None) -> list[Any]:
-        """Pop ``count`` items, or those above the last mark."""
-        start = self.marks.pop() if count is None else len(self.stack) - count
-        if start < (self.marks[-1] if self.marks else 0):
-            raise ValueError("the stack is empty")
-        items = self.stack[start:]
-        del self.stack[start:]
-        return items
-
-    def name(self, path: str) -> None:
-        """Push what a name stands for."""
-        names = self.names
-        if path not in names.classes and path not in names.calls and path not in names.plain:
-            raise RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
-        self.stack.append(Global(path))
-
-    def extend(self, items: list[Any]) -> None:
-        """Append to the list on the stack."""
-        if type(self.stack[-1]) is not list:
-            raise RefusedError("appending to something that is no list")
-        self.stack[-1].extend(items)
-
-    def assign(self, items: list[Any]) -> None:
-        """Set items of the dictionary on the stack."""
-        target = self.stack[-1]
-        if type(target) is not dict or not all(map(_is_key, items[::2])):
-            raise RefusedError("setting an item of something that is no dictionary, or under an unusual key")
-        target.update(zip(items[::2], items[1::2], strict=True))
-
-    def add(self, items: list[Any]) -> None:
-        """Add to the set on the stack."""
-        if type(self.stack[-1]) is not set or not all(map(_is_key, items)):
-            raise RefusedError("adding to something that is no set, or something unusual to one")
-        self.stack[-1].update(items)
-
-    def load(self) -> None:
-        """Push what a persistent id stands for."""
-        if self.names.load is None:
-            raise RefusedError("something that is stored elsewhere")
-        self.stack.append(self.names.load(self.stack.pop()))
-
-    def call(self) -> None:
-        """Push what a call, or the making of an object, stands for."""
-        function, arguments = self.take(2)
-        if type(function) is not Global or type(arguments) is not tuple:
-            raise RefusedError(f"a call of {kind_of(function)}")
-        construct = self.names.calls.get(function.path)
-        if construct is not None:
-            self.stack.append(construct(*arguments))
-        elif function.path in self.names.classes:
-            self.stack.append(Inert(function.path, arguments))
-        else:
-            raise RefusedError(f"a call of {function.path}")
-
-    def build(self) -> None:
-        """Set the state of the object on the stack; a dictionary's attributes are dropped."""
-        (state,) = self.take(1)
-        target = self.stack[-1]
-        if type(target) is Inert:
-            target.state = state
-        elif type(target) is not dict:
-            raise RefusedError(f"setting the state of a {kind_of(target)}")
 
 
 _PLAIN = {str, int, bool, float, bytes, type(None)}
@@ -215,23 +245,6 @@ def _is_key(key: object) -> bool:
     )
 
 
-def _put(machine: _Machine, index: int) -> None:
-    machine.memo[index] = machine.stack[-1]
-
-
-def _stack_global(machine: _Machine, _: object) -> None:
-    module, name = machine.take(2)
-    if type(module) is not str or type(name) is not str:
-        raise ValueError("a name should be a text")
-    machine.name(f"{module}.{name}")
-
-
-def _new_with_keywords(machine: _Machine, _: object) -> None:
-    if machine.stack.pop() != {}:
-        raise RefusedError("an object made with keywords")
-    machine.call()
-
-
 def _path(file: BytesIO) -> str:
     """The two lines of a name; Python's own reader takes backslashes in them for escapes."""
     module, name = file.readline(), file.readline()
@@ -240,52 +253,17 @@ def _path(file: BytesIO) -> str:
     return f"{module[:-1].decode()}.{name[:-1].decode()}"
 
 
-_Step = Callable[[_Machine, Any], object]
 _ARGUMENTS = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
 )  # fmt: skip
 """What pushes its argument."""
-_BY_NAME: dict[str, _Step] = {
-    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
-    **dict.fromkeys(_ARGUMENTS, lambda machine, argument: machine.stack.append(argument)),
-    "BYTEARRAY8": lambda machine, content: machine.stack.append(bytes(content)),
-    "NONE": lambda machine, _: machine.stack.append(None),
-    "NEWTRUE": lambda machine, _: machine.stack.append(True),
-    "NEWFALSE": lambda machine, _: machine.stack.append(False),
-    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
-    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
-    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
-    "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
-    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
-    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.take())),
-    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine.take(1))),
-    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine.take(2))),
-    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine.take(3))),
-    "APPEND": lambda machine, _: machine.extend(machine.take(1)),
-    "APPENDS": lambda machine, _: machine.extend(machine.take()),
-    "SETITEM": lambda machine, _: machine.assign(machine.take(2)),
-    "SETITEMS": lambda machine, _: machine.assign(machine.take()),
-    "ADDITEMS": lambda machine, _: machine.add(machine.take()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
-    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
-    "GLOBAL": lambda machine, path: machine.name(path),
-    "STACK_GLOBAL": _stack_global,
-    "BINPERSID": lambda machine, _: machine.load(),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.call()),
-    "NEWOBJ_EX": _new_with_keywords,
-    "BUILD": lambda machine, _: machine.build(),
+_INSTRUCTIONS: dict[bytes, tuple[str, Callable[[BytesIO], Any]]] = {
+    **{bytes([code]): (f"0x{code:02x}", _path) for code in range(256)},
+    **{op.code.encode("latin-1"): (op.name, op.arg.reader if op.arg else lambda _: None) for op in pickletools.opcodes},
+    b"c": ("GLOBAL", _path),
 }
-"""What torch.save writes (protocol 2), and what the same data takes in protocols 3 to 5."""
-_STEPS: dict[bytes, tuple[Any, _Step | None]] = {bytes([code]): (f"0x{code:02x}", None) for code in range(256)} | {
-    op.code.encode("latin-1"): (op.arg.reader if op.arg else lambda file: None, _BY_NAME[op.name])
-    if op.name in _BY_NAME
-    else (op.name, None)
-    for op in pickletools.opcodes
-}
-_STEPS[b"c"] = _path, _BY_NAME["GLOBAL"]
-"""For each instruction what reads its argument, and what is done; of one that is refused its name, and None."""
+"""For each instruction its name, and what reads its argument."""
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -367,13 +345,7 @@ def _written_number(value: int) -> bytes:
     return b"\x8a" + bytes([len(content)]) + content
 
 
-DTYPES: Mapping[str, str] = {
-    "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.uint16": "U16", "torch.int16": "I16",
-    "torch.uint32": "U32", "torch.int32": "I32", "torch.uint64": "U64", "torch.int64": "I64", "torch.float16": "F16",
-    "torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float64": "F64", "torch.complex64": "C64",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ", "torch.float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
+DTYPES: Mapping[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 STORAGES: Mapping[str, str] = {
     "torch.BoolStorage": "BOOL", "torch.ByteStorage": "U8", "torch.CharStorage": "I8", "torch.ShortStorage": "I16",
     "torch.IntStorage": "I32", "torch.LongStorage": "I64", "torch.HalfStorage": "F16", "torch.BFloat16Storage": "BF16",
@@ -382,7 +354,7 @@ STORAGES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made for every tensor: a frozen one takes three times as long
 class Storage:
     """Stands for a storage: record ``data/<key>`` of the archive, ``numel`` elements of ``dtype``."""
 
@@ -396,7 +368,7 @@ class Storage:
         return self.numel * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Tensor:
     """Stands for a tensor: a view of a storage. ``offset`` and ``strides`` count elements of ``dtype``."""
 

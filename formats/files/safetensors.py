@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,33 +23,22 @@ from formats.documents import LARGEST, strict_json
 from formats.errors import CheckpointError, brief
 from formats.store import FilePath, open_file, unreadable
 
-#: Bits of one element, for every dtype of safetensors 0.8. ``F4`` and ``F6_*`` are packed, several to a byte.
-DTYPE_BITS: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-
-DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPE_BITS = {"BOOL": 8} | {
+    dtype: int(re.findall("[0-9]+", dtype)[0])
+    for dtype in (
+        "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16",
+        "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+    )
+}  # fmt: skip
+"""Bits of one element, for every dtype of safetensors 0.8. ``F4`` and ``F6_*`` are packed, several to a byte."""
+TORCH_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""What torch calls the dtypes that it has as one."""
+DTYPE_NAMES = {dtype: TORCH_NAMES[dtype] for dtype in ("F64", "F32", "BF16", "F16")}
 """The dtypes of weights that are not quantized, as config.json calls them."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Those to which weights may be cast, as ``--dtype`` calls them."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from formats.documents import (
     Record,
     Unfit,
     anything,
+    document_of,
     file_name,
     items,
     json_bytes,
@@ -29,15 +30,17 @@ from formats.documents import (
     mapping,
     optional,
     read_document,
+    reader_of,
     size,
     sound,
     strict_json,
+    structure,
     text,
     utf8,
     whole,
-)  # fmt: skip
+)
 from formats.errors import CheckpointError, brief
-from formats.files.checksum import Stamp, read_stamp
+from formats.files.checksum import Stamp
 from formats.files.safetensors import TensorInfo, parse_header
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
@@ -56,9 +59,14 @@ _MOST_TENSORS = 10_000_000
 class FileRecord:
     """A file of the output: its name relative to the root, its size in bytes, its checksum (None: not taken)."""
 
-    name: str
+    name: str = field(metadata={"read": file_name})
     size: int
     checksum: str | None
+
+
+def _header(value: object, where: str) -> bytes:
+    content = utf8(value, where)
+    return len(content).to_bytes(8, "little") + content
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,10 @@ class SourceFileRecord:
     ``checksum`` is that of the whole file; None where not all of it was read.
     """
 
-    name: str
+    name: str = field(metadata={"read": file_name})
     size: int
-    header: bytes
-    checksum: str | None = None
+    checksum: str | None
+    header: bytes = field(metadata={"read": _header, "write": lambda raw: raw[8:].decode()})
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -84,6 +92,14 @@ class SourceFileRecord:
 
 
 @dataclass(frozen=True)
+class Index:
+    """The ``*.index.json`` of the source's weights."""
+
+    name: str = field(metadata={"read": file_name})
+    content: bytes = field(metadata={"read": utf8, "write": bytes.decode})
+
+
+@dataclass(frozen=True)
 class SourceRecord:
     """Where the shards come from. ``id`` is the fingerprint of the weights; ``files`` is empty for a ``.bin`` source.
 
@@ -93,10 +109,9 @@ class SourceRecord:
     id: str
     location: str
     commit: str | None
-    files: tuple[SourceFileRecord, ...]
-    index_name: str | None
-    index: bytes | None
     aliases: Mapping[str, str]
+    index: Index | None
+    files: tuple[SourceFileRecord, ...]
 
     @property
     def twice(self) -> Mapping[str, str]:
@@ -146,11 +161,11 @@ class Manifest:
     identity: Identity
     source: SourceRecord
     architecture: Mapping[str, Any]
-    max_shard_size: int
+    max_shard_size: int = field(metadata={"read": whole(1)})
     side_files: tuple[FileRecord, ...]
     ranks: Mapping[int, tuple[FileRecord, ...]]
     inputs: tuple[Stamp, ...]
-    format: str | None = None
+    format: str | None = field(default=None, metadata={"key": "layout"})
     """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
 
 
@@ -169,7 +184,7 @@ def plan_digest(architecture: Mapping[str, Any]) -> str:
 
 def manifest_text(manifest: Manifest) -> str:
     """The text of ``reshard.json``."""
-    identity, source = manifest.identity, manifest.source
+    identity = manifest.identity
     document = {
         "format": "reshard",
         "version": VERSION,
@@ -182,33 +197,15 @@ def manifest_text(manifest: Manifest) -> str:
         "row_parallel_bias": "the same on every rank, to be added once, after the all-reduce",
         "checksum": "columns64",
         "ranks": [
-            {"rank": rank, "folder": identity.mesh.folder(rank), "files": [_file(record) for record in records]}
+            {"rank": rank, "folder": identity.mesh.folder(rank), "files": document_of(records)}
             for rank, records in sorted(manifest.ranks.items())
         ],
-        "side_files": [_file(record) for record in manifest.side_files],
+        "side_files": document_of(manifest.side_files),
         "plan": manifest.architecture,
-        "source": {
-            "id": source.id,
-            "location": source.location,
-            "commit": source.commit,
-            "aliases": dict(source.aliases),
-            "index": {"name": source.index_name, "content": _text(source.index)} if source.index_name else None,
-            "files": [
-                {"name": file.name, "size": file.size, "checksum": file.checksum, "header": _text(file.header[8:])}
-                for file in source.files
-            ],
-        },
-        "inputs": [stamp.to_document() for stamp in manifest.inputs],
+        "source": document_of(manifest.source),
+        "inputs": document_of(manifest.inputs),
     }
     return json_bytes(document).decode() + "\n"
-
-
-def _file(record: FileRecord) -> dict[str, Any]:
-    return {"name": record.name, "size": record.size, "checksum": record.checksum}
-
-
-def _text(content: bytes | None) -> str | None:
-    return None if content is None else content.decode("utf-8")
 
 
 _NOT_OURS = (
@@ -227,21 +224,14 @@ def _manifest(value: object, where: str) -> Manifest:
         raise Unfit("is not a manifest of reshard")
     if top.find("version", anything, None) != VERSION:
         raise Unfit(f"version {brief(top.find('version', anything, None))}, this reshard reads version {VERSION}")
-    plan, source = top.get("plan", json_object), top.get("source", _source)
+    plan, source = top.get("plan", json_object), top.get("source", reader_of(SourceRecord))
+    if len({file.name for file in source.files}) != len(source.files):
+        raise Unfit("source.files should name each file once")
     identity = _identity_of(top, source.id, plan_digest(plan))
     ranks = top.get("ranks", items(_rank_files(identity.mesh)))
     if len(dict(ranks)) != len(ranks):
         raise Unfit("ranks should list each rank once")
-    return Manifest(
-        identity=identity,
-        source=source,
-        architecture=plan,
-        max_shard_size=top.get("max_shard_size", whole(1)),
-        side_files=top.get("side_files", items(_file_record)),
-        ranks=dict(ranks),
-        inputs=top.get("inputs", items(read_stamp)),
-        format=top.find("layout", optional(text), None),
-    )
+    return structure(Manifest, top, identity=identity, source=source, architecture=plan, ranks=dict(ranks))
 
 
 def _identity_of(top: Record, source: str, plan: str) -> Identity:
@@ -254,47 +244,10 @@ def _identity_of(top: Record, source: str, plan: str) -> Identity:
     return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, (block[0], block[1]) if block else None)
 
 
-def _source(value: object, where: str) -> SourceRecord:
-    source = Record(value, where)
-    index, files = source.get("index", optional(_index)), source.get("files", items(_source_file))
-    if len({file.name for file in files}) != len(files):
-        raise Unfit(f"{where}.files should name each file once")
-    return SourceRecord(
-        id=source.get("id", text),
-        location=source.get("location", text),
-        commit=source.get("commit", optional(text)),
-        files=files,
-        index_name=index[0] if index else None,
-        index=index[1] if index else None,
-        aliases=source.get("aliases", mapping(text)),
-    )
-
-
-def _index(value: object, where: str) -> tuple[str, bytes]:
-    index = Record(value, where)
-    return index.get("name", file_name), index.get("content", utf8)
-
-
-def _source_file(value: object, where: str) -> SourceFileRecord:
-    file = Record(value, where)
-    content = file.get("header", utf8)
-    return SourceFileRecord(
-        file.get("name", file_name),
-        file.get("size", size),
-        len(content).to_bytes(8, "little") + content,
-        file.get("checksum", optional(text)),
-    )
-
-
-def _file_record(value: object, where: str) -> FileRecord:
-    file = Record(value, where)
-    return FileRecord(file.get("name", file_name), file.get("size", size), file.get("checksum", optional(text)))
-
-
 def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:
     def read(value: object, where: str) -> tuple[int, tuple[FileRecord, ...]]:
         rank = Record(value, where)
-        return rank.get("rank", whole(0, mesh.size - 1)), rank.get("files", items(_file_record))
+        return rank.get("rank", whole(0, mesh.size - 1)), rank.get("files", items(reader_of(FileRecord)))
 
     return read
 

@@ -5,9 +5,6 @@ that may occur are a part of those that ``torch.load(..., weights_only=True)`` a
 nor any tensor data read.
 
 Source: ``torch/serialization.py`` of PyTorch 2.4 to 2.13.
-
-The directory of a zip archive that is a range of a file is read without its data. Source: PKWARE's APPNOTE.TXT 6.3.10,
-4.3 to 4.5.
 """
 
 from __future__ import annotations
@@ -16,106 +13,16 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CheckpointError
 from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, quote, read_pickle
 from formats.files.safetensors import TensorInfo
-from formats.store import FilePath, open_file, unreadable
+from formats.store import FilePath, RangeFile, open_file, unreadable
 
-Read = Callable[[int, int], bytes]
-"""Reads so many bytes of the archive from an offset on; fewer, where it ends."""
-
-MAX_DIRECTORY = 256 << 20
-"""Bytes of a directory; an entry has some 70."""
-_END, _END_64, _LOCATOR_64, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
-_MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF
-
-
-class Entry(NamedTuple):
-    """An entry: the offset of its header in the archive, the bytes of its data, and whether these are as they are."""
-
-    name: str
-    at: int
-    size: int
-    is_plain: bool
-
-
-def read_directory(read_range: Read, size: int) -> dict[str, Entry]:
-    """The entries of an archive of ``size`` bytes, by name, in their order.
-
-    Raises ValueError with the reason if there is none, or if it contradicts itself.
-    """
-    count, begin, length = _find_directory(read_range, size)
-    if not 0 <= begin <= begin + length <= size or length > MAX_DIRECTORY:
-        raise ValueError(f"its directory of {length:,} bytes from byte {begin:,} on is not in its {size:,} bytes")
-    content, place = read_range(begin, length), 0
-    entries: dict[str, Entry] = {}
-    for _ in range(count):
-        fixed = content[place : place + 46]
-        if len(fixed) < 46 or fixed[:4] != _CENTRAL:
-            raise ValueError("its directory ends before its last entry")
-        flags, method = struct.unpack("<HH", fixed[8:12])
-        packed, plain, name, extra, comment = struct.unpack("<IIHHH", fixed[20:34])
-        (at,) = struct.unpack("<I", fixed[42:46])
-        behind = place + 46 + name
-        key = content[place + 46 : behind].decode("utf-8", "surrogateescape")
-        if _MOST_32 in (packed, plain, at):
-            plain, packed, at = _in_64_bits(content[behind : behind + extra], plain, packed, at)
-        if key in entries:
-            raise ValueError("a record of the zip archive appears twice")
-        entries[key] = Entry(key, at, plain, method == 0 and not flags & 1 and packed == plain)
-        place = behind + extra + comment
-    if place > length:
-        raise ValueError("its directory ends within an entry")
-    return entries
-
-
-def data_offset(read_range: Read, entry: Entry) -> int | None:
-    """The offset of an entry's data in the archive; None if no entry begins where the directory says."""
-    local = read_range(entry.at, 30)
-    if len(local) < 30 or local[:4] != _LOCAL:
-        return None
-    name, extra = struct.unpack("<HH", local[26:30])
-    return int(entry.at + 30 + name + extra)
-
-
-def _find_directory(read_range: Read, size: int) -> tuple[int, int, int]:
-    """The number of entries, and offset and length (bytes) of the directory."""
-    end = size - 22
-    tail = read_range(max(0, end), 22)
-    if tail[:4] != _END or tail[20:] != b"\0\0":  # a comment may stand behind it
-        start = max(0, size - 22 - _MOST_16)
-        tail = read_range(start, size - start)
-        place = tail.rfind(_END)
-        if place < 0 or len(tail) < place + 22:
-            raise ValueError("its directory is missing")
-        end, tail = start + place, tail[place : place + 22]
-    count, length, begin = struct.unpack("<HII", tail[10:20])
-    locator = read_range(end - 20, 20) if end >= 20 else b""
-    if locator[:4] != _LOCATOR_64:
-        return count, begin, length
-    (offset,) = struct.unpack("<Q", locator[8:16])
-    record = read_range(min(offset, size), 56)
-    if len(record) < 56 or record[:4] != _END_64:
-        raise ValueError("its directory of 64 bits is missing")
-    count, length, begin = struct.unpack("<QQQ", record[32:56])
-    return count, begin, length
-
-
-def _in_64_bits(extra: bytes, *values: int) -> tuple[int, ...]:
-    """The values, of which those that 32 bits do not hold stand in an extra field."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, length = struct.unpack("<HH", extra[place : place + 4])
-        if kind == 1:
-            numbers = iter(struct.unpack(f"<{length // 8}Q", extra[place + 4 : place + 4 + length // 8 * 8]))
-            return tuple(next(numbers, value) if value == _MOST_32 else value for value in values)
-        place += 4 + length
-    return values
-
-
+MAX_DIRECTORY = 64 << 20
+"""Bytes of a zip archive's directory; an entry has some 70."""
 _DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _RESAVE = "load it with torch where you trust it, and save the state dict again with safetensors or torch.save"
 
@@ -194,11 +101,7 @@ class TorchArchive:
     file: IO[bytes]
     begin: int
     size: int
-    entries: dict[str, Entry]
-
-    def content(self, offset: int, length: int) -> bytes:
-        """Bytes of the archive."""
-        return _content(self.file, self.begin, self.size, offset, length)
+    entries: dict[str, ZipInfo]
 
     def record(self, name: str) -> bytes:
         """The content of an entry; nothing if there is none."""
@@ -207,7 +110,8 @@ class TorchArchive:
         offset, size = self._find(self.entries[name])
         if size > LARGEST_PICKLE:
             raise CheckpointError(f"{self.where}: its {name} has {size:,} bytes, at most {LARGEST_PICKLE:,} are read")
-        return self.content(offset - self.begin, size)
+        self.file.seek(offset)
+        return self.file.read(size)
 
     def read(self, names: Names, may: str) -> object:
         """What was saved, on stand-ins (see ``formats.files.pickles``)."""
@@ -221,18 +125,23 @@ class TorchArchive:
             raise CheckpointError(f"{self.where}: the data of storage {key} is missing from the archive", _DAMAGED)
         return self._find(entry)
 
-    def _find(self, entry: Entry) -> tuple[int, int]:
-        if not entry.is_plain:
-            raise CheckpointError(f"{self.where}: record {entry.name!r:.100} is compressed or encrypted", _RESAVE)
-        offset = data_offset(self.content, entry)
-        if offset is None:
-            raise CheckpointError(
-                f"{self.where}: record {entry.name!r:.100} does not begin where the archive says", _DAMAGED
-            )
-        missing = offset + entry.size - self.size
+    def _find(self, entry: ZipInfo) -> tuple[int, int]:
+        if entry.compress_type != ZIP_STORED or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
+            raise self._refused(entry, "is compressed or encrypted", _RESAVE)
+        header = b""
+        if 0 <= entry.header_offset < self.size:
+            self.file.seek(self.begin + entry.header_offset)
+            header = self.file.read(30)
+        if len(header) < 30 or header[:4] != b"PK\3\4":
+            raise self._refused(entry, "does not begin where the archive says")
+        offset = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
+        missing = offset + entry.file_size - self.size
         if missing > 0:
-            raise CheckpointError(f"{self.where}: {missing} bytes of record {entry.name!r:.100} are missing", _DAMAGED)
-        return self.begin + offset, entry.size
+            raise self._refused(entry, f"is not all there: {missing} bytes are missing")
+        return self.begin + offset, entry.file_size
+
+    def _refused(self, entry: ZipInfo, why: str, hint: str = _DAMAGED) -> CheckpointError:
+        return CheckpointError(f"{self.where}: record {entry.filename!r:.100} {why}", hint)
 
 
 @contextmanager
@@ -250,9 +159,18 @@ def torch_file(path: FilePath) -> Iterator[TorchArchive]:
 def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) -> TorchArchive:
     """An archive of torch.save in ``size`` bytes of a file. Raises CheckpointError if it is none, or not readable."""
 
+    def read_range(first: int, last: int) -> bytes:
+        if last - first > MAX_DIRECTORY:
+            raise ValueError(f"its directory of {last - first:,} bytes is too long")
+        file.seek(begin + first)
+        return file.read(last - first)
+
     try:
-        directory = read_directory(partial(_content, file, begin, size), size)
-    except ValueError as error:
+        infos = ZipFile(RangeFile(read_range, size)).infolist()
+        directory = {info.filename: info for info in infos}
+        if len(directory) < len(infos):
+            raise ValueError("a record of the zip archive appears twice")
+    except (BadZipFile, ValueError, NotImplementedError, struct.error) as error:
         raise CheckpointError(f"{where}: not a readable zip archive: {error}", _DAMAGED) from error
     pickles = [name for name in directory if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -266,14 +184,6 @@ def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) 
     if order != b"little":
         raise CheckpointError(f"{where}: its bytes are in {order[:20]!r} order, not little-endian", _RESAVE)
     return archive
-
-
-def _content(file: IO[bytes], begin: int, size: int, offset: int, length: int) -> bytes:
-    """Bytes of the ``size`` bytes from byte ``begin`` of a file, as far as they are there."""
-    if not 0 <= offset < size:
-        return b""
-    file.seek(begin + offset)
-    return file.read(min(length, size - offset))
 
 
 def _state_dict(path: FilePath, state: object) -> dict[str, Tensor]:

@@ -19,13 +19,12 @@ from functools import lru_cache
 
 from formats.errors import PlanError
 from formats.files.checksum import Crc
-from formats.files.pickles import DTYPES, STORAGES, Global, Inert, Persistent, write_pickle
-from formats.files.safetensors import DTYPE_BITS
+from formats.files.pickles import STORAGES, Global, Inert, Persistent, write_pickle
+from formats.files.safetensors import DTYPE_BITS, TORCH_NAMES
 
 _ROOT = "archive"
 _ALIGNMENT = 64
 _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
-_DTYPES = {dtype: path for path, dtype in DTYPES.items()}
 _MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF
 
 
@@ -185,12 +184,12 @@ def pickled_tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> I
         strides.insert(0, count)
         count *= size
     bare = dtype not in _STORAGES
-    if bare and dtype not in _DTYPES:
+    if bare and dtype not in TORCH_NAMES:
         raise PlanError(f"tensor '{name}' is {dtype}, which torch.save does not write")
     storage = "torch.storage.UntypedStorage" if bare else _STORAGES[dtype]
     numel = count * DTYPE_BITS[dtype] // 8 if bare else count
     persistent = Persistent(("storage", Global(storage), str(key), "cpu", numel))
     arguments = (persistent, 0, shape, tuple(strides), False, Inert("collections.OrderedDict", ()))
     if bare:
-        return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(_DTYPES[dtype])))
+        return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(f"torch.{TORCH_NAMES[dtype]}")))
     return Inert("torch._utils._rebuild_tensor_v2", arguments)

@@ -51,16 +51,9 @@ def find_training(folder: FilePath) -> Training | None:
     if of_ranks:
         return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks), "saved from FSDP")
     step = _step_of(folder, names)
-    states = (
-        [
-            path
-            for path in glob(step, "*_states.pt")
-            if any(map(re.Pattern.fullmatch, (MODEL, OPTIMIZER), [path.name] * 2))
-        ]
-        if step
-        else []
-    )
-    if step is not None and states:
+    patterns = (MODEL, OPTIMIZER)
+    states = [path for path in glob(step, "*_states.pt") if any(of.fullmatch(path.name) for of in patterns)]
+    if states:
         return Training(states[0], partial(read_zero, step), "saved by DeepSpeed")
     for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
         if model in names and ((folder / model).is_file() or (folder / model / METADATA).is_file()):

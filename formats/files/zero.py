@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from formats.errors import CheckpointError, MismatchError
 from formats.files.chunks import flat_chunks, from_list, list_range
 from formats.files.dcp import Distributed
-from formats.files.gathered import STATE, Gathered
+from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import TENSORS, Tensor, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
 from formats.files.universal import PLACES
-from formats.store import FilePath, glob, read_ranges
+from formats.store import FilePath, glob
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -40,7 +40,6 @@ _NAMES = TENSORS.with_classes(
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-_TOGETHER = "bring all files of one save together"
 _ELSE = "save it with one model parallel rank, or as a Hugging Face checkpoint"
 _CUTS = "universal_checkpoint_info"
 _PLAIN = {"tp_replicated_parameter_patterns": None, "parameter_with_row_parallelism_patterns": 1}
@@ -85,17 +84,15 @@ def read_zero(folder: FilePath) -> Distributed:
             main, own = models[0], optimizers[0].table("optimizer_state_dict") if optimizers else {}
             ranks = max(int(main.content.get("mp_world_size") or 1), *(number + 1 for number in parallel))
             if (missing := next((each for each in range(ranks) if each not in parallel), None)) is not None:
-                raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", _TOGETHER)
+                raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", TOGETHER)
             origins = {str(copy): str(of) for copy, of in main.table("shared_params").items()}  # others have none
             info = main.table(_CUTS) or own.get(_CUTS)
             cuts = Cuts(folder, info, ranks) if ranks > 1 and not is_universal else None
         for file in models:
             if file.content.get("global_steps") != main.content.get("global_steps"):
-                raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", _TOGETHER)
-        gathered, groups = (
-            Gathered(folder),
-            [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()],
-        )
+                raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", TOGETHER)
+        gathered = Gathered(folder)
+        groups = [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()]
         if is_universal:
             read += _add_universal(gathered, folder, groups, origins if len(parallel) > 1 else {})
             own = _read(folder / _SETTINGS).content if (folder / _SETTINGS).is_file() else {}
@@ -159,7 +156,7 @@ def _files(folder: FilePath, pattern: re.Pattern[str], parallel: int) -> list[_F
     paths = {int(match[1] or 0): path for path, match in matches if int(match[2]) == parallel}
     missing = next((rank for rank in range(max(paths, default=0)) if rank not in paths), None)
     if missing is not None:
-        raise CheckpointError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", _TOGETHER)
+        raise CheckpointError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", TOGETHER)
     return [_read(paths[rank]) for rank in sorted(paths)]
 
 
@@ -204,7 +201,7 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     elif main.content.get("dp_world_size") not in (None, world):
         wrong = f"{main.path}: it is of {quote(main.content['dp_world_size'])} ranks, its optimizer of {world}"
     if wrong is not None:
-        raise MismatchError(wrong, _TOGETHER)
+        raise MismatchError(wrong, TOGETHER)
     inner = [state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state") for state in states]
     elastic = [{"state": dict(enumerate(each))} if isinstance(each, list) else each for each in inner]
     saved = [each if isinstance(each, dict) else {} for each in elastic]
@@ -221,8 +218,9 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
             for name, shape, chunks in add:
                 gathered.add(("model", name) if kind == "model" else (*STATE, name, kind), shape, chunks)
         except CheckpointError as error:
-            raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", _TOGETHER) from None
-    _check_steps(optimizers, saved)
+            raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", TOGETHER) from None
+    steps = [next((of.get("step") for of in state.get("state", {}).values()), None) for state in saved]
+    check_steps(zip((file.path for file in optimizers), steps, strict=True))
     _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
     return f"ZeRO-{stage}, {world} rank{'s' * (world != 1)}"
 
@@ -318,18 +316,6 @@ def _of_stage_3(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[
             parts[name] += [info for _, info in chunks]
     for name, shape in shapes.items():
         yield name, shape, next(from_list({name: shape}, parts[name]))[1]
-
-
-def _check_steps(files: Sequence[_File], saved: Sequence[dict[str, Any]]) -> None:
-    """Raise MismatchError if the ranks' optimizers have done different numbers of steps."""
-    first: object = None
-    for file, state in zip(files, saved, strict=True):
-        step: Any = next((of.get("step") for of in state.get("state", {}).values()), None)
-        if isinstance(step, TensorInfo):
-            (step,) = read_ranges([(step.file, step.offset, step.offset + step.nbytes)])
-        first = step if file is files[0] else first
-        if step != first:
-            raise MismatchError(f"{file.path} and {files[0].path} are of different steps", _TOGETHER)
 
 
 # ----------------------------------------------------------------------------------------------------- all the others

@@ -44,6 +44,7 @@ from formats.documents import (
     json_object,
     mapping,
     optional,
+    reader_of,
     record,
     structure,
     text,
@@ -68,7 +69,6 @@ from formats.notation.format import (
     Refusal,
     Renaming,
     Rules,
-    Settings,
     Types,
 )
 
@@ -162,7 +162,7 @@ def version_of(version: str | None) -> tuple[int, ...] | None:
 
 
 def _adapter_format(name: str, fields: Record) -> AdapterFormat:
-    a, b = (fields.find(key, optional(record(partial(structure, Factor))), None) for key in ("lora_A", "lora_B"))
+    a, b = (fields.find(key, optional(reader_of(Factor)), None) for key in ("lora_A", "lora_B"))
     return structure(
         AdapterFormat,
         fields,
@@ -274,7 +274,7 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
     )
     return types, Rules(
         lines=tuple(lines_of_types(table.find("lines", anything, []))),
-        constants=_all(table, "constants", record(partial(structure, Constant))),
+        constants=_all(table, "constants", reader_of(Constant)),
         dropped=tuple(
             Dropped(pattern, types=names)
             for names, patterns in _of_each_type(table, "dropped", "names", items(_pattern))
@@ -333,7 +333,7 @@ def _model_rules(table: Record) -> Rules:
     return Rules(
         lines=tuple(line for target, entries in lines for line in _lines(target, entries)),
         names=tuple(_named(Renaming, table, "names", "to")),
-        constants=_all(table, "constants", record(partial(structure, Constant))),
+        constants=_all(table, "constants", reader_of(Constant)),
         dropped=tuple(_named(Dropped, table, "dropped")),
     )
 
@@ -433,11 +433,11 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
 
 def _files(value: object, where: str) -> Files:
     """The name of a rank's weight file, or a table of such names."""
-    return record(partial(structure, Files))({"name": value} if isinstance(value, str) else value, where)
+    return reader_of(Files)({"name": value} if isinstance(value, str) else value, where)
 
 
 READERS.update({Pattern: _pattern, Expression: _expression, Cut: _cut, str | Mapping[str, str]: _on})
-READERS.update({Files: _files, Settings: record(partial(structure, Settings))})
+READERS[Files] = _files
 
 
 def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:

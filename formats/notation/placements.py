@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from formats.errors import PlanError
-from formats.notation.axes import Run
+from formats.notation.axes import Run, merge_runs
 
 Runs = tuple[Run, ...]
 
@@ -80,7 +80,7 @@ def in_order(
             dims[dim] = tuple(
                 run for part in range(parts) for run in cut(cut(dims[dim], parts, part), size, index)
             )  # fmt: skip
-    return tuple(map(_joined, dims))
+    return _joined(dims)
 
 
 def _sharded_last(
@@ -99,21 +99,15 @@ def _sharded_last(
             return None
         dims[dim] = cut(dims[dim], sizes[at], coordinate[at])
         pieces[dim] *= sizes[at]
-    return tuple(map(_joined, dims))
+    return _joined(dims)
 
 
 def _whole(shape: Sequence[int]) -> list[Runs]:
     return [(Run(0, size),) if size else () for size in shape]
 
 
-def _joined(runs: Runs) -> Runs:
-    """The same indices, with neighbours that follow each other as one run."""
-    joined: list[Run] = []
-    for run in runs:
-        if joined and joined[-1].end == run.offset:
-            run = Run(joined[-1].offset, joined.pop().length + run.length)
-        joined.append(run)
-    return tuple(joined)
+def _joined(dims: Sequence[Runs]) -> tuple[Runs, ...]:
+    return tuple(tuple(merge_runs(runs)) for runs in dims)
 
 
 def _shown(placements: Placements) -> str:

@@ -55,19 +55,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_setting(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """The same config with another value of a setting, in the place where ``quantization_settings`` found it."""
-    place = _place(config, _DEEPEST) or ()
-    return _replaced(config, place, key, value)
-
-
-def _replaced(at: Mapping[str, Any], place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
-    if place:
-        return {**at, place[0]: _replaced(at[place[0]], place[1:], key, value)}
-    inner = next((name for name in _INNER if isinstance(at.get(name), dict) and key in at[name]), None)
-    return {**at, inner: {**at[inner], key: value}} if inner else {**at, key: value}
-
-
 def _place(config: Mapping[str, Any], depth: int) -> tuple[str, ...] | None:
     """The keys that lead to the settings."""
     for key in _KEYS:
@@ -147,8 +134,15 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def with_block_size(config: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]:
-    """The same config with another block size."""
-    return with_setting(config, _KEY, list(block))
+    """The same config with another block size, in the place where ``quantization_settings`` found it."""
+    return _with_blocks(config, _place(config, _DEEPEST) or (), [*block])
+
+
+def _with_blocks(at: Mapping[str, Any], place: tuple[str, ...], block: list[int]) -> dict[str, Any]:
+    if not place:
+        inner = next((name for name in _INNER if isinstance(at.get(name), dict) and _KEY in at[name]), None)
+        return {**at, inner: {**at[inner], _KEY: block}} if inner else {**at, _KEY: block}
+    return {**at, place[0]: _with_blocks(at[place[0]], place[1:], block)}
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
@@ -293,7 +287,7 @@ def _gptq(settings: Mapping[str, Any]) -> Table:
     if layout not in {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
         reason = f"GPTQ in the '{layout}' format is stored in an order of its kernel's own, not as rows and columns"
         return dict.fromkeys((*names, ".B", ".s"), Refused(reason, "take the checkpoint in the 'gptq' format"))
-    pack, size = _per_integer(settings), _group_size(settings)
+    pack, size = _integers(_bits(settings)), _group_size(settings)
     if _bits(settings) == 3:
         pack = "*3/32"
     if isinstance(pack, Refused):
@@ -323,7 +317,7 @@ def _awq(settings: Mapping[str, Any]) -> Table:
     if version not in {"gemm", "exllama", "ipex"}:
         refused = Refused(f"AWQ version '{version}' has a layout that is not known", "convert it to version 'gemm'")
         return dict.fromkeys(names, refused)
-    pack, size = _per_integer(settings), _group_size(settings)
+    pack, size = _integers(_bits(settings)), _group_size(settings)
     if isinstance(pack, Refused):
         return dict.fromkeys(names, pack)
     groups = "1" if size is None else f"in/{size}"
@@ -496,10 +490,6 @@ _BITNET: Table = {" U8": Refused(_QUARTERS, "split the bf16 checkpoint"), ".weig
 
 def _bits(settings: Mapping[str, Any]) -> int:
     return int(settings.get("bits") or settings.get("w_bit") or 4)
-
-
-def _per_integer(settings: Mapping[str, Any]) -> str | Refused:
-    return _integers(_bits(settings))
 
 
 def _integers(bits: int) -> str | Refused:

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from formats.errors import listed
 from formats.files.safetensors import tensor_bytes, unit_of
 from formats.notation.architecture import numbers_in, without_numbers
+from formats.notation.axes import Run, merge_runs
 from formats.quantization.dequantizing import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.move.jobs import Progress, no_progress
@@ -200,15 +201,14 @@ def pairs(sides: Sequence[Content], nbytes: int, opened: Opened, piece: int = PI
         yield Pair(begin, a, b)
 
 
-class Keeper(Protocol):
-    """Keeps what is read, for a delta. It is called from several threads, for each tensor from one."""
-
-    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
-        """Take in bytes of a tensor on both sides."""
+Keep = Callable[[str, Pair, bool], None]
+"""Takes in bytes of a tensor on both sides, and whether they are the same; called by several threads, for each tensor
+from one.
+"""
 
 
 def differences(
-    a: Source, b: Source, keeper: Keeper | None = None, progress: Progress = no_progress, *, aliases: bool = False
+    a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
     of_a, of_b = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
@@ -226,8 +226,8 @@ def differences(
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
                 same = _equal(pair.left, pair.right)
-                if keeper is not None:
-                    keeper.compared(name, pair, same=same)
+                if keep is not None:
+                    keep(name, pair, same)
                 if not same:
                     left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
                     wrong = left_codes != right_codes
@@ -310,19 +310,10 @@ def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``{0..3,7}``; a number alone as it is."""
-    texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in _stretches(sorted({*numbers}))]
+    runs = ((run.offset, run.end - 1) for run in merge_runs(Run(number, 1) for number in sorted({*numbers})))
+    texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in runs]
     text = ",".join(texts)
     return text if text.isdigit() else f"{{{text}}}"
-
-
-def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from formats.files.delta import (
     WHOLE,
     Change,
     Delta,
-    Laid,
     delta_text,
     index_text,
     smallest,
@@ -34,6 +33,7 @@ from formats.files.delta import (
     version_of,
 )
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
+from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
 from reshard.delta.differences import (
     CHANGED,
@@ -64,7 +64,7 @@ class _Sums:
         self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
         self.values: dict[str, tuple[str, str]] = {}
 
-    def compared(self, name: str, pair: Pair, *, same: bool) -> None:
+    def compared(self, name: str, pair: Pair, same: bool) -> None:
         """Add bytes of both sides."""
         if name not in self._open:
             self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
@@ -97,7 +97,7 @@ def write_delta(
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
     right = tensors_of(b)
     sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
-    diff = differences(a, b, sums, progress, aliases=True)
+    diff = differences(a, b, sums.compared, progress, aliases=True)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"  # named first: Ctrl-C may come when it is made
     building = temporary / "delta"
     try:
@@ -108,7 +108,7 @@ def write_delta(
         written = (_write_frames if is_compressed else _write_smallest)(changed, building)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
-        files = tuple(Laid(file.name, file.header, file.size) for file in new.files)
+        files = tuple(SourceFileRecord(file.name, file.size, None, file.header) for file in new.files)
         delta = Delta(building, (written.file,), written.changes, files, dict(new.documents), sides)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))

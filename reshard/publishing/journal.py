@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from formats.files.checksum import Stamp, file_checksum, read_stamp
+from formats.documents import document_of, items, reader_of
+from formats.files.checksum import Stamp, file_checksum
 from formats.files.sharded import FileRecord
 from reshard.store.staging_names import BUILT, JOURNAL, SUFFIX, not_begun, open_new
 from reshard.system import boot_id
@@ -107,7 +108,7 @@ class Journals:
 
         It is closed then: over NFS, others see it from now on.
         """
-        begin: dict[str, Any] = {"inputs": [stamp.to_document() for stamp in self.inputs], "task": self.task}
+        begin: dict[str, Any] = {"inputs": document_of(self.inputs), "task": self.task}
         begin |= {"folders": bool(share.folders), "files": sorted(share.files), "planned": sorted(self.planned)}
         begin |= {"boot": boot_id(), "host": platform.node()}
         with open_new(self.path(share.label), "a") as journal:
@@ -150,7 +151,7 @@ class Journals:
         for path in journals_in(self.work):
             for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    inputs = [read_stamp(document, "") for document in begin["inputs"]]
+                    inputs = items(reader_of(Stamp))(begin["inputs"], "")
                     is_same = begin["task"] == self.task and {*begin["planned"]} == self.planned
                     if is_same and _are_same(inputs, self.inputs):
                         yield from entries

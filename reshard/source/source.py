@@ -23,6 +23,7 @@ from formats.files.safetensors import Header, TensorInfo
 from formats.files.sharded import (
     MANIFEST,
     Identity,
+    Index,
     Manifest,
     SourceFileRecord,
     SourceRecord,
@@ -266,19 +267,18 @@ class Source:
         if self.manifest is not None:
             return self.manifest.source
         name = self.stated.source if self.stated else self.location
-        return SourceRecord(name, self.location, None, (), None, None, {})
+        return SourceRecord(name, self.location, None, {}, None, ())
 
     def _record_of(self, checkpoint: Checkpoint) -> SourceRecord:
-        files = [SourceFileRecord(f.name, f.size, f.header) for f in checkpoint.files if f.header is not None]
-        is_safetensors = len(files) == len(checkpoint.files)
+        files = [SourceFileRecord(f.name, f.size, None, f.header) for f in checkpoint.files if f.header is not None]
+        is_safetensors, index = len(files) == len(checkpoint.files), checkpoint.index
         return SourceRecord(
             id=fingerprint(checkpoint),
             location=self.display_name,
             commit=self.commit,
-            files=tuple(files) if is_safetensors else (),
-            index_name=checkpoint.index_name if is_safetensors else None,
-            index=checkpoint.index if is_safetensors else None,
             aliases={**checkpoint.aliases, **self.twice},
+            index=Index(str(checkpoint.index_name), index) if is_safetensors and index is not None else None,
+            files=tuple(files) if is_safetensors else (),
         )
 
     @cached_property

@@ -390,7 +390,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BITS[item[1].dtype], item[0]))
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in ordered]
     header = build_header(kinds, {"format": "pt"})
-    file = SourceFileRecord(ADAPTER, len(header) + sum(tensor_bytes(*kind) for kind in kinds), header)
+    file = SourceFileRecord(ADAPTER, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
     documents = {
         ADAPTER_CONFIG: json_bytes(config[SETTINGS] | further) + b"\n",
         CONFIG: json_bytes(plain) + b"\n",

@@ -14,9 +14,8 @@ import numpy as np
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
 from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, require_zstd
-from formats.files.delta import SAME, WHOLE, Change, Delta, Laid, contents_of, read_delta
+from formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
-from formats.files.sharded import SourceFileRecord
 from formats.notation.architecture import SETTINGS
 from formats.store import FilePath, location_of
 from reshard.source.source import Source
@@ -104,17 +103,16 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         what = f"{source.path}: a delta is put on a full checkpoint in safetensors"
         raise CheckpointError(what, "give the model that it belongs to")
     tensors, whole = tensors_of(source), whole_of(source)
-    files = tuple(Laid(file.name, file.header, file.size) for file in whole.files)
     same = dict.fromkeys(tensors, Change(SAME, None, None))
-    delta = read_delta(path, Delta(source.path, (), same, files, whole.index, dict.fromkeys(whole.sides)))
+    delta = read_delta(path, Delta(source.path, (), same, tuple(whole.files), whole.index, dict.fromkeys(whole.sides)))
     stamps = stamps_of([path / name for name in delta.contents], path, states)
-    stored, records = contents_of(delta), [SourceFileRecord(laid.name, laid.size, laid.header) for laid in delta.files]
+    stored = contents_of(delta)
 
     def other(why: str) -> MismatchError:
         what = f"{path} is for another base than {source.path}: {why}"
         return MismatchError(what, "give the base that it was made of")
 
-    for info in (info for file in records for info in file.tensors.values()):
+    for info in (info for file in delta.files for info in file.tensors.values()):
         name, parts, tensor = info.name, stored.get(info.name, ()), tensors.get(info.name)
         file, how = (
             Part(file_of(parts[0].file, path, stamps[parts[0].file]), 0) if parts else None,
@@ -142,7 +140,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             nbytes = tensor_bytes(name, tensors[name].dtype, tensors[name].shape)
             error = other(f"tensor '{name}' has another content")
             checks.append((tensors[name].content, nbytes, change.base, error))
-    for info in (info for file in records for info in file.tensors.values()):
+    for info in (info for file in delta.files for info in file.tensors.values()):
         change = delta.changes[info.name]
         if change.how != SAME and change.result is not None:
             error = MismatchError(f"{path}: tensor '{info.name}' is damaged: its result has another checksum")
@@ -161,7 +159,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     sides = {name: whole.sides[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{source.location} + {location_of(path)}"
-    return store_of(source, name_of, (computed(file, contents) for file in records), {**delta.documents, **sides})
+    return store_of(source, name_of, (computed(file, contents) for file in delta.files), {**delta.documents, **sides})
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) -> Places:

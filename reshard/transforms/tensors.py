@@ -431,10 +431,10 @@ def whole_of(source: Source) -> Whole:
     checkpoint = source.checkpoint
     if checkpoint is not None and all(file.header is not None for file in checkpoint.files):
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
-        files = [SourceFileRecord(file.name, file.size, file.header or b"") for file in checkpoint.files]
+        files = [SourceFileRecord(file.name, file.size, None, file.header or b"") for file in checkpoint.files]
         return Whole(files, index, source.side_files)
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
-    files = [SourceFileRecord(file.name, file.size, file.header) for file in merged.files]
+    files = [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files]
     return Whole(files, merged.documents, source.side_files)
 
 
@@ -454,7 +454,7 @@ def laid_anew(
         if kinds:
             kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
             header = build_header(kinds, before.metadata)
-            record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), header)
+            record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
             files.append(computed(record, {name: tensors[name].content for name, *_ in kinds}))
     index = dict[str, bytes]()
     there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}

@@ -400,7 +400,7 @@ class Output:
         """What the program needs beside the weights and the source's own files: its config file, an index."""
         files, settings, record = self.format.files, self.format.settings, self.source.record
         if is_restored:
-            yield from [(record.index_name, record.index)] if record.index_name and record.index is not None else ()
+            yield from [(record.index.name, record.index.content)] if record.index is not None else ()
             return
         if files.tracker is not None:
             yield files.tracker, str(files.folder).encode()

@@ -346,6 +346,16 @@ def test_truncated(tmp_path: Path) -> None:
         assert "not a readable zip archive" in refusal(path)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_directories_that_are_too_long_or_name_a_record_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(archive.namelist()[0], b"")
+    assert "a record of the zip archive appears twice" in refusal(path)
+    monkeypatch.setattr("formats.files.torch_bin.MAX_DIRECTORY", 100)
+    assert "bytes is too long" in refusal(path)
+
+
 def crafted(folder: Path, program: bytes) -> Path:
     """An archive around a pickle written by hand."""
     path = folder / "crafted.bin"

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import build_glob_alternation
 
 from formats.errors import MismatchError
 from formats.files.safetensors import CASTS, read_header
 from formats.notation.architecture_files import find_architecture
-from formats.transformers_internals import kept_in_float32, placements
+from formats.transformers_internals import placements
 from reshard.api import diff, load, merge, split
 from reshard.move.moves import Change
 from reshard.source.opening import Access
@@ -281,6 +282,12 @@ MORE = (
 """What stays although transformers' class of some type does not say so."""
 DECLARE = [n for n, entry in zoo.ZOO.items() if find_architecture({"model_type": entry.model_type}, Path()).float32]
 DECLARE += ["internvl-gpt_oss"]
+
+
+def kept_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether ``from_pretrained`` keeps a parameter in float32 that is loaded in a dtype."""
+    plan = model._get_dtype_plan(dtype)
+    return bool(plan) and build_glob_alternation(list(plan))[0].search(name) is not None
 
 
 @pytest.mark.parametrize(

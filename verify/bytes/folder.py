@@ -118,7 +118,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=manifest.source.location, commit=manifest.source.commit)
     if _made_without(original, manifest):  # shards without a manifest do not describe the original files
-        record = dataclasses.replace(record, files=(), index_name=None, index=None, aliases={})
+        record = dataclasses.replace(record, files=(), index=None, aliases={})
         record = record if is_fingerprint(manifest.source.id) else dataclasses.replace(record, id=manifest.source.id)
         identity = dataclasses.replace(identity, source=record.id)
     sums = {file.name: file.checksum for file in manifest.source.files}

@@ -497,31 +497,28 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     lines: dict[str, Any] = {PREFIX + name: rule for name, rule in document["tensors"].items()}
     stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
     for name, tensors in parameters(base, config).items():
-        module, _, leaf = name.rpartition(".")
-        if leaf == "bias":
-            lines[f"{PREFIX}{module}.{_BIAS}"] = _rules(tensors, _WHOLE)
         if tensors[0].parts[0].source != name:
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
-            stages |= {f"{PREFIX}{module}.*": stage.text} if stage is not None else {}
-    stacks = (target for _, target in other_stacks(base, config))
-    for target in (*stacks, *wrapped(base, config, settings)):
-        lines |= {f"{PREFIX}{target.place}{suffix}": rules for suffix, rules in _beside(target, settings)}
+            stages |= {f"{PREFIX}{name.rpartition('.')[0]}.*": stage.text} if stage is not None else {}
+    lines |= {line: rules for line, _, _, rules in belongings(base, config, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
     extended = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
     return architecture_from_document(extended | ({"stages": stages} if stages else {}), base.name, str(where))
 
 
-def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Adapted, str]]:
-    """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
-    biases = {name: tensors for name, tensors in parameters(base, config).items() if name.endswith(".bias")}
-    of_biases = (Adapted(tensors, name.removesuffix("bias"), ()) for name, tensors in biases.items())
-    return {f"{PREFIX}{target.place}{_BIAS}": (target, _BIAS) for target in of_biases} | {
-        f"{PREFIX}{target.place}{suffix}": (target, suffix)
-        for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings))
-        for suffix, _ in _beside(target, settings)
-    }
+def belongings(
+    base: Architecture, config: Mapping[str, Any], settings: Settings
+) -> Iterator[tuple[str, Adapted, str, list[dict[str, Any]]]]:
+    """The lines of what belongs to each parameter: the parameter, the end of the line's name, and its rules."""
+    for name, tensors in parameters(base, config).items():
+        if name.endswith(".bias"):
+            target = Adapted(tensors, name.removesuffix("bias"))
+            yield f"{PREFIX}{target.place}{_BIAS}", target, _BIAS, _rules(tensors, _WHOLE)
+    for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings)):
+        for end, rules in _beside(target, settings):
+            yield f"{PREFIX}{target.place}{end}", target, end, rules
 
 
 def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout | None:

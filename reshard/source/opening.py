@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
@@ -34,7 +34,8 @@ from formats.files.sharded import (
     read_manifest,
 )  # fmt: skip
 from formats.notation.architecture import SETTINGS, Architecture
-from formats.notation.format_file import HUGGING_FACE, OWN
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN, format_of
 from formats.store import FilePath, StoredPath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
@@ -117,14 +118,6 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     )  # fmt: skip
 
 
-def lines_of_any(source: Place, access: Access) -> Architecture:
-    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
-    return lines_of(find(source, access, Weights.HEADERS), access.plan_file, access.config)
-
-
-if TYPE_CHECKING:
-    from formats.notation.format import Format
-
 Kind = Literal["full", "adapter", "split", "program"]
 
 
@@ -152,8 +145,6 @@ def recognise(path: FilePath) -> Recognised:
         try:
             manifest = read_manifest(path / MANIFEST)
             if manifest.format is not None:
-                from formats.notation.format_file import format_of
-
                 return Recognised("program", manifest, (format_of(manifest.format),))
         except CheckpointError as error:
             damage = error
@@ -212,10 +203,11 @@ def open_source(
     return _open_full(folder, checkpoint, adapted, is_adapter=is_adapter, is_part=is_part)
 
 
-def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None = None) -> Architecture:
-    """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
+def lines_of_any(source: Place, access: Access) -> Architecture:
+    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
+    path, config = find(source, access, Weights.HEADERS), access.config
     match = recognise(path)
-    folder = Folder(path, {}, match.manifest, None, plan_file)
+    folder = Folder(path, {}, match.manifest, None, access.plan_file)
     if match.kind == "split":
         return folder.architecture(with_modelopt(read_config(path / CONFIG), path))
     checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)

@@ -103,16 +103,15 @@ class Block(NamedTuple):
 
 
 class Converted(Computed):
-    """A or B that is made of blocks of others: ``what`` says whether A, the form, sizes, dtype, and has the blocks."""
+    """A or B that is made of blocks of others: ``what`` has how it lies, its shape, sizes and dtype, and the blocks."""
 
     def compute(self, opened: Opened, begin: int, end: int) -> Numbers:
         """Put it together."""
         return _FACTORS.get(self, lambda: self._numbers(opened)).reshape(-1).view(np.uint8)[begin:end]
 
     def _numbers(self, opened: Opened) -> Numbers:
-        is_a, form, sizes, dtype, blocks = self.what
-        factor = form.a if is_a else form.b
-        numbers = np.zeros([math.prod(sizes[axis] for axis in dim) for dim in factor.dims], _unit(dtype))
+        factor, shape, sizes, dtype, blocks = self.what
+        numbers = np.zeros(shape, _unit(dtype))
         matrices = by_expert(numbers, factor, sizes)
         for block in blocks:
             part = block.product.matrix(factor.side, block.number, lambda tensor: _codes(tensor, opened))
@@ -337,7 +336,7 @@ class _Conversion:
         sizes, dtype = {**self._sizes(of), "rank": rank}, next(iter(dtypes), "F32")
         for factor, end in ((form.a, A_ENDS[0]), (form.b, B_ENDS[0])):
             shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
-            made = Converted(tuple(of.content for of in factors), (factor is form.a, form, sizes, dtype, placed))
+            made = Converted(tuple(of.content for of in factors), (factor, shape, sizes, dtype, placed))
             self.out[f"{PREFIX}{place}{factor.name if of.target.is_stack else end}"] = Tensor(dtype, shape, made)
         name = self._named(of, of.target.name).removesuffix(".weight")
         scale = next(iter(scales), None)  # none: it is zero

@@ -267,7 +267,7 @@ class _Conversion:
         weights, asked = [*weights], dict[tuple[str, Indices, int | None], Matrices]()
         places: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
         beside: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
-        for target in self._parameters({weight.line for weight in weights}):
+        for target in self._targets({weight.line for weight in weights}):
             if self.format.since is not None:
                 beside[target.module].append((target, target.tensors[0]))
             for tensor in target.tensors:
@@ -282,7 +282,7 @@ class _Conversion:
                     asked.setdefault((other.name, indices, of.expert), of)
         return asked.values()
 
-    def _parameters(self, lines: set[str]) -> Iterator[Adapted]:
+    def _targets(self, lines: set[str]) -> Iterator[Adapted]:
         """The parameters of experts in the format, of which some row is in one of these lines."""
         base, config, format, modules = self.base, self.config, self.format, {of.name for of in self.of_modules}
         if format.factors is None:

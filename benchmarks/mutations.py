@@ -208,6 +208,13 @@ MUTATIONS = (
     Mutation("reshard/model", "for last in lasts if (last.dtype, last.shape, last.local) ==",
              "for last in lasts if last and", TIED),
     Mutation("verify/bytes", "steps = np.rint(np.ldexp(", "steps = np.floor(np.ldexp(", CASTS),
+    # adapters, and ranges of what is computed
+    Mutation("reshard/transforms", "ends[block.expert] if side_by_side else 0", "0",
+             ("tests/reshard/test_converted_adapters.py::test_different_as_lie_side_by_side",)),
+    Mutation("reshard/transforms", "matrix, along, rows, at)", "matrix, along, rows, 0)",
+             ("tests/reshard/test_merged_adapters.py::test_it_is_merged_as_peft_merges_it",)),
+    Mutation("reshard/transforms", "data[begin - first * self.unit :]", "data[0:]",
+             ("tests/reshard/test_merged_adapters.py::test_no_bit_depends_on_the_range_that_is_read",)),
     # ranks as threads
     Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),
     Mutation("verify/rank", "for rank in range(1, self.size):", "for rank in range(1, 2):", COLLECTIVES),

@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from typing import Any, TypeVar
 
 from formats.documents import Reader, Unfit, items, json_object, mapping, number, optional, size, text, truth, whole
@@ -199,16 +199,18 @@ Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
 """A hint for what an adapter alone cannot be."""
 _RANK = whole(1, 1 << 20)
-_LINES: Mapping[str, str] = {
-    "lora_A.weight": "{r} {inner}",
-    "lora_B.weight": "{outer} {r}",
-    "lora_B.bias": "{outer}",
-    "lora_magnitude_vector": "{outer}",
-    "lora_magnitude_vector.weight": "{outer}",
-    "lora_embedding_A": "{r} {outer}",
-    "lora_embedding_B": "{inner} {r}",
+_WHOLE = ("whole",)
+_LINES = {
+    "lora_A.weight": ("rank in",),
+    "lora_B.weight": ("out rank",),
+    "lora_B.bias": ("out",),
+    "lora_magnitude_vector": ("out",),
+    "lora_magnitude_vector.weight": ("out",),
+    "lora_embedding_A": ("rank out",),
+    "lora_embedding_B": ("in rank",),
+    "base_layer.weight": _WHOLE,
 }
-_WHOLE = ("{whole}",)
+"""What PEFT keeps beside a matrix, and the axes of it."""
 _BIAS = "base_layer.bias"
 _GROUPED, _LAYOUTS = "grouped_by_expert", {"grouped_by_expert", "rank_major"}
 """What Unsloth notes of B's columns (``lora_B_layout``): an expert's lie together, or as PEFT has them."""
@@ -497,31 +499,31 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     lines: dict[str, Any] = {PREFIX + name: rule for name, rule in document["tensors"].items()}
     stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
     for name, tensors in parameters(base, config).items():
-        module, _, leaf = name.rpartition(".")
-        if leaf == "bias":
-            lines[f"{PREFIX}{module}.{_BIAS}"] = _rules(tensors, _WHOLE)
         if tensors[0].parts[0].source != name:
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
-            stages |= {f"{PREFIX}{module}.*": stage.text} if stage is not None else {}
-    stacks = (target for _, target in other_stacks(base, config))
-    for target in (*stacks, *wrapped(base, config, settings)):
-        lines |= {f"{PREFIX}{target.place}{suffix}": rules for suffix, rules in _beside(target, settings)}
+            stages |= {f"{PREFIX}{name.rpartition('.')[0]}.*": stage.text} if stage is not None else {}
+    lines |= {line: rules for line, _, _, rules in belongings(base, config, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
     prefixes = [PREFIX + prefix for prefix in base.prefixes]
     extended = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
     return architecture_from_document(extended | ({"stages": stages} if stages else {}), base.name, str(where))
 
 
-def belongings(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Mapping[str, tuple[Adapted, str]]:
-    """The lines of what belongs to a parameter: the parameter, and the end of the line's name."""
-    biases = {name: tensors for name, tensors in parameters(base, config).items() if name.endswith(".bias")}
-    of_biases = (Adapted(tensors, name.removesuffix("bias"), ()) for name, tensors in biases.items())
-    return {f"{PREFIX}{target.place}{_BIAS}": (target, _BIAS) for target in of_biases} | {
-        f"{PREFIX}{target.place}{suffix}": (target, suffix)
-        for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings))
-        for suffix, _ in _beside(target, settings)
-    }
+def belongings(
+    base: Architecture, config: Mapping[str, Any], settings: Settings
+) -> Iterator[tuple[str, Adapted, str, list[dict[str, Any]]]]:
+    """The lines of what belongs to each parameter: the parameter, the end of the line's name, and its rules."""
+    for name, tensors in parameters(base, config).items():
+        if name.endswith(".bias"):
+            target = Adapted(tensors, name.removesuffix("bias"))
+            yield f"{PREFIX}{target.place}{_BIAS}", target, _BIAS, _rules(tensors, _WHOLE)
+    for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings)):
+        ranks = settings.ranks_of(target.key(settings))
+        factors = zip(*((form.a, form.b) for form in target.forms), strict=True)
+        axes_of = {of[0].name: tuple(factor.axes for factor in of) for of in factors} if target.is_stack else _LINES
+        for end, axes in axes_of.items():
+            yield f"{PREFIX}{target.place}{end}", target, end, _rules(target.tensors, axes, ranks)
 
 
 def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout | None:
@@ -529,46 +531,23 @@ def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout |
     of_a = {form.a.axes: form for form in target.forms}
     if len(of_a) == 1:
         return target.forms[0]
-    words = _words(_unlabelled(target.tensors[0].shapes[0][0]))
-    side = "inner" if str(a.dims[-1]) == words["inner"] else "outer"
-    forms = [form for form in target.forms if {"in": "inner", "out": "outer"}[form.a.side] == side]
+    inner = _matrix(_unlabelled(target.tensors[0].shapes[0][0]))[1]
+    forms = [form for form in target.forms if form.a.side == ("in" if str(a.dims[-1]) == inner else "out")]
     return forms[0] if forms and sides[0] != sides[1] else None
 
 
-def _beside(target: Adapted, settings: Settings) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The adapter tensors of one parameter: the suffix of each name, and its rules."""
-    ranks = settings.ranks_of(target.key(settings))
-    if target.is_stack:
-        forms = [(form.a, form.b) for form in target.forms]
-        words = {"expert": "{stack}", "rank": "{r}", "in": "{inner}", "out": "{outer}"}
-        axes = re.compile("|".join(words))
-        lines = {
-            factors[0].name: [axes.sub(lambda axis: words[axis[0]], factor.axes) for factor in factors]
-            for factors in zip(*forms, strict=True)
-        }
-    else:
-        lines = {suffix: [line] for suffix, line in _LINES.items()}
-    for suffix, texts in lines.items():
-        yield suffix, _rules(target.tensors, [text.replace("{r}", str(rank)) for rank in ranks for text in texts])
-    if not target.is_stack:
-        yield "base_layer.weight", _rules(target.tensors, _WHOLE)
-
-
-def _words(shape: Shape) -> dict[str, str]:
-    if len(shape.dims) < 2:
-        return {"whole": str(shape)}
-    (stack, *_), (first, second), (outer, inner) = shape.dims, shape.dims[-2:], _matrix(shape)
-    of_stack = {"stack": str(stack), "first": str(first), "second": str(second)}
-    return {"whole": str(shape), **of_stack, "outer": outer, "inner": inner}
-
-
-def _rules(tensors: Sequence[ModuleTensor], lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Rules for what belongs to a tensor: shapes for each shape that it may have, under the same conditions."""
+def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> list[dict[str, Any]]:
+    """Rules for what belongs to a tensor: these axes for each shape that it may have, under the same conditions."""
     rules = []
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):
-        shapes = [_unlabelled(shape) for shape, _ in pairs if lines == _WHOLE or len(shape.dims) == tensors[0].dims]
-        texts = dict.fromkeys(line.format(**_words(shape)) for shape in shapes for line in lines)
+        texts = dict[str, None]()
+        for shape in (_unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
+            words = {"whole": str(shape)}
+            if len(shape.dims) > 1:
+                words |= dict(zip(("out", "in"), _matrix(shape), strict=True)) | {"expert": str(shape.dims[0])}
+            for rank, line in product(ranks, axes):
+                texts[re.sub(r"\w+", r"{\g<0>}", line).format_map({**words, "rank": rank})] = None
         rules.append({"shape": [*texts]} | ({"when": when.text} if when else {}))
     return [rule for rule in rules if rule["shape"]]
 

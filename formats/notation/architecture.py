@@ -232,6 +232,14 @@ _NUMBERS = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
 """The same, within a name."""
 
 
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without what torch.compile, activation checkpointing, FSDP and Lightning put before names."""
+    return _WRAPPERS.sub("", name)
+
+
 def without_numbers(name: str, mark: str = "*") -> str:
     """A name with a mark in place of each number."""
     return _NUMBERS.sub(mark, name)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from formats.errors import LiveError, PlanError, ReshardError
+from formats.notation.architecture import without_wrappers
 from formats.notation.axes import Run
 from formats.notation.placements import Cut, Runs, runs_of
 from formats.torch_internals import TORCH_DTYPES, unsaved_buffers
@@ -25,8 +26,6 @@ from reshard.live.sides import Slice
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What headers call a dtype of torch."""
 
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-"""What torch.compile and activation checkpointing put into the names of parameters."""
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+|original_module|modules_to_save)\.")
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -85,7 +84,7 @@ def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, tor
             for name in unsaved_buffers(module)
         }
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-        saved = [(_WRAPPERS.sub("", name), tensor) for name, tensor in tensors if name not in passing]
+        saved = [(without_wrappers(name), tensor) for name, tensor in tensors if name not in passing]
         if tied_once:  # under the name that checkpoints have: transformers says which they do not save
             second, seen = {*getattr(model, "all_tied_weights_keys", ())}, dict[int, str]()
             for name, tensor in sorted(saved, key=lambda entry: entry[0] in second):

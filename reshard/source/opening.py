@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError, ReshardError
+from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from formats.files.checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
     CONFIG,
     Checkpoint,
     find_side_files,
@@ -32,8 +34,8 @@ from formats.files.sharded import (
     read_manifest,
 )  # fmt: skip
 from formats.notation.architecture import SETTINGS, Architecture
-from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.format_file import HUGGING_FACE, OWN
+from formats.notation.format import Format
+from formats.notation.format_file import HUGGING_FACE, OWN, format_of
 from formats.store import FilePath, StoredPath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
@@ -116,14 +118,6 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     )  # fmt: skip
 
 
-def lines_of_any(source: Place, access: Access) -> Architecture:
-    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
-    return lines_of(find(source, access, Weights.HEADERS), access.plan_file, access.config)
-
-
-if TYPE_CHECKING:
-    from formats.notation.format import Format
-
 Kind = Literal["full", "adapter", "split", "program"]
 
 
@@ -151,8 +145,6 @@ def recognise(path: FilePath) -> Recognised:
         try:
             manifest = read_manifest(path / MANIFEST)
             if manifest.format is not None:
-                from formats.notation.format_file import format_of
-
                 return Recognised("program", manifest, (format_of(manifest.format),))
         except CheckpointError as error:
             damage = error
@@ -178,14 +170,16 @@ def open_source(
     match: Recognised | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
+    adapted: Model | None = None,
     is_part: bool = False,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
     ``config`` is a folder with the config.json and side files of a model in another program's format. ``match`` says
     what the folder is, if that is known. Shards in a program's format are opened as those of a known ``model``, if one
-    is given, whatever they hold. ``base`` is the manifest of the shards that its tensors are computed from. Of a full
-    checkpoint that ``is_part`` of a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
+    is given, whatever they hold; an adapter as one to the model ``adapted``. ``base`` is the manifest of the shards
+    that its tensors are computed from. Of a full checkpoint that ``is_part`` of a model, tensors may be missing. Raises
+    CheckpointError, MismatchError and PlanError.
     """
     stamps = stamps_in(path)
     match = match or recognise(path)
@@ -201,44 +195,68 @@ def open_source(
         return open_program(folder, match.formats, model)
     if match.kind == "split":
         return _open_sharded(folder)
-    checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
-    if METADATA_KEY in checkpoint.files[0].metadata:  # it looks like a full checkpoint, but file headers tell
+    is_adapter, known = match.kind == "adapter", dict(adapted.config) if adapted is not None else None
+    checkpoint = open_adapter(path, config, known) if is_adapter else open_checkpoint(path)
+    # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
+    if adapted is None and METADATA_KEY in checkpoint.files[0].metadata:
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
-    return _open_full(folder, checkpoint, is_adapter=match.kind == "adapter", is_part=is_part)
+    return _open_full(folder, checkpoint, adapted, is_adapter=is_adapter, is_part=is_part)
 
 
-def lines_of(path: FilePath, plan_file: Path | None = None, config: Path | None = None) -> Architecture:
-    """The lines that cover a checkpoint's tensors, even if shapes do not fit. Raises CheckpointError, PlanError."""
+def lines_of_any(source: Place, access: Access) -> Architecture:
+    """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
+    path, config = find(source, access, Weights.HEADERS), access.config
     match = recognise(path)
+    folder = Folder(path, {}, match.manifest, None, access.plan_file)
     if match.kind == "split":
-        config_here = with_modelopt(read_config(path / CONFIG), path)
-        return Folder(path, {}, match.manifest, None, plan_file).architecture(config_here)
+        return folder.architecture(with_modelopt(read_config(path / CONFIG), path))
     checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
-    architecture = load_architecture(plan_file) if plan_file else find_architecture(checkpoint.config, path)
-    return lines_for(architecture, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+    lines = folder.architecture(checkpoint.config)
+    return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
 
-def _open_full(folder: Folder, checkpoint: Checkpoint, *, is_adapter: bool, is_part: bool) -> Source:
-    path, tensors = folder.path, _with_aliases(checkpoint)
+def _open_full(
+    folder: Folder, checkpoint: Checkpoint, adapted: Model | None, *, is_adapter: bool, is_part: bool
+) -> Source:
+    path, config, tensors = folder.path, checkpoint.config, _with_aliases(checkpoint)
     if is_adapter:
-        from formats.notation.adapters import settings_of  # rarely needed
-        from reshard.source.low_rank import check_tensors
+        _check_adapter(config[SETTINGS], checkpoint)
+    if adapted is not None:
+        from formats.notation.adapters import adapter_architecture  # rarely needed
 
-        check_tensors(settings_of(checkpoint.config[SETTINGS], path), checkpoint.tensors)
-    architecture, every_rule = folder.architecture(checkpoint.config), folder.plan_file is not None
+        architecture = adapter_architecture(adapted.architecture, config, path)
+    else:
+        architecture = folder.architecture(config)
     full = _full_tensors(tensors)
-    twice = tied_twice(architecture, checkpoint.config, full)
+    twice = tied_twice(architecture, config, full)
     full = [tensor for tensor in full if tensor.name not in twice]
-    model = bind(architecture, checkpoint.config, full, every_rule=every_rule)
+    model = bind(architecture, config, full, every_rule=folder.plan_file is not None)
     if not is_part:
         check_complete(model, path)
     return folder.source(
         HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors],
         (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),
         {name_in(file, path): file for file in checkpoint.side_files},
-        computed={CONFIG: json_bytes(checkpoint.config) + b"\n"} if is_adapter else {},
+        computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
         index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
     )  # fmt: skip
+
+
+def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:
+    """Raise PlanError if an adapter has no tensors, or an A or B that is of no module it names, or no float."""
+    from formats.notation.adapters import module_of, settings_of  # rarely needed
+
+    lora, dtypes = settings_of(settings, checkpoint.path), ("BF16", "F16", "F32", "F64")
+    if not checkpoint.tensors:
+        raise PlanError(f"{ADAPTER} has no tensors: the adapter changes nothing")
+    for name, info in checkpoint.tensors.items():
+        if ".lora_" in name and info.dtype not in dtypes:
+            raise PlanError(f"{ADAPTER}: tensor '{name}' is {info.dtype}; A and B are read in {', '.join(dtypes)}")
+        if ".lora_" in name and len(info.shape) < 3 and not lora.names(module_of(name)):
+            raise PlanError(
+                f"{ADAPTER}: tensor '{name}' is of a module that {ADAPTER_CONFIG} does not name (target_modules)",
+                "give the adapter_config.json that was saved with these tensors",
+            )
 
 
 def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:

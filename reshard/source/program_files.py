@@ -25,6 +25,7 @@ from formats.files.safetensors import Header, TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
+from formats.notation.architecture import without_wrappers
 from formats.notation.format import Format, Pattern, numbered_names
 from formats.notation.format_file import all_formats
 from formats.store import FilePath, glob, name_in, open_file, read_file
@@ -371,10 +372,6 @@ def read_shards(
 
 # -------------------------------------------------------------------------------------------- a distributed checkpoint
 
-_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
-"""Prefixes that torch.compile, activation checkpointing, FSDP and Lightning put before names in a module that they
-wrap.
-"""
 _DEEPEST, _SAMPLE = 5, 200
 _TRAINING = re.compile(r"(?:.*\.)?(?:optim\w*|state|exp_avg\w*|ema\w*)\..*")
 
@@ -461,7 +458,7 @@ def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Cal
 
     Raises CheckpointError if no name is.
     """
-    names = {stored: name for stored in checkpoint.tensors if not ignores(name := _WRAPPERS.sub("", stored))}
+    names = {stored: name for stored in checkpoint.tensors if not ignores(name := without_wrappers(stored))}
     counts = _known([*names.values()], knows)
     most = max(counts.values(), default=0)
     prefix = min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
@@ -492,7 +489,7 @@ def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Cal
 
 def known_names(checkpoint: Distributed, knows: Callable[[str], bool]) -> int:
     """How many of a sample of names are of the model, with the prefix that gives the most."""
-    return max(_known([_WRAPPERS.sub("", stored) for stored in checkpoint.tensors], knows).values(), default=0)
+    return max(_known([without_wrappers(stored) for stored in checkpoint.tensors], knows).values(), default=0)
 
 
 def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:

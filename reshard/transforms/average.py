@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError, PlanError, refused
 from formats.notation.architecture import SETTINGS
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
-    Bytes,
     Computed,
     Opened,
     Tensor,
-    computed,
+    changed,
     is_quantized,
-    laid_anew,
     rounded,
-    store_of,
     tensors_of,
-    whole_of,
 )
 
 _AT_ONCE = 1 << 18
@@ -37,10 +35,9 @@ _FLOATS = {"F32", "F16", "BF16"}
 class Mean(Computed):
     """The mean of tensors in float32: ``what`` has the name and the weights."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
         """Compute it. Raises MismatchError where it is not finite."""
         name, weights = self.what
-        first, last = begin // 4, -(-end // 4)  # a range may begin or end within an element
         means = np.zeros(last - first, np.float32)
         for at in range(first, last, _AT_ONCE):
             till = min(at + _AT_ONCE, last)
@@ -51,18 +48,18 @@ class Mean(Computed):
                     total[:] = total + product if number else product
             if not np.isfinite(total).all():
                 raise MismatchError(f"the mean of tensor '{name}' is not finite")
-        return means.view(np.uint8).data[begin - 4 * first :][: end - begin]
+        return means
 
 
 class Same(Computed):
     """A tensor that is not of floats, the same in all inputs: ``what`` has its name and dtype."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
         """Read and compare them. Raises MismatchError."""
-        one, *others = (content.read(opened, begin, end) for content in self.inputs)
+        one, *others = (content.read(opened, first, last) for content in self.inputs)
         if any(bytes(one) != bytes(other) for other in others):
             raise MismatchError(f"tensor '{self.what[0]}' ({self.what[1]}) differs, and only floats have a mean")
-        return one
+        return np.frombuffer(one, np.uint8)
 
 
 def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) -> RangeStore:
@@ -96,13 +93,7 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
         if not wide:
             contents[name] = rounded(name, contents[name], tensors[0].dtype)
     contents |= {second: contents[name] for second, name in first.aliases.items()}
-    whole = whole_of(first)
-    files, index = laid_anew(whole, contents)
-    if not wide:  # the same dtypes, in the same places
-        files = [computed(file, {name: contents[name].content for name in contents}) for file in whole.files]
-        index = dict(whole.index)
-    title = f"the mean of {' and '.join(source.location for source in sources)}"
-    return store_of(first, title, files, {**whole.sides, **index})
+    return changed(first, f"the mean of {' and '.join(source.location for source in sources)}", contents)
 
 
 def _mean(name: str, tensors: Sequence[Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -113,4 +104,4 @@ def _mean(name: str, tensors: Sequence[Tensor], weights: tuple[float, ...]) -> T
     if first.dtype not in _FLOATS:
         return first._replace(content=Same(tuple(tensor.content for tensor in tensors), (name, first.dtype)))
     inputs = tuple(rounded(name, tensor, "F32").content for tensor in tensors)
-    return Tensor("F32", first.shape, Mean(inputs, (name, weights)))
+    return Tensor("F32", first.shape, Mean(inputs, (name, weights), 4))

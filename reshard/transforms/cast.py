@@ -17,7 +17,7 @@ from formats.store import StoredPath
 from reshard.model.model import AxisSizes, Kind, Model
 from reshard.source.source import Cast, Source
 from reshard.text import plural
-from reshard.transforms.tensors import laid_anew, store_of, tensors_of, whole_of
+from reshard.transforms.tensors import changed, tensors_of
 
 
 def cast(source: Source, name: str) -> Source:
@@ -74,9 +74,8 @@ def _restated(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     """The record of the checkpoint that a merge of it writes: its files, and the fingerprint of what is in them."""
-    whole, tensors = whole_of(source), tensors_of(opened)
-    files, index = laid_anew(whole, tensors)
-    store = StoredPath(store_of(source, f"{source.display_name} (in {word})", files, {**opened.side_files, **index}))
+    title = f"{source.display_name} (in {word})"
+    store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
     is_adapter = SETTINGS in source.model.config
     checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)
     return replace(source, path=store, checkpoint=checkpoint).record

@@ -10,13 +10,12 @@ each with zeros in the rows of the others. So nothing is computed, and the sum t
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,11 +30,9 @@ from formats.files.sharded import SourceFileRecord
 from formats.notation.adapters import (
     PREFIX,
     Adapted,
-    FactorLayout,
     ModuleTensor,
     Part,
     Settings,
-    belongings,
     expert_axes,
     module_tensors,
     other_stacks,
@@ -48,23 +45,32 @@ from formats.notation.architecture_files import find_architecture
 from formats.notation.format import Pattern
 from formats.notation.format_file import AdapterFormat
 from reshard.model.model import BoundTensor, Model
-from reshard.source.low_rank import (
+from reshard.source.source import Source
+from reshard.store.range_store import RangeStore
+from reshard.transforms.low_rank import (
     A_ENDS,
     B_ENDS,
     LINEAR,
+    Product,
     Scales,
-    factor_sizes,
+    Term,
+    by_expert,
+    layout_of,
+    pairs_of,
     rows_of,
     shape_of,
-    stack_form,
 )
-from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
-from reshard.transforms.adapter import by_expert
-from reshard.transforms.tensors import ArrayCache, Bytes, Computed, Opened, Tensor, computed, store_of, tensors_of
+from reshard.transforms.tensors import (
+    ArrayCache,
+    Computed,
+    Opened,
+    Tensor,
+    computed,
+    store_of,
+    tensors_of,
+)
 
 Indices = tuple[tuple[str, int], ...]
-Rows = NDArray[np.int64]
 Numbers = NDArray[Any]
 
 
@@ -85,292 +91,62 @@ class Matrices(NamedTuple):
     expert: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A and B of a parameter, which lie as in ``form``: ``scale`` is what their product is multiplied by."""
-
-    of: Matrices
-    a: Tensor
-    b: Tensor
-    form: FactorLayout
-    sizes: Mapping[str, int]
-    scale: float
-
-    def of_expert(self, expert: int, opened: Opened, *, is_a: bool) -> Numbers:
-        """An expert's A or B, as unsigned integers of the same width."""
-        tensor, factor = (self.a, self.form.a) if is_a else (self.b, self.form.b)
-        nbytes = tensor_bytes("", tensor.dtype, tensor.shape)
-
-        def read() -> Numbers:
-            return np.frombuffer(tensor.content.read(opened, 0, nbytes), _unit(tensor.dtype)).reshape(tensor.shape)
-
-        matrix: Numbers = by_expert(_FACTORS.get(tensor.content, read), factor, self.sizes)[expert]
-        return matrix
-
-
 class Block(NamedTuple):
-    """Rows of a target's expert, which are ``own`` of a source's; its ranks begin at ``rank``."""
+    """Rows ``into`` of an expert of the result: rows ``of`` an expert's product, whose ranks begin at ``rank``."""
 
     expert: int
-    rows: Rows
-    pair: Pair
-    of: int
-    own: Rows
-    rank: int
+    into: range
+    product: Product
+    number: int
+    of: range
+    rank: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Target:
-    """A and B that are made of ``blocks``. ``sizes`` are those of expert, rank, in and out."""
+class Converted(Computed):
+    """A or B that is made of blocks of others: ``what`` has how it lies, its shape, sizes and dtype, and the blocks."""
 
-    of: Matrices
-    form: FactorLayout
-    sizes: Mapping[str, int]
-    dtype: str
-    blocks: tuple[Block, ...]
+    def compute(self, opened: Opened, begin: int, end: int) -> Numbers:
+        """Put it together."""
+        return _FACTORS.get(self, lambda: self._numbers(opened)).reshape(-1).view(np.uint8)[begin:end]
 
-    @property
-    def scale(self) -> float | None:
-        """What the product is multiplied by; None if it is zero. Raises PlanError if there are several."""
-        scales = {block.pair.scale for block in self.blocks}
-        if len(scales) > 1:
-            raise PlanError(
-                f"the parts of '{self.of.target.name}' are scaled by {min(scales)} and by {max(scales)}", _APART
+    def _numbers(self, opened: Opened) -> Numbers:
+        factor, shape, sizes, dtype, blocks = self.what
+        numbers = np.zeros(shape, _unit(dtype))
+        matrices = by_expert(numbers, factor, sizes)
+        for block in blocks:
+            part = block.product.matrix(factor.side, block.number, lambda tensor: _codes(tensor, opened))
+            into, own = (
+                slice(rows.start, rows.stop, rows.step) if factor.side == "out" else slice(None)
+                for rows in (block.into, block.of)
             )
-        return next(iter(scales), None)
-
-
-_APART = "only a format in which each expert has its own A and B holds that: peft-per-expert"
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a model with an adapter: where the rows of each parameter lie in the checkpoint's tensors."""
-
-    base: Architecture
-    model: Model
-    rows: dict[tuple[Part, Indices], Rows] = field(default_factory=dict)
-
-    @cached_property
-    def axes(self) -> frozenset[str]:
-        """The axes of experts."""
-        return expert_axes(self.base, self.model.config)
-
-    def is_expert(self, target: Adapted) -> bool:
-        """Whether a parameter is of experts: all of them, or one."""
-        return target.is_stack or bool(Pattern(target.name).indices & self.axes)
-
-    def matrices(self, target: Adapted, indices: Mapping[str, int]) -> Matrices:
-        """The matrices of a parameter with these indices in its name."""
-        tensor = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
-        axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.axes))
-        others_at = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
-        return Matrices(target, tensor, others_at, indices[axis] if axis else None)
-
-    def parts(self, of: Matrices) -> Iterator[tuple[Part, Rows, int]]:
-        """The parts of each matrix: the rows of the checkpoint's tensor that it has, and its own first row."""
-        begin = 0
-        for part in of.tensor.parts:
-            rows = self._rows(part, of.indices)
-            yield part, rows, begin
-            begin += len(rows)
-
-    def sizes(self, of: Matrices) -> dict[str, int]:
-        """The sizes of expert, in and out."""
-        sizes = self.model.sizes.of(dict(of.indices))
-        shape = shape_of(of.tensor.shapes, self.model, dict(of.indices))
-        first, second = (dim.size(sizes) for dim in shape.dims[-2:])
-        sides = (second, first) if shape.arrow is not None else (first, second)
-        experts = 1 if of.expert is not None else shape.dims[0].size(sizes)
-        return {"expert": experts, "out": sides[0], "in": sides[1]}
-
-    def _rows(self, part: Part, indices: Indices) -> Rows:
-        """The indices along the output of a checkpoint's tensor that a part has."""
-        part = part if part.at is None else Part(part.source, part.label)
-        if (part, indices) not in self.rows:
-            self.rows[part, indices] = np.array(rows_of(self.base, self.model, part, dict(indices)), np.int64)
-        return self.rows[part, indices]
-
-
-# ------------------------------------------------------------------------------------------------------------- targets
-
-
-def targets(experts: Experts, pairs: Sequence[Pair], format: AdapterFormat) -> list[Target]:
-    """What the A and B of experts are made of in a format.
-
-    Raises PlanError if the format has no place for them.
-    """
-    sources: dict[Weight, list[tuple[Pair, int, Rows, int]]] = defaultdict(list)
-    for pair in pairs:
-        for part, rows, begin in experts.parts(pair.of):
-            for number in range(pair.sizes["expert"]):
-                expert = number if pair.of.expert is None else pair.of.expert
-                sources[Weight(part.source, pair.of.indices, expert)].append((pair, number, rows, begin))
-    matrices = dict.fromkeys(_asked(experts, sources, format))
-    makings = [_Making(experts, sources, of) for of in matrices]
-    opened = Opened()
-    apart = {making.of.target.name for making in makings if not making.has_one_a(opened)}
-    if not makings:
-        raise PlanError(f"the experts of this model have no names in the format '{format.name}'")
-    return [making.target(side_by_side=making.of.target.name in apart) for making in makings]
-
-
-def _asked(experts: Experts, sources: Mapping[Weight, object], format: AdapterFormat) -> Iterator[Matrices]:
-    """The matrices that are made: those that have rows of a source, and what PEFT wraps with them."""
-    parts: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
-    wrapped_with: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
-    seen: set[tuple[str, Indices, int | None]] = set()
-    for target in _parameters(experts, {weight.line for weight in sources}, format):
-        if format.since is not None:
-            wrapped_with[target.module].append((target, target.tensors[0]))
-        for tensor in target.tensors:
-            for part in tensor.parts:
-                parts[part.source].append((target, tensor))
-    for line, indices, expert in sources:
-        if line not in parts:
-            raise PlanError(f"'{line}' has no place in the format '{format.name}'")
-        for target, tensor in dict.fromkeys(parts[line]):
-            for other, made_of in [(target, tensor), *wrapped_with[target.module]]:
-                of = Matrices(other, made_of, indices, None if target.is_stack else expert)
-                if (other.name, indices, of.expert) not in seen:
-                    seen.add((other.name, indices, of.expert))
-                    yield of
-
-
-def _parameters(experts: Experts, lines: set[str], format: AdapterFormat) -> Iterator[Adapted]:
-    """The parameters of experts in a format, of which some row is in one of these lines."""
-    base, config = experts.base, experts.model.config
-    modules = {tensor.name for tensor in module_tensors(base, config)}
-    if format.factors is None:
-        for name, tensors in parameters(base, config).items():
-            target = Adapted(tensors, f"{name.removesuffix('weight')}")
-            if tensors[0].dims == 2 and name.endswith(".weight") and experts.is_expert(target):
-                yield target
-    elif format.since is None:
-        yield from (target for _, target in other_stacks(base, config, (format.name,)) if target.name in modules)
-    else:
-        names = {
-            name
-            for name, tensors in parameters(base, config).items()
-            for part in chain.from_iterable(tensor.parts for tensor in tensors)
-            if tensors[0].dims == 3 and part.source in lines and name in modules
-        }
-        settings = Settings(1, {}, tuple(sorted(names)), format.since)
-        yield from (target for target in wrapped(base, config, settings) if target.is_stack)
-
-
-@dataclass(frozen=True)
-class _Making:
-    """A target, before the ranks of its A are known."""
-
-    experts: Experts
-    sources: Mapping[Weight, Sequence[tuple[Pair, int, Rows, int]]]
-    of: Matrices
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """The rows of each expert that a source has."""
-        made_blocks = []
-        for part, rows, begin in self.experts.parts(self.of):
-            for number in range(self.experts.sizes(self.of)["expert"]):
-                expert = number if self.of.expert is None else self.of.expert
-                for pair, of, source_rows, first in self.sources.get(Weight(part.source, self.of.indices, expert), ()):
-                    _, own_rows, positions = np.intersect1d(rows, source_rows, assume_unique=True, return_indices=True)
-                    if len(own_rows):
-                        made_blocks.append(Block(number, own_rows + begin, pair, of, positions + first, 0))
-        return made_blocks
-
-    @cached_property
-    def factors(self) -> Mapping[int, Sequence[tuple[Pair, int]]]:
-        """The pairs, and the experts in them, whose A each expert has."""
-        pairs_of: dict[int, dict[tuple[Pair, int], None]] = defaultdict(dict)
-        for block in self.blocks:
-            pairs_of[block.expert][block.pair, block.of] = None
-        return {expert: [*pairs] for expert, pairs in pairs_of.items()}
-
-    def has_one_a(self, opened: Opened) -> bool:
-        """Whether the parts of each expert have one A."""
-        alike = (
-            {(pair.sizes["rank"], pair.scale, pair.of_expert(of, opened, is_a=True).tobytes()) for pair, of in pairs}
-            for pairs in self.factors.values()
-        )
-        return all(len(factors) <= 1 for factors in alike)
-
-    def target(self, *, side_by_side: bool) -> Target:
-        """The target, with the ranks of different A's side by side."""
-        ranks = [1]
-        places: dict[tuple[int, Pair, int], int] = {}
-        for expert, pairs in self.factors.items():
-            at = 0
-            for pair, of in pairs:
-                places[expert, pair, of] = at if side_by_side else 0
-                at = at + pair.sizes["rank"] if side_by_side else pair.sizes["rank"]
-            ranks.append(at)
-        blocks = tuple(block._replace(rank=places[block.expert, block.pair, block.of]) for block in self.blocks)
-        dtypes = {info.dtype for block in blocks for info in (block.pair.a, block.pair.b)}
-        if len(dtypes) > 1:
-            texts = " and ".join(sorted(dtypes))
-            raise MismatchError(f"{ADAPTER}: the parts of '{self.of.target.name}' have different dtypes, {texts}")
-        form = self.of.target.forms[0] if self.of.target.is_stack else LINEAR
-        sizes = {**self.experts.sizes(self.of), "rank": max(ranks)}
-        return Target(self.of, form, sizes, next(iter(dtypes), "F32"), blocks)
-
-
-def shapes(target: Target) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of A and of B."""
-    a, b = (
-        tuple(math.prod(target.sizes[axis] for axis in dim) for dim in factor.dims)
-        for factor in (target.form.a, target.form.b)
-    )
-    return a, b
+            matrices[block.expert, into, block.rank : block.rank + part.shape[1]] = part[own]
+        return numbers
 
 
 _FACTORS = ArrayCache(256 << 20)
-"""A and B that were used last, of the adapter and of the result."""
+"""A and B that were used last, of the adapter and of the result: unsigned integers as wide as the numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class Converted(Computed):
-    """A or B of a target, which is made of those of an adapter."""
+def _codes(tensor: Tensor, opened: Opened) -> Numbers:
+    def read() -> Numbers:
+        content = tensor.content.read(opened, 0, tensor_bytes("", tensor.dtype, tensor.shape))
+        return np.frombuffer(content, _unit(tensor.dtype)).reshape(tensor.shape)
 
-    target: Target
-    is_a: bool
-
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Put it together."""
-        factor = _FACTORS.get(self, lambda: self._factor(opened))
-        return factor.reshape(-1).view(np.uint8)[begin:end].data
-
-    def _factor(self, opened: Opened) -> Numbers:
-        """Numbers of its dtype as unsigned integers of the same width."""
-        target, factor = self.target, self.target.form.a if self.is_a else self.target.form.b
-        sizes, side = target.sizes, factor.side
-        values = np.zeros((sizes["expert"], sizes[side], sizes["rank"]), _unit(target.dtype))
-        for block in target.blocks:
-            pair = block.pair
-            source_factor = pair.form.a if pair.form.a.side == side else pair.form.b
-            part = pair.of_expert(block.of, opened, is_a=source_factor is pair.form.a)
-            ranks = slice(block.rank, block.rank + pair.sizes["rank"])
-            if side == "in":
-                values[block.expert, :, ranks] = part
-            else:
-                values[block.expert, block.rows, ranks] = part[block.own]
-        dims = [axis for dim in factor.dims for axis in dim]
-        order = [("expert", side, "rank").index(axis) for axis in dims]
-        laid = values if "expert" in dims else values[0]
-        order = order if "expert" in dims else [place - 1 for place in order]
-        return np.ascontiguousarray(laid.transpose(order))
+    return _FACTORS.get(tensor.content, read)
 
 
 def _unit(dtype: str) -> np.dtype[Any]:
     return np.dtype(f"<u{DTYPE_BITS[dtype] // 8}")
 
 
-def _short(numbers: Numbers) -> str:
-    return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
-
-
-# -------------------------------------------------------------------------------------------------------------- store
+@lru_cache(maxsize=1024)
+def _common(one: range, other: range) -> tuple[range, range]:
+    """The places in both of what they have in common."""
+    rows = [row for row in one if row in other]
+    ends = [*rows[:2], *rows[-1:]]
+    places = [[of.index(row) for row in ends] for of in (one, other)]
+    at, at_other = (range(at[0], at[-1] + 1, max(at[1] - at[0], 1)) if at else range(0) for at in places)
+    return at, at_other
 
 
 def convert(source: Source, format: AdapterFormat) -> RangeStore:
@@ -386,8 +162,8 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
         )
     plain = {key: value for key, value in config.items() if key != SETTINGS}
     conversion = _Conversion(find_architecture(plain, source.path), source.model, tensors_of(source), format)
-    tensors, further = conversion.made()
-    ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BITS[item[1].dtype], item[0]))
+    further = conversion.run()
+    ordered = sorted(conversion.out.items(), key=lambda item: (-DTYPE_BITS[item[1].dtype], item[0]))
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in ordered]
     header = build_header(kinds, {"format": "pt"})
     file = SourceFileRecord(ADAPTER, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
@@ -395,86 +171,191 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
         ADAPTER_CONFIG: json_bytes(config[SETTINGS] | further) + b"\n",
         CONFIG: json_bytes(plain) + b"\n",
     }
-    contents = {name: tensor.content for name, tensor in tensors.items()}
+    contents = {name: tensor.content for name, tensor in conversion.out.items()}
     name_of = f"{source.location} as {format.name}"
     return store_of(source, name_of, [computed(file, contents)], {**source.side_files, **documents})
 
 
-_Numbers = tuple[str, int, float]
-"""The name of a module, its rank and its alpha."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Conversion:
+    """``run`` fills ``out``, the tensors of the result; of what is wrapped there, ``modules`` and ``parameters`` have
+    the names, ``numbers`` the name, the rank and alpha.
+    """
+
     base: Architecture
     model: Model
     tensors: Mapping[str, Tensor]
     format: AdapterFormat
+    out: dict[str, Tensor] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+    parameters: dict[str, None] = field(default_factory=dict)
+    numbers: list[tuple[str, int, float]] = field(default_factory=list)
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.model.config
+    def __post_init__(self) -> None:
+        self.config = self.model.config
+        self.lora = settings_of(self.config[SETTINGS], ADAPTER)
+        self.scales = Scales(self.lora)
+        self.of_modules = [*module_tensors(self.base, self.config)]
+        self.expert_axes = expert_axes(self.base, self.config)
+        self.rows_of = cache(lambda part, indices: rows_of(self.base, self.model, part, dict(indices)))
 
-    @cached_property
-    def lora(self) -> Settings:
-        return settings_of(self.config[SETTINGS], ADAPTER)
-
-    def made(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of the result, and the changed settings."""
-        experts = Experts(self.base, self.model)
-        lines = belongings(self.base, self.config, self.lora)
-        pairs: dict[tuple[str, Adapted], dict[str, BoundTensor]] = defaultdict(dict)
-        out, copied, scales = dict[str, Tensor](), list[_Numbers](), Scales(self.lora)
-        for tensor in self.model.tensors:
-            parameter, suffix = lines.get(tensor.template, (None, ""))
-            if parameter is None or not experts.is_expert(parameter):
-                name, module = self._renamed(tensor, parameter, suffix)
-                out[name] = self.tensors[tensor.name]
-                if parameter is not None and module is not None:
-                    key = self.lora.key_of(tensor.name.removesuffix(suffix), parameter)
-                    copied.append((module, tensor.shape[0], scales.alpha(key)))
-            elif suffix in A_ENDS or suffix in B_ENDS:
-                pairs[tensor.name.removesuffix(suffix), parameter]["A" if suffix in A_ENDS else "B"] = tensor
-            else:
+    def run(self) -> dict[str, Any]:
+        """Make the tensors. Returns the changed settings."""
+        terms: dict[Weight, list[Term]] = defaultdict(list)
+        pairs, rest = pairs_of(self.model, self.lora, self.base)
+        for tensor, target, suffix in rest:
+            if target is not None and self._is_expert(target):
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' of an expert has no place in '{self.format.name}'")
-        made_targets = targets(experts, list(self._pairs(experts, pairs)), self.format) if pairs else []
-        for target in made_targets:
-            inputs = {content: None for b in target.blocks for content in (b.pair.a.content, b.pair.b.content)}
-            blocks = [
-                [b.expert, _short(b.rows), b.pair.a.content.plain, b.pair.b.content.plain, b.of, _short(b.own), b.rank]
-                for b in target.blocks
-            ]
-            for is_a, shape in zip((True, False), shapes(target), strict=True):
-                what = is_a, target.form, blocks
-                out[self._name(target, is_a)] = Tensor(target.dtype, shape, Converted((*inputs,), what, target, is_a))
-        return out, _settings(self, copied, made_targets)
+            self.out[self._renamed(tensor, target, suffix)[0]] = self.tensors[tensor.name]
+        for place, target, a, b in pairs:
+            key = self.lora.key_of(place, target)
+            if not self._is_expert(target):
+                for tensor in (a, b):
+                    name, module = self._renamed(tensor, target, tensor.name.removeprefix(place))
+                    self.out[name] = self.tensors[tensor.name]
+                self.modules.append(module)
+                self.numbers.append((module, a.shape[0], self.scales.alpha(key)))
+                continue
+            of, form = self._matrices(target, a.indices), layout_of(target, a, b)
+            experts = self._sizes(of)["expert"]
+            product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, ("out", "in"), 1.0)
+            product = product._replace(scale=self.scales.of(key, product.sizes["rank"]))
+            for weight, number, rows, at in self._rows(of):
+                terms[weight].append(Term(product, number, 0, 0, rows, at))
+        results = {of: self._blocks(of, terms) for of in self._asked(terms)}
+        opened = Opened()
+        apart = {of.target.name for of, blocks in results.items() if not _has_one_a(blocks, opened)}
+        for of, blocks in results.items():
+            self._add(of, blocks, side_by_side=of.target.name in apart)
+        return self._settings()
 
-    def _pairs(
-        self, experts: Experts, factors: Mapping[tuple[str, Adapted], Mapping[str, BoundTensor]]
-    ) -> Iterator[Pair]:
-        scales = Scales(self.lora)
-        for (place, target), pair in factors.items():
-            if pair.keys() != {"A", "B"}:
-                raise PlanError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
-            a, b = pair["A"], pair["B"]
-            of = experts.matrices(target, a.indices)
-            form = stack_form(target, a, b) if target.is_stack else LINEAR
-            sizes = {**experts.sizes(of)}
-            rank = factor_sizes(a.shape, b.shape, form, sizes["expert"])["rank"]
-            scale = scales.of(self.lora.key_of(place, target), rank)
-            yield Pair(of, self.tensors[a.name], self.tensors[b.name], form, {**sizes, "rank": rank}, scale)
+    # ----------------------------------------------------------------------------------------------------- experts
+
+    def _is_expert(self, target: Adapted) -> bool:
+        """Whether a parameter is of experts: all of them, or one."""
+        return target.is_stack or bool(Pattern(target.name).indices & self.expert_axes)
+
+    def _matrices(self, target: Adapted, indices: Mapping[str, int]) -> Matrices:
+        """The matrices of a parameter with these indices in its name."""
+        tensor = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
+        axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.expert_axes))
+        others_at = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
+        return Matrices(target, tensor, others_at, indices[axis] if axis else None)
+
+    def _sizes(self, of: Matrices) -> dict[str, int]:
+        """The sizes of expert, in and out."""
+        sizes = self.model.sizes.of(dict(of.indices))
+        shape = shape_of(of.tensor.shapes, self.model, dict(of.indices))
+        sides = ("in", "out") if shape.arrow is not None else ("out", "in")
+        experts = 1 if of.expert is not None else shape.dims[0].size(sizes)
+        return {"expert": experts} | {side: dim.size(sizes) for side, dim in zip(sides, shape.dims[-2:], strict=True)}
+
+    def _rows(self, of: Matrices) -> Iterator[tuple[Weight, int, range, int]]:
+        """Each matrix of the checkpoint that has rows of these: the number here, the rows there, and the first here."""
+        at, experts = 0, self._sizes(of)["expert"]
+        for part in of.tensor.parts:
+            rows = self.rows_of(Part(part.source, part.label), of.indices)
+            for number in range(experts):
+                yield Weight(part.source, of.indices, number if of.expert is None else of.expert), number, rows, at
+            at += len(rows)
+
+    def _asked(self, weights: Iterable[Weight]) -> Iterable[Matrices]:
+        """The matrices that are made: those that have rows of these, and what PEFT wraps with them.
+
+        Raises PlanError if the format has no place for one.
+        """
+        weights, asked = [*weights], dict[tuple[str, Indices, int | None], Matrices]()
+        places: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
+        beside: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
+        for target in self._targets({weight.line for weight in weights}):
+            if self.format.since is not None:
+                beside[target.module].append((target, target.tensors[0]))
+            for tensor in target.tensors:
+                for part in tensor.parts:
+                    places[part.source].append((target, tensor))
+        for line, indices, expert in weights:
+            if line not in places:
+                raise PlanError(f"'{line}' has no place in the format '{self.format.name}'")
+            for target, tensor in dict.fromkeys(places[line]):
+                for other, made_of in [(target, tensor), *beside[target.module]]:
+                    of = Matrices(other, made_of, indices, None if target.is_stack else expert)
+                    asked.setdefault((other.name, indices, of.expert), of)
+        return asked.values()
+
+    def _targets(self, lines: set[str]) -> Iterator[Adapted]:
+        """The parameters of experts in the format, of which some row is in one of these lines."""
+        base, config, format, modules = self.base, self.config, self.format, {of.name for of in self.of_modules}
+        if format.factors is None:
+            for name, tensors in parameters(base, config).items():
+                target = Adapted(tensors, f"{name.removesuffix('weight')}")
+                if tensors[0].dims == 2 and name.endswith(".weight") and self._is_expert(target):
+                    yield target
+        elif format.since is None:
+            yield from (target for _, target in other_stacks(base, config, (format.name,)) if target.name in modules)
+        else:
+            names = {
+                name
+                for name, tensors in parameters(base, config).items()
+                for part in chain.from_iterable(tensor.parts for tensor in tensors)
+                if tensors[0].dims == 3 and part.source in lines and name in modules
+            }
+            settings = Settings(1, {}, tuple(sorted(names)), format.since)
+            yield from (target for target in wrapped(base, config, settings) if target.is_stack)
+
+    def _blocks(self, of: Matrices, terms: Mapping[Weight, Sequence[Term]]) -> list[Block]:
+        """What matrices are made of."""
+        blocks = []
+        for weight, number, rows, at in self._rows(of):
+            for term in terms.get(weight, ()):
+                into, own = _common(rows, term.rows)
+                if into:
+                    into = range(into.start + at, into.stop + at, into.step)
+                    own = range(own.start + term.at, own.stop + term.at, own.step)
+                    blocks.append(Block(number, into, term.product, term.expert, own))
+        return blocks
+
+    def _add(self, of: Matrices, blocks: Sequence[Block], *, side_by_side: bool) -> None:
+        """Add A and B to the result, with the ranks of different A's side by side."""
+        begins, ends, placed = dict[tuple[int, Product, int], int](), defaultdict[int, int](int), list[Block]()
+        for block in blocks:
+            key, rank = (block.expert, block.product, block.number), block.product.sizes["rank"]
+            if key not in begins:
+                begins[key] = ends[block.expert] if side_by_side else 0
+                ends[block.expert] = begins[key] + rank
+            placed.append(block._replace(rank=begins[key]))
+        factors = dict.fromkeys(factor for block in blocks for factor in (block.product.a, block.product.b))
+        dtypes, rank = {factor.dtype for factor in factors}, max(ends.values(), default=1)
+        if len(dtypes) > 1:
+            texts = " and ".join(sorted(dtypes))
+            raise MismatchError(f"{ADAPTER}: the parts of '{of.target.name}' have different dtypes, {texts}")
+        scales = {block.product.scale for block in blocks}
+        if len(scales) > 1:
+            what = f"the parts of '{of.target.name}' are scaled by {min(scales)} and by {max(scales)}"
+            raise PlanError(what, "only a format in which each expert has its own A and B holds that: peft-per-expert")
+        form, place = of.target.forms[0] if of.target.is_stack else LINEAR, self._named(of, of.target.place)
+        sizes, dtype = {**self._sizes(of), "rank": rank}, next(iter(dtypes), "F32")
+        for factor, end in ((form.a, A_ENDS[0]), (form.b, B_ENDS[0])):
+            shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
+            made = Converted(tuple(of.content for of in factors), (factor, shape, sizes, dtype, placed))
+            self.out[f"{PREFIX}{place}{factor.name if of.target.is_stack else end}"] = Tensor(dtype, shape, made)
+        name = self._named(of, of.target.name).removesuffix(".weight")
+        scale = next(iter(scales), None)  # none: it is zero
+        alpha = self.scales.alpha_for(scale, rank) if scale is not None else self.config[SETTINGS]["lora_alpha"]
+        if alpha is None:
+            raise PlanError(f"no alpha gives '{name}' of rank {rank} its factor {scale}", _MERGE_IT)
+        self.numbers.append((name, rank, alpha))
+        if of.target.is_stack:
+            self.parameters[re.split(r"\{\w+\}\.", of.target.name)[-1]] = None
+        else:
+            self.modules.append(name)
 
     # ------------------------------------------------------------------------------------------------------- names
-
-    @cached_property
-    def _of_modules(self) -> Sequence[ModuleTensor]:
-        return [*module_tensors(self.base, self.config)]
 
     @cached_property
     def _renames(self) -> Mapping[str, str]:
         """Names of modules' tensors by those of checkpoints, or the other way round, where one is all of the other."""
         renames: dict[str, str] = {}
-        for tensor in self._of_modules:
+        for tensor in self.of_modules:
             part = tensor.parts[0]
             if len(tensor.parts) == 1 and part.label is None and tensor.stacked is None and part.source != tensor.name:
                 one, other = part.source, tensor.name
@@ -493,104 +374,73 @@ class _Conversion:
                     return prefix, tensor.name.removeprefix(PREFIX).removesuffix(tail)
         return prefix, prefix
 
-    def _spelled(self, name: str) -> str:
-        prefix, spelled = self._spelling
+    def _spelled(self, template: str, indices: Mapping[str, int]) -> str:
+        (prefix, spelled), name = self._spelling, filled(template, indices)
         return spelled + name.removeprefix(prefix) if name.startswith(prefix) else name
 
-    def _renamed(self, tensor: BoundTensor, target: Adapted | None, suffix: str) -> tuple[str, str | None]:
-        """The name of a tensor that is copied, and that of the module that it belongs to, if it is A."""
-        name = tensor.template.removeprefix(PREFIX)
+    def _renamed(self, tensor: BoundTensor, target: Adapted | None, suffix: str) -> tuple[str, str]:
+        """The name of a tensor that is copied, and that of the module that it belongs to."""
         if tensor.template.endswith("*"):
-            return tensor.name, None
-        leaf = "" if target is None else ".weight" if target.name.endswith(".weight") else ""
-        old = name if target is None else target.name
-        new = self._renames.get(old, old)
-        module = new.removesuffix(leaf) if leaf else new
-        of = tensor.indices
+            return tensor.name, ""
+        name = tensor.template.removeprefix(PREFIX) if target is None else target.name
+        new = self._renames.get(name, name)
         if target is None:
-            return PREFIX + self._spelled(filled(new, of)), None
-        return f"{PREFIX}{self._spelled(filled(module, of))}.{suffix}", (
-            self._spelled(filled(module, of)) if suffix in A_ENDS else None
-        )
+            return PREFIX + self._spelled(new, tensor.indices), ""
+        module = self._spelled(re.sub(r"\.(weight|bias)$", "", new), tensor.indices)
+        return f"{PREFIX}{module}.{suffix}", module
 
-    def _name(self, target: Target, is_a: bool) -> str:
-        of = target.of
-        place = self._spelled(filled(of.target.place, self.indices_of(target)))
-        if not of.target.is_stack:
-            return f"{PREFIX}{place}{(A_ENDS if is_a else B_ENDS)[0]}"
-        return f"{PREFIX}{place}{(target.form.a if is_a else target.form.b).name}"
-
-    def indices_of(self, target: Target) -> Mapping[str, int]:
-        """The indices in a target's name."""
-        of = target.of
+    def _named(self, of: Matrices, template: str) -> str:
+        """A name that the parameter of these matrices has: with their indices in it."""
         axes = Pattern(of.target.name).indices - {name for name, _ in of.indices}
-        return dict(of.indices) | ({next(iter(axes)): of.expert} if of.expert is not None else {})
+        expert = {next(iter(axes)): of.expert} if of.expert is not None else {}
+        return self._spelled(template, dict(of.indices) | expert)
 
-    def unprefixed(self, name: str) -> str:
-        """A name without what this adapter's names begin with, if the rules' begin with something else."""
-        prefix, spelled = self._spelling
-        return name if spelled == prefix else name.removeprefix(spelled)
+    # ---------------------------------------------------------------------------------------------------- settings
 
-    def module_of(self, target: Target) -> str:
-        """The name of the parameter that a target changes; without ``.weight``, that of its module."""
-        return self._spelled(filled(target.of.target.name, self.indices_of(target))).removesuffix(".weight")
+    def _settings(self) -> dict[str, Any]:
+        """The entries of ``adapter_config.json`` that differ."""
+        settings, format = self.config[SETTINGS], self.format
+        ranks, alphas = self._patterns(1, settings["r"]), self._patterns(2, settings["lora_alpha"])
+        if format.one_scale and (ranks or alphas):
+            own = next(iter(ranks or alphas))
+            raise PlanError(
+                f"'{format.name}' has one rank and one alpha for all modules; '{own}' has its own",
+                "write it in the format peft-per-expert, or merge it into the model",
+            )
+        old = settings.get("target_modules")  # given by their last words, or by whole names
+        words = set(old) if isinstance(old, list) else set()
+        targets = {last if (last := name.rpartition(".")[2]) in words else name for name in self.modules}
+        edited = {
+            "target_modules": sorted(targets),
+            "target_parameters": [*self.parameters] if format.since is not None and self.parameters else None,
+            "rank_pattern": ranks, "alpha_pattern": alphas, "lora_B_layout": None, "exclude_modules": None,
+            "layers_to_transform": None, "layers_pattern": None, "peft_version": settings.get("peft_version"),
+            **format.settings,
+        }  # fmt: skip
+        return {key: value for key, value in edited.items() if value is not None or key in settings}
 
-
-# ----------------------------------------------------------------------------------------------------------- settings
-
-
-def _settings(of: _Conversion, copied: Sequence[_Numbers], targets: Sequence[Target]) -> dict[str, Any]:
-    """The entries of ``adapter_config.json`` that differ."""
-    settings, format = of.config[SETTINGS], of.format
-    modules = [module for module, _, _ in copied]
-    stacks = [target for target in targets if target.of.target.is_stack]
-    modules += [of.module_of(target) for target in targets if not target.of.target.is_stack]
-    parameters = dict.fromkeys(re.split(r"\{\w+\}\.", target.of.target.name)[-1] for target in stacks)
-    ranks, alphas = _numbers(of, copied, targets)
-    if format.one_scale and (ranks or alphas):
-        raise PlanError(
-            f"'{format.name}' has one rank and one alpha for all modules; '{next(iter(ranks or alphas))}' has its own",
-            "write it in the format peft-per-expert, or merge it into the model",
-        )
-    edited = {
-        "target_modules": _targets(settings.get("target_modules"), modules),
-        "target_parameters": [*parameters] if format.since is not None and parameters else None,
-        "rank_pattern": ranks, "alpha_pattern": alphas, "lora_B_layout": None, "exclude_modules": None,
-        "layers_to_transform": None, "layers_pattern": None, "peft_version": settings.get("peft_version"),
-        **format.settings,
-    }  # fmt: skip
-    return {key: value for key, value in edited.items() if value is not None or key in settings}
-
-
-def _targets(old: object, modules: Sequence[str]) -> list[str]:
-    """``target_modules``: the last words of names that were given so, else the whole names."""
-    words = set(old) if isinstance(old, list) else set()
-    return sorted({last if (last := name.rpartition(".")[2]) in words else name for name in modules})
-
-
-def _numbers(
-    of: _Conversion, copied: Sequence[_Numbers], targets: Sequence[Target]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ranks and alphas that differ from ``r`` and ``lora_alpha``, by pattern of a name."""
-    scales, settings = Scales(of.lora), of.config[SETTINGS]
-    numbers = [*copied]
-    for target in targets:
-        rank, scale = target.sizes["rank"], target.scale
-        alpha = scales.alpha_for(scale, rank) if scale is not None else settings["lora_alpha"]
-        if alpha is None:
-            raise PlanError(f"no alpha gives '{of.module_of(target)}' of rank {rank} its factor {scale}", _MERGE_IT)
-        numbers.append((of.module_of(target), rank, alpha))
-    numbers = [(of.unprefixed(name), rank, alpha) for name, rank, alpha in numbers]
-    ranks, alphas = dict[str, Any](), dict[str, Any]()
-    for pattern_table, place, usual in ((ranks, 1, settings["r"]), (alphas, 2, settings["lora_alpha"])):
+    def _patterns(self, at: int, usual: float) -> dict[str, Any]:
+        """The ranks (``at`` is 1) or alphas (2) that are not the usual one, by pattern of a name."""
+        (prefix, spelled), patterns = self._spelling, dict[str, Any]()
         alike: dict[str, dict[str, Any]] = defaultdict(dict)
-        for entry in numbers:
-            alike[re.sub(r"\.\d+(?=\.)", r".\\d+", entry[0])][entry[0]] = entry[place]
+        for entry in self.numbers:  # without what names begin with, if that is not what it is in the rules
+            name = entry[0] if spelled == prefix else entry[0].removeprefix(spelled)
+            alike[re.sub(r"\.\d+(?=\.)", r".\\d+", name)][name] = entry[at]
         for pattern, values in alike.items():
             if len({*values.values()}) == 1:
                 values = {pattern: next(iter(values.values()))}
-            pattern_table |= {key: value for key, value in values.items() if len(values) > 1 or value != usual}
-    return ranks, alphas
+            patterns |= {key: value for key, value in values.items() if len(values) > 1 or value != usual}
+        return patterns
+
+
+def _has_one_a(blocks: Sequence[Block], opened: Opened) -> bool:
+    """Whether the parts of each expert have one A."""
+    pairs = {(block.expert, block.product, block.number) for block in blocks}
+    factors = set[tuple[int, int, float, bytes]]()
+    for expert, product, number in pairs:
+        a = product.matrix(product.form.a.side, number, lambda tensor: _codes(tensor, opened))
+        factors.add((expert, product.sizes["rank"], product.scale, a.tobytes()))
+    return len(factors) == len({expert for expert, _, _ in pairs})
 
 
 _MERGE_IT = "merge it into the model: reshard merge ADAPTER --into BASE OUT"

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, NotationError, PlanError
@@ -21,14 +22,11 @@ from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
     ArrayCache,
-    Bytes,
     Computed,
     Opened,
     Tensor,
-    laid_anew,
-    store_of,
+    changed,
     tensors_of,
-    whole_of,
 )
 
 _SCALES = ArrayCache(64 << 20)
@@ -38,17 +36,16 @@ _SCALES = ArrayCache(64 << 20)
 class Dequantized(Computed):
     """A weight of 8-bit floats times its scales, of which ``what`` has the dtype, the bytes and where they apply."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
         """Compute them."""
         (weight, scale), (dtype, nbytes, grid) = self.inputs, self.what
-        first, last = begin // 2, -(-end // 2)  # a range may begin or end within an element
         codes = np.frombuffer(weight.read(opened, first, last), np.uint8)
 
         def scales() -> Any:
             return opened.scales(memoryview(scale.read(opened, 0, nbytes)), dtype, grid)
 
         numbers = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
-        return numbers.astype("<u2", copy=False).view(np.uint8).data[begin - 2 * first :][: end - begin]
+        return numbers.astype("<u2", copy=False)
 
 
 def dequantize(source: Source) -> RangeStore:
@@ -70,14 +67,12 @@ def dequantize(source: Source) -> RangeStore:
         if name in scaled:
             scale = tensors[scaled[name].scale]
             what = scale.dtype, tensor_bytes(scaled[name].scale, scale.dtype, scale.shape), scaled[name].grid
-            tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what))
+            tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what, 2))
         if name not in gone:
             contents[name] = tensor
-    whole = whole_of(source)
-    files, index = laid_anew(whole, contents)
-    sides = {name: content for name, content in whole.sides.items() if name != MODELOPT}
+    sides = {name: content for name, content in source.side_files.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
-    return store_of(source, f"{source.location} (dequantized)", files, {**sides, **index})
+    return changed(source, f"{source.location} (dequantized)", contents, sides)
 
 
 def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
@@ -23,7 +24,6 @@ from reshard.store.range_store import RangeStore
 from reshard.store.remote import Read
 from reshard.store.threads import Threads
 from reshard.transforms.tensors import (
-    Bytes,
     Computed,
     Content,
     Opened,
@@ -44,13 +44,12 @@ _WORKERS = 4
 class Places(NamedTuple):
     """Where a delta has the changed elements of a tensor: the offsets of the places and of the values in its file.
 
-    ``unit`` are the bytes of an element, ``wide`` those of an index. ``starts`` has the number of changed elements
-    before each stretch, and that of all.
+    ``wide`` are the bytes of an index. ``starts`` has the number of changed elements before each stretch, and that of
+    all.
     """
 
     places: int
     values: int
-    unit: int
     wide: int
     starts: tuple[int, ...]
 
@@ -58,11 +57,10 @@ class Places(NamedTuple):
 class Sparse(Computed):
     """A tensor of the base with other elements, which the delta has at places (``what``)."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
         """Read them, and put the changes in."""
         (base, delta), places = self.inputs, self.what
-        unit, wide = places.unit, places.wide
-        first, last = begin // unit, -(-end // unit)  # a range may begin or end within an element
+        unit, wide = self.unit, places.wide
         content = np.frombuffer(base.read(opened, first * unit, last * unit), np.uint8).copy()
         one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
         if other > one:
@@ -71,18 +69,18 @@ class Sparse(Computed):
             inside = (indices >= first) & (indices < last)
             raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
             content.view(f"<u{unit}")[indices[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
-        return content.data[begin - first * unit :][: end - begin]
+        return content
 
 
 class Framed(Computed):
     """A tensor of the base with changed bytes, which are a compressed frame (``what``) in the delta."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, begin: int, end: int) -> NDArray[Any]:
         """Read them, and change them."""
         base, delta = self.inputs
         content = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
         _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, content)
-        return content.data
+        return content
 
 
 _CHANGES = Changes()
@@ -102,9 +100,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     if SETTINGS in source.model.config:
         what = f"{source.path}: a delta is put on a full checkpoint in safetensors"
         raise CheckpointError(what, "give the model that it belongs to")
-    tensors, whole = tensors_of(source), whole_of(source)
+    tensors, (whole, index) = tensors_of(source), whole_of(source)
     same = dict.fromkeys(tensors, Change(SAME, None, None))
-    delta = read_delta(path, Delta(source.path, (), same, tuple(whole.files), whole.index, dict.fromkeys(whole.sides)))
+    delta = read_delta(path, Delta(source.path, (), same, tuple(whole), index, dict.fromkeys(source.side_files)))
     stamps = stamps_of([path / name for name in delta.contents], path, states)
     stored = contents_of(delta)
 
@@ -129,7 +127,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             frame = Frame(name, how, parts[0].offset, parts[0].offset + parts[0].nbytes, info.nbytes)
             contents[name] = Framed((tensor.content, file), frame)
         elif file is not None:
-            contents[name] = Sparse((tensor.content, file), _checked(info, parts, opened(file.file)))
+            contents[name] = Sparse(
+                (tensor.content, file), _checked(info, parts, opened(file.file)), unit_of(info.dtype)
+            )
     if extra := tensors.keys() - delta.changes.keys():
         raise other(f"the delta does not know its tensor '{min(extra)}'")
     checks: list[tuple[Content, int, str, MismatchError]] = []
@@ -154,9 +154,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     with Threads(_WORKERS) as threads:
         threads.map(check, checks)
     for name in delta.sides:
-        if delta.sides[name] is None and name not in whole.sides:
+        if delta.sides[name] is None and name not in source.side_files:
             raise other(f"it has no {name}")
-    sides = {name: whole.sides[name] if content is None else content for name, content in delta.sides.items()}
+    sides = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{source.location} + {location_of(path)}"
     return store_of(source, name_of, (computed(file, contents) for file in delta.files), {**delta.documents, **sides})
@@ -183,7 +183,7 @@ def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) ->
         if indices[0] < 0 or last >= elements:
             raise refuse(f"has an element {max(last, -int(indices[0]))} of {elements}")
         counts[1:] += np.bincount(indices // STRETCH, minlength=counts.size - 1)
-    return Places(places.offset, values.offset, unit, wide, tuple(np.cumsum(counts).tolist()))
+    return Places(places.offset, values.offset, wide, tuple(np.cumsum(counts).tolist()))
 
 
 def _sum(content: Content, nbytes: int, expected: str, opened: Opened) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +27,12 @@ from reshard.store.range_store import RangeStore
 from reshard.text import plural
 from reshard.transforms.tensors import (
     ArrayCache,
-    Bytes,
     Computed,
     Opened,
     Tensor,
+    changed,
     is_quantized,
-    laid_anew,
-    store_of,
     tensors_of,
-    whole_of,
 )
 
 NAME = "fp8-block"
@@ -52,7 +49,7 @@ class InBlocks(Computed):
 
     lost: NDArray[np.float64]
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+    def compute(self, opened: Opened, begin: int, end: int) -> NDArray[Any]:
         """Compute them."""
         *_, columns, is_scales = self.what
         width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
@@ -62,7 +59,7 @@ class InBlocks(Computed):
             row = compute() if is_scales else _CODES.get((opened.codes, self, number), compute)
             at = number * width - begin  # where the row begins in the range
             content[max(at, 0) : at + width] = row[max(-at, 0) : end - begin - at]
-        return content.data
+        return content
 
     def _row(self, opened: Opened, number: int) -> NDArray[np.uint8]:
         """The bytes of a row of blocks. Raises MismatchError if a number is not finite."""
@@ -133,10 +130,9 @@ def quantize(source: Source, name: str) -> Quantized:
             contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*of, True)))
     listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
-    whole = whole_of(source)
-    files, index = laid_anew(whole, contents, {key: f"{key}_scale_inv" for key in codes})
-    sides = {**whole.sides, CONFIG: json_bytes(document) + b"\n"}
-    store = store_of(source, f"{source.location} (in {NAME})", files, {**sides, **index})
+    sides = {**source.side_files, CONFIG: json_bytes(document) + b"\n"}
+    beside = {key: f"{key}_scale_inv" for key in codes}
+    store = changed(source, f"{source.location} (in {NAME})", contents, sides, beside)
     kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
     note = f"{plural(len(codes), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
     note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"

@@ -1,7 +1,7 @@
 """A source as named tensors of the full checkpoint, whatever form it has, and a checkpoint of computed tensors.
 
 A transform (``dequantize``, ``patch``, ``add_adapter``, ``convert``) takes the tensors of a source and gives others:
-each a ``Content``, which computes a range of bytes from ranges of other tensors when it is read. ``store_of`` is the
+each a ``Content``, which computes a range of bytes from ranges of other tensors when it is read. ``changed`` is the
 checkpoint that has them: a store, which is opened as a source again, so that transforms chain.
 """
 
@@ -226,10 +226,24 @@ class Part(Content):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Content):
-    """Bytes that are computed from those of ``inputs`` by ``what``; the first input is what they stand for."""
+    """Elements that are computed from ``inputs`` by ``what``; the first input is what they stand for.
+
+    ``unit`` are the bytes of an element: a range that begins or ends within one is cut out of whole ones.
+    """
 
     inputs: tuple[Content, ...]
     what: Any
+    unit: int = 1
+
+    @abstractmethod
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
+        """The elements from ``first`` to ``last``. Raises ReshardError."""
+
+    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
+        """Compute them."""
+        first = begin // self.unit
+        elements = self.compute(opened, first, -(-end // self.unit))
+        return elements.reshape(-1).view(np.uint8).data[begin - first * self.unit :][: end - begin]
 
     @property
     def files(self) -> Sequence[Remote]:  # type: ignore[override]
@@ -400,13 +414,12 @@ def is_quantized(source: Source) -> bool:
 class Rounded(Computed):
     """A tensor that is cast (``what``)."""
 
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Read and cast the elements, of which the range may begin or end within one."""
+    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
+        """Read and cast them."""
         (content,), change = self.inputs, self.what
-        first, last = begin // change.after, -(-end // change.after)
-        raw = content.read(opened, first * change.before, last * change.before)
-        found: NDArray[np.uint8] = change.elements()(np.frombuffer(raw, np.uint8).reshape(-1, change.before))
-        return found.reshape(-1).data[begin - first * change.after :][: end - begin]
+        raw = np.frombuffer(content.read(opened, first * change.before, last * change.before), np.uint8)
+        elements: NDArray[np.uint8] = change.elements()(raw.reshape(-1, change.before))
+        return elements
 
 
 def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
@@ -414,56 +427,53 @@ def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     change = Change(name, tensor.dtype, dtype, None, dtype)
-    return tensor._replace(dtype=dtype, content=Rounded((tensor.content,), change))
+    return tensor._replace(dtype=dtype, content=Rounded((tensor.content,), change, change.after))
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The files of a full checkpoint: those of weights, the index of them, and the others."""
-
-    files: Sequence[SourceFileRecord]
-    index: Mapping[str, bytes]
-    sides: Mapping[str, FilePath | bytes]
-
-
-def whole_of(source: Source) -> Whole:
-    """The files of the full checkpoint that a source is, or that a merge of it writes."""
+def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes]]:
+    """The weight files of the full checkpoint that a source is, or that a merge of it writes, and the index of them."""
     checkpoint = source.checkpoint
     if checkpoint is not None and all(file.header is not None for file in checkpoint.files):
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
-        files = [SourceFileRecord(file.name, file.size, None, file.header or b"") for file in checkpoint.files]
-        return Whole(files, index, source.side_files)
+        return [SourceFileRecord(file.name, file.size, None, file.header or b"") for file in checkpoint.files], index
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
-    files = [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files]
-    return Whole(files, merged.documents, source.side_files)
+    return [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files], merged.documents
 
 
-def laid_anew(
-    whole: Whole, tensors: Mapping[str, Tensor], beside: Mapping[str, str] = MappingProxyType({})
-) -> tuple[list[ComputedFile], dict[str, bytes]]:
-    """The files and the index with these tensors in place of those of the same names; a file of none of them is none.
+def changed(
+    source: Source,
+    title: str,
+    tensors: Mapping[str, Tensor],
+    sides: Mapping[str, FilePath | bytes] | None = None,
+    beside: Mapping[str, str] = MappingProxyType({}),
+) -> range_store.RangeStore:
+    """A source with these tensors in place of those of the same names, and with these side files, if given: a store.
 
-    Elements are aligned: the largest come first. ``beside`` has new tensors by the names of those whose file they are
-    in.
+    A file whose tensors have the dtypes that they had is laid out as it was, in others the largest elements come first;
+    a file of none of them is none. ``beside`` has new tensors by the names of those whose file they are in. Raises
+    MismatchError if a file of the source was changed meanwhile.
     """
-    files = list[ComputedFile]()
-    for file in whole.files:
+    (whole, index), files = whole_of(source), list[ComputedFile]()
+    for file in whole:
         before = parse_header(file.header, Path(file.name), None)
         names = [name for old in before.tensors for name in (old, beside.get(old)) if name in tensors]
         kinds = [(name, tensors[name].dtype, tensors[name].shape) for name in names if name is not None]
-        if kinds:
+        record = file
+        if kinds != [(info.name, info.dtype, info.shape) for info in before.tensors.values()]:
             kinds.sort(key=lambda kind: -DTYPE_BITS[kind[1]])
             header = build_header(kinds, before.metadata)
             record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
+        if kinds:
             files.append(computed(record, {name: tensors[name].content for name, *_ in kinds}))
-    index = dict[str, bytes]()
-    there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
-    total = sum(file.size - len(file.header) for file in files)
-    for name, content in whole.index.items():
-        weight_map: dict[str, str] = json.loads(content)["weight_map"]
-        kept = {name: file for old, file in weight_map.items() for name in (old, beside.get(old)) if name in there}
-        index[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
-    return files, index
+    documents = dict(index)
+    if [file.header for file in files] != [file.header for file in whole]:
+        there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
+        total = sum(file.size - len(file.header) for file in files)
+        for name, content in index.items():
+            weight_map: dict[str, str] = json.loads(content)["weight_map"]
+            kept = {name: file for old, file in weight_map.items() for name in (old, beside.get(old)) if name in there}
+            documents[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
+    return store_of(source, title, files, {**(source.side_files if sides is None else sides), **documents})
 
 
 class Piece(NamedTuple):
@@ -546,7 +556,11 @@ class ComputedFile(Remote):
 
 
 def _plain(value: Any) -> object:
-    """A dataclass as JSON; a path says nothing of a content."""
+    """A content, a range, or a dataclass as JSON; a path says nothing of a content."""
+    if isinstance(value, Content):
+        return value.plain
+    if isinstance(value, range):
+        return value.start, value.stop, value.step
     return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else None
 
 

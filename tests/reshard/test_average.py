@@ -89,7 +89,7 @@ def test_any_numbers_and_any_range(data: st.DataObject) -> None:
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total += value * np.float32(weight)
     begin, end = sorted(data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2)))
-    found = Mean(tuple(map(Held, values)), ("w", weights)).read(Opened(), begin, end)
+    found = Mean(tuple(map(Held, values)), ("w", weights), 4).read(Opened(), begin, end)
     assert bytes(found) == total.tobytes()[begin:end]
 
 

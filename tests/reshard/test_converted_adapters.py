@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from formats.errors import ReshardError, SettingError
 from formats.notation.format_file import Factor, adapter_format, adapter_format_names
 from reshard.api import merge, split
-from reshard.transforms.adapter import by_expert
+from reshard.transforms.low_rank import by_expert
 from tests import peft_adapters, store, zoo
 from tests.marks import one_of_each
 from tests.support import command
@@ -289,3 +289,13 @@ def test_one_expert_alone_is_zero_elsewhere(tmp_path: Path) -> None:
         merge(base, tmp_path / f"{way}-merged", adapter=tmp_path / way)
     assert same(tensors(tmp_path / "own-merged"), tensors(tmp_path / "fused-merged"))
     assert len(kept) == 2 and adapter_format("peft").factors is not None
+
+
+def test_a_bias_of_the_base_keeps_its_name(tmp_path: Path) -> None:
+    base, adapter = store.checkpoint("gpt_oss"), tmp_path / "adapter"
+    shutil.copytree(peft_adapters.made("gpt_oss", "experts"), adapter)
+    bias = tensors(base)["model.layers.0.self_attn.q_proj.bias"]
+    name = f"{PREFIX}model.layers.0.self_attn.q_proj.base_layer.bias"
+    save_file(tensors(adapter) | {name: bias}, adapter / "adapter_model.safetensors", {"format": "pt"})
+    split(adapter, tmp_path / "out", format="peft-per-expert", config=base)
+    assert torch.equal(tensors(tmp_path / "out")[name], bias)

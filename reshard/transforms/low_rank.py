@@ -7,24 +7,25 @@ rank-stabilised. Source: peft/tuners/lora/layer.py (``get_delta_weight``), peft/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
-from formats.files.safetensors import TensorInfo
 from formats.notation.adapters import (
     Adapted,
     FactorLayout,
     ModuleTensor,
     Part,
     Settings,
-    adapter_architecture,
     belongings,
     form_of,
-    module_of,
     of_pattern,
     settings_of,
 )
@@ -34,11 +35,10 @@ from formats.notation.components import indices_of
 from formats.notation.expressions import Expression
 from formats.notation.format import Pattern
 from formats.notation.format_file import Factor
-from reshard.model.binding import bind
-from reshard.model.model import BoundTensor, FullTensor, Model
+from reshard.model.model import BoundTensor, Model
+from reshard.transforms.tensors import Tensor
 
-FACTORS = ("BF16", "F16", "F32", "F64")
-FLOATS = FACTORS[:3]
+FLOATS = ("BF16", "F16", "F32")
 """The dtypes of weights that something is added to."""
 _UNREAD = (
     "use_dora", "lora_bias", "use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config",
@@ -58,96 +58,105 @@ A_ENDS, B_ENDS = (
 LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
+T = TypeVar("T", bound=np.generic)
 _Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], BoundTensor]
 """A checkpoint's tensors by their lines and indices."""
+
+
+class Pair(NamedTuple):
+    """A and B of a parameter, whose names begin with ``place``."""
+
+    place: str
+    target: Adapted
+    a: BoundTensor
+    b: BoundTensor
+
+
+Others = list[tuple[BoundTensor, Adapted | None, str]]
+"""Tensors of an adapter, each with its parameter and the end of its name, if it has one."""
+
+
+def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[list[Pair], Others]:
+    """Each A with its B, and the other tensors of an adapter to a model. Raises MismatchError for one alone."""
+    lines = {line: (target, end) for line, target, end, _ in belongings(base, adapter.config, lora)}
+    rest = Others()
+    factors: dict[tuple[str, Adapted], dict[str, BoundTensor]] = defaultdict(dict)
+    for tensor in adapter.tensors:
+        target, suffix = lines.get(tensor.template, (None, ""))
+        if target is not None and suffix in {*A_ENDS, *B_ENDS}:
+            factors[tensor.name.removesuffix(suffix), target]["a" if suffix in A_ENDS else "b"] = tensor
+        else:
+            rest.append((tensor, target, suffix))
+    for (place, _), pair in factors.items():
+        if len(pair) == 1:
+            raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
+    return [Pair(place, target, pair["a"], pair["b"]) for (place, target), pair in factors.items()], rest
 
 
 class Product(NamedTuple):
     """``scale`` times B A, for each of ``experts``: the axes of ``a`` and ``b`` are those of ``form``.
 
-    It has the output as rows; with ``crossed``, the input. ``turned``: the weight has the rows as columns.
+    ``sides`` says which axes the rows and the columns of the weight are: ``out`` and ``in``, or the other way round.
     """
 
-    a: TensorInfo
-    b: TensorInfo
+    a: Tensor
+    b: Tensor
     form: FactorLayout
     experts: int
-    crossed: bool
-    turned: bool
+    sides: tuple[str, str]
     scale: float
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns, before they are turned."""
-        sizes = self.sizes
-        return (sizes["in"], sizes["out"]) if self.crossed else (sizes["out"], sizes["in"])
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of expert, rank, in and out."""
-        return factor_sizes(self.a.shape, self.b.shape, self.form, self.experts)
+        sizes = {"expert": self.experts}
+        for tensor, factor in ((self.a, self.form.a), (self.b, self.form.b)):
+            for length, axes in zip(tensor.shape, factor.dims, strict=True):
+                sizes[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // self.experts
+        return sizes
+
+    def matrix(self, side: str, expert: int, numbers: Callable[[Tensor], NDArray[T]]) -> NDArray[T]:
+        """An expert's A or B, which has this side: the side by the rank. ``numbers`` reads all of a tensor."""
+        tensor, factor = (self.a, self.form.a) if self.form.a.side == side else (self.b, self.form.b)
+        matrix: NDArray[T] = by_expert(numbers(tensor), factor, self.sizes)[expert]
+        return matrix
 
 
-def factor_sizes(a: Sequence[int], b: Sequence[int], form: FactorLayout, experts: int) -> dict[str, int]:
-    """The sizes of expert, rank, in and out, given the shapes of A and B."""
-    sizes = {"expert": experts}
-    for shape, factor in ((a, form.a), (b, form.b)):
-        for length, axes in zip(shape, factor.dims, strict=True):
-            sizes[axes[-1] if len(axes) == 1 else "rank"] = length if len(axes) == 1 else length // experts
-    return sizes
+def by_expert(matrix: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> NDArray[T]:
+    """A or B with the dimensions expert, side, rank: a view of it."""
+    axes = [axis for dim in factor.dims for axis in dim]
+    apart = matrix.reshape([sizes[axis] for axis in axes])
+    if "expert" not in axes:
+        axes, apart = ["expert", *axes], apart[None]
+    return apart.transpose([axes.index(axis) for axis in ("expert", factor.side, "rank")])
 
 
 class Term(NamedTuple):
-    """What is added to a matrix of a weight: rows (``along`` is 0) or columns ``at`` to ``at + length`` of a product.
+    """What is added to a matrix of a weight: the output of an expert's product, from ``at`` on, to these ``rows`` of
+    it, or columns (``along`` is 1).
 
-    They are added to those from ``begin`` on along the same dimension, as it is in the product, to each ``step``-th.
-    ``matrix`` is the matrix's number in a weight that is a stack, ``expert`` that of the product.
+    ``matrix`` is the matrix's number in a weight that is a stack.
     """
 
     product: Product
     expert: int
     matrix: int
     along: int
-    begin: int
+    rows: range
     at: int
-    length: int
-    step: int = 1
 
 
-Changes = tuple[Mapping[str, Sequence[Term]], Mapping[str, TensorInfo]]
+Changes = tuple[Mapping[str, Sequence[Term]], Mapping[str, Tensor]]
 """What an adapter adds to weights, and the weights that it has itself, by their names."""
 
 
-def changes_of(base: Model, settings: Any, tensors: Mapping[str, TensorInfo]) -> Changes:
-    """What an adapter with these settings and tensors changes of a base model.
+def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Changes:
+    """What an adapter with these tensors changes of a base model.
 
     Raises PlanError for an adapter that is not plain LoRA, MismatchError for one of another base model.
     """
-    config = {**base.config, SETTINGS: settings}
-    lora = settings_of(settings, ADAPTER)
-    check_tensors(lora, tensors)
-    _refuse(settings)
-    architecture = adapter_architecture(base.architecture, config, ADAPTER)
-    factors = [FullTensor(info.name, info.dtype, info.shape, info.file.name) for info in tensors.values()]
-    model = bind(architecture, config, factors)
-    merging = _Merging(base.architecture, base.tensors, lora, Scales(lora), model, tensors)
-    return merging.changes(belongings(base.architecture, config, lora))
-
-
-def check_tensors(lora: Settings, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise PlanError if an adapter has no tensors, or an A or B that is of no module it names, or no float."""
-    if not tensors:
-        raise PlanError(f"{ADAPTER} has no tensors: the adapter changes nothing")
-    for name, info in tensors.items():
-        if ".lora_" not in name:
-            continue
-        if info.dtype not in FACTORS:
-            raise PlanError(f"{ADAPTER}: tensor '{name}' is {info.dtype}; A and B are read in {', '.join(FACTORS)}")
-        if len(info.shape) < 3 and not lora.names(module_of(name)):
-            raise PlanError(
-                f"{ADAPTER}: tensor '{name}' is of a module that {ADAPTER_CONFIG} does not name (target_modules)",
-                "give the adapter_config.json that was saved with these tensors",
-            )
+    _refuse(adapter.config[SETTINGS])
+    return _Merging(base, adapter, tensors, settings_of(adapter.config[SETTINGS], ADAPTER)).changes()
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
@@ -193,41 +202,32 @@ class Scales:
 
 @dataclass(frozen=True)
 class _Merging:
-    base: Architecture
-    weights: Sequence[BoundTensor]
+    base: Model
+    adapter: Model
+    tensors: Mapping[str, Tensor]
     lora: Settings
-    scales: Scales
-    model: Model
-    tensors: Mapping[str, TensorInfo]
 
-    def changes(self, lines: Mapping[str, tuple[Adapted, str]]) -> Changes:
-        pairs: dict[str, dict[str, tuple[BoundTensor, Adapted]]] = {}
-        replaced: dict[str, TensorInfo] = {}
-        matches = ((self.base.match(info.name), info) for info in self.weights)
+    def changes(self) -> Changes:
+        matches = ((self.base.architecture.match(info.name), info) for info in self.base.tensors)
         names: _Names = {
             (match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match
         }
-        for tensor in self.model.tensors:
-            target, suffix = lines.get(tensor.template, (None, ""))
-            if target is None or suffix not in {*A_ENDS, *B_ENDS, *_OF_BASE}:
+        terms: dict[str, list[Term]] = {}
+        replaced: dict[str, Tensor] = {}
+        pairs, rest = pairs_of(self.adapter, self.lora, self.base.architecture)
+        for tensor, target, suffix in rest:
+            if target is None or suffix not in _OF_BASE:
                 why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
                 raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
-            if suffix in _OF_BASE:
-                weight = self._sources_of(target, tensor.indices, names)[1][0][0]
-                if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
-                    raise MismatchError(
-                        f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
-                        f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
-                    )
-                replaced[weight.name] = self.tensors[tensor.name]
-            else:
-                place = tensor.name.removesuffix(suffix)
-                pairs.setdefault(place, {})["A" if suffix in A_ENDS else "B"] = tensor, target
-        terms: dict[str, list[Term]] = {}
-        for place, pair in pairs.items():
-            if pair.keys() != {"A", "B"}:
-                raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
-            for name, term in self._terms(place, pair["A"][0], pair["B"][0], pair["A"][1], names):
+            weight = self._sources_of(target, tensor.indices, names)[1][0][0]
+            if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
+                raise MismatchError(
+                    f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
+                    f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
+                )
+            replaced[weight.name] = self.tensors[tensor.name]
+        for pair in pairs:
+            for name, term in self._terms(pair, names):
                 terms.setdefault(name, []).append(term)
         return terms, replaced
 
@@ -242,62 +242,50 @@ class _Merging:
         at = "".join(f", {axis} {index}" for axis, index in indices.items())
         raise MismatchError(f"{ADAPTER} changes '{target.name}'{at}, which the base model lacks", _OTHER_BASE)
 
-    def _terms(
-        self, place: str, a: BoundTensor, b: BoundTensor, target: Adapted, names: _Names
-    ) -> Iterator[tuple[str, Term]]:
+    def _terms(self, pair: Pair, names: _Names) -> Iterator[tuple[str, Term]]:
         """The terms of a pair of A and B, each with the name of the weight to which it is added."""
+        place, target, a, b = pair
         indices, is_embedding = a.indices, a.template.endswith(A_ENDS[-1])
         tensor, parts = self._sources_of(target, indices, names)
-        form = stack_form(target, a, b) if target.is_stack else LINEAR
-        crossed = is_embedding or tensor.shapes[0][0].arrow is not None
+        is_crossed = tensor.shapes[0][0].arrow is not None
+        along = int(is_crossed != tensor.turned)  # the output
         if is_embedding:
             self._check_untied(parts[0][0], a)
         experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if target.is_stack else 1
-        product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, crossed, tensor.turned, 1.0)
-        rank = product.sizes["rank"]
-        if math.prod(a.shape) != experts * rank * product.sizes[form.a.side] or (
-            math.prod(b.shape) != experts * rank * product.sizes[form.b.side]
+        form = layout_of(target, a, b)
+        sides = ("in", "out") if (is_crossed or is_embedding) != tensor.turned else ("out", "in")
+        product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, sides, 1.0)
+        sizes = product.sizes
+        if any(
+            math.prod(of.shape) != experts * sizes["rank"] * sizes[factor.side]
+            for of, factor in ((a, form.a), (b, form.b))
         ):
             raise self._does_not_fit(a, b, parts[0][0])
-        product = product._replace(scale=self.scales.of(self.lora.key_of(place, target), rank))
-        along, at = int(tensor.shapes[0][0].arrow is not None), 0  # the output
+        product = product._replace(scale=Scales(self.lora).of(self.lora.key_of(place, target), sizes["rank"]))
+        at = 0
         for part, weights in zip(tensor.parts, parts, strict=True):
-            begin, length, step = self._extent(part, weights[0], along ^ tensor.turned, indices)
+            rows = rows_of(self.base.architecture, self.adapter, part, indices) if part.label is not None else range(0)
+            rows = rows or range(weights[0].shape[-2:][along])
             for expert in range(experts):
                 number, matrix = (expert, 0) if tensor.stacked else (0, indices[part.at] if part.at else expert)
                 weight = weights[number]
-                sides = weight.shape[-2:][:: -1 if tensor.turned else 1]
-                if sides[1 - along] != product.shape[1 - along] or weight.dtype not in FLOATS:
+                if weight.shape[-2:][1 - along] != sizes[sides[1 - along]] or weight.dtype not in FLOATS:
                     raise self._does_not_fit(a, b, weight)
-                yield weight.name, Term(product, expert, matrix, along, begin, at, length, step)
-            at += length
-        if at != product.shape[along]:
+                yield weight.name, Term(product, expert, matrix, along, rows, at)
+            at += len(rows)
+        if at != sizes[sides[along]]:
             raise self._does_not_fit(a, b, parts[0][0])
-
-    def _extent(self, part: Part, weight: BoundTensor, dim: int, indices: Mapping[str, int]) -> tuple[int, int, int]:
-        """The rows (``dim`` is 0) or columns of a weight's matrices that a part has: the first, their number, and the
-        distance between them.
-        """
-        length = weight.shape[-2:][dim]
-        if part.label is None:
-            return 0, length, 1
-        rows = rows_of(self.base, self.model, part, indices)
-        if not rows:
-            return 0, length, 1
-        step = rows[1] - rows[0] if len(rows) > 1 else 1
-        if rows != [*range(rows[0], rows[-1] + 1, step)]:
-            raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{weight.name}'", _WITH_PEFT)
-        return rows[0], len(rows), step
 
     def _check_untied(self, weight: BoundTensor, a: BoundTensor) -> None:
         """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
-        of_weight = self.base.match(weight.name)
-        matches = (self.base.match(info.name) for info in self.weights if info.name != weight.name)
+        base = self.base.architecture
+        of_weight = base.match(weight.name)
+        matches = (base.match(info.name) for info in self.base.tensors if info.name != weight.name)
         assert of_weight is not None
-        shape, tied = of_weight.rules[0].shapes[0], self.model.config.get("tie_word_embeddings")
+        shape, tied = of_weight.rules[0].shapes[0], self.adapter.config.get("tie_word_embeddings")
         if tied is None:
             tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in matches)
-        if tied and shape.axes & {"vocab", *self.base.pad}:  # not of positions
+        if tied and shape.axes & {"vocab", *base.pad}:  # not of positions
             raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
 
     def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> MismatchError:
@@ -325,12 +313,19 @@ def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names
             return
 
 
-def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> list[int]:
-    """The indices along the output of a checkpoint's tensor that a part has. ``indices`` are those in its name."""
+def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> range:
+    """The indices along the output of a checkpoint's tensor that a part has. ``indices`` are those in its name.
+
+    Raises PlanError if they are no range.
+    """
     rules = base.tensors[part.source]
     shape = shape_of([(shape, rule.when) for rule in rules for shape in rule.shapes], model, indices)
     out, sizes = shape.dims[-2:][int(shape.arrow is not None)], model.sizes.of(dict(indices))
-    return [*range(out.size(sizes))] if part.label is None else indices_of(out, part.label, sizes)
+    rows = [*range(out.size(sizes))] if part.label is None else indices_of(out, part.label, sizes)
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if rows != [*(in_steps := range(rows[0], rows[-1] + 1, step) if rows else range(0))]:
+        raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{part.source}'", _WITH_PEFT)
+    return in_steps
 
 
 def shape_of(of: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
@@ -344,8 +339,10 @@ def shape_of(of: Sequence[tuple[Shape, Expression | None]], model: Model, indice
     return next(holds, of[0][0])
 
 
-def stack_form(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
-    """How the A and B of a stack lie. Raises PlanError if that cannot be told."""
+def layout_of(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
+    """How A and B lie. Raises PlanError if that cannot be told of a stack."""
+    if not target.is_stack:
+        return LINEAR
     form = form_of(target, a.kind.rule, (a.shape[-1], b.shape[0]))
     if form is None:
         raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")

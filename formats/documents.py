@@ -277,9 +277,9 @@ READERS: dict[Any, Reader[Any]] = {
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
     """A dataclass from a table: each field that is not given by its type, or as its ``metadata`` say under ``read``."""
-    for field, of, default in _fields_of(kind):
+    for field, type_of, default in _fields_of(kind):
         if field.name not in values:
-            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or _reader(of)
+            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or _reader(type_of)
             values[field.name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
     return kind(**values)
 
@@ -297,9 +297,9 @@ def document_of(value: Any) -> Any:
         return value
     kind: Any = type(value)
     return {
-        field.metadata.get("key", field.name): field.metadata.get("write", document_of)(of)
+        field.metadata.get("key", field.name): field.metadata.get("write", document_of)(content)
         for field, _, default in _fields_of(kind)
-        if (of := getattr(value, field.name)) != default or default is MISSING
+        if (content := getattr(value, field.name)) != default or default is MISSING
     }
 
 

@@ -48,9 +48,9 @@ def renumber(modules: nn.ModuleList, numbers: Any) -> None:
 
 def collective_of(frame: FrameType) -> str | None:
     """The collective of torch.distributed that a frame of the stack is in."""
-    of = frame.f_globals.get("__name__", "") == "torch.distributed.distributed_c10d"
+    is_collective = frame.f_globals.get("__name__", "") == "torch.distributed.distributed_c10d"
     name = frame.f_code.co_name
-    return name if of and not name.startswith("_") else None
+    return name if is_collective and not name.startswith("_") else None
 
 
 def share_memory(memory: Tensor) -> list[Any]:

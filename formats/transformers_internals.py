@@ -53,9 +53,9 @@ def not_saved(model: object) -> tuple[str, ...]:
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def has_first_values(of: Any) -> None:
+def has_first_values(parameter: Any) -> None:
     """Say of a module or a tensor that it needs no first values."""
-    of._is_hf_initialized = True
+    parameter._is_hf_initialized = True
 
 
 def model_class(config: Mapping[str, Any]) -> Any:

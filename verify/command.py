@@ -249,7 +249,7 @@ def _other_quantization(original: Source, path: FilePath, shards: Source | Exact
     """The option with which shards in ``path`` were split, if one of them and their original is quantized."""
     with suppress(ReshardError):  # it was said what is wrong with them
         config = shards.read_config() if isinstance(shards, Source) else read_config(path / "config.json")
-        is_quantized, was = (bool(quantization_settings(of)) for of in (config, original.model.config))
+        is_quantized, was = (bool(quantization_settings(settings)) for settings in (config, original.model.config))
         return None if is_quantized == was else "--dequantize" if was else "--quantize fp8-block"
     return None
 

@@ -72,8 +72,8 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     how often it is covered, so the sums are those of the whole tensor if, and only if, all is covered once. The time
     grows with the number of chunks alone. Dimensions that no chunk divides are left out.
     """
-    covered, of = whole_shape(chunks.values()), chunks.values()
-    cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in of)]
+    covered, parts = whole_shape(chunks.values()), chunks.values()
+    cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in parts)]
     if covered != shape:
         raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
     if len(cut) > _MOST_CUT:

@@ -180,8 +180,8 @@ class _Metadata:
         return value
 
     def _add_range(self, index: object, info: object) -> None:
-        of = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
-        name, offset = of.get("fqn"), of.get("offset")
+        state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
+        name, offset = state.get("fqn"), state.get("offset")
         if not isinstance(name, str):
             raise self._wrong("an entry of 'storage_data' has no name")
         if offset is not None and not are_sizes(offset):

@@ -172,7 +172,7 @@ def _file(fields: Record) -> SourceFileRecord:
 
 
 def _by_name(reader: Reader[T]) -> Reader[dict[str, T]]:
-    return lambda value, where: {file_name(name, where): of for name, of in mapping(reader)(value, where).items()}
+    return lambda value, where: {file_name(name, where): item for name, item in mapping(reader)(value, where).items()}
 
 
 def read_delta(path: FilePath, base: Delta) -> Delta:
@@ -192,7 +192,7 @@ def read_delta(path: FilePath, base: Delta) -> Delta:
 
     def checked(value: object, where: str) -> Delta:
         document = json_object(value, where)
-        if digest({key: of for key, of in document.items() if key != "digest"}) != document.get("digest"):
+        if digest({key: item for key, item in document.items() if key != "digest"}) != document.get("digest"):
             raise Unfit("it was changed: its digest is another")
         return record(read)(document, where)
 

@@ -107,8 +107,8 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
         if not isinstance(state_of, dict) or not isinstance(saved, dict):
             raise CheckpointError(f"{optimizer}: holds a {kind_of(saved)}, not the state of an optimizer")
         rank.groups = saved.get("param_groups")
-        for key, of in state_of.items():
-            kinds = of.items() if isinstance(of, dict) else ()
+        for key, line in state_of.items():
+            kinds = line.items() if isinstance(line, dict) else ()
             parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, optimizer, key))}
             rank.states[key] = {kind: (part, _located(archive, optimizer, kind, part)) for kind, part in parts.items()}
     return rank
@@ -148,7 +148,7 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -
     if stated_rank not in (None, number):
         raise ValueError(f"the file is of rank {stated_rank}, its name says rank {number}")
     runs = runs_of(shape, sizes, place, placements, local.shape)
-    split = max((dim for dim, of in enumerate(runs) if len(of) > 1), default=0)
+    split = max((dim for dim, dim_runs in enumerate(runs) if len(dim_runs) > 1), default=0)
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
     step, begin, chunks = (local.strides or (1,))[split], local.offset, list[tuple[Chunk, Tensor]]()
@@ -189,9 +189,11 @@ def _placement(placement: Inert, dims: int) -> Cut | None:
 def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
-    rank, of = (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
-    if (rank, of) != (number, world):
-        raise ValueError(f"the file is of rank {quote(rank)} of {quote(of)}, its name says rank {number} of {world}")
+    rank, size = (
+        (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
+    )
+    if (rank, size) != (number, world):
+        raise ValueError(f"the file is of rank {quote(rank)} of {quote(size)}, its name says rank {number} of {world}")
     chunks = []
     for shard in shards:
         tensor, at = shard.get("tensor"), shard.get("metadata")
@@ -214,7 +216,7 @@ def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
         group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
     ]
     numbers = [group["params"] for group in groups]
-    kinds = {(key, kind): None for rank in ranks for key, of in rank.states.items() for kind in of}
+    kinds = {(key, kind): None for rank in ranks for key, rows in rank.states.items() for kind in rows}
     shapes = {name: part.shape for name, part in ranks[0].parts.items()}
     ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in kinds if isinstance(key, str)}]
     if not ways[0]:
@@ -223,13 +225,13 @@ def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
     states = [(key, kind, _numbered(ranks, key, kind)) for key, kind in kinds]
     for way in ways:  # the first that fits; if none does, numbers stay
         named = [(key, kind, _states(ranks, key, kind, way.get(key, []), shapes)) for key, kind in kinds]
-        if all(of for _, _, of in named):
+        if all(rows for _, _, rows in named):
             names, states = way, named
             break
-    for key, kind, of in states:
-        for name, shape, chunks in of:
+    for key, kind, rows in states:
+        for name, shape, chunks in rows:
             gathered.add((*STATE, name or key, kind), shape, chunks)
-    gathered.add_groups(groups, [[name for number in of for name in names.get(number, [number])] for of in numbers])
+    gathered.add_groups(groups, [[name for number in rows for name in names.get(number, [number])] for rows in numbers])
 
 
 _States = list[tuple[str | None, tuple[int, ...], list[tuple[Chunk, TensorInfo]]]]
@@ -241,15 +243,15 @@ def _states(
 ) -> _States:
     """A kind of state of one parameter, or of all those of a unit; nothing if it does not fit them."""
     shape, chunks = _numbered(ranks, key, kind)[0][1:]
-    of = {name: shapes.get(name, ()) for name in names}
+    sizes = {name: shapes.get(name, ()) for name in names}
     if not shape:
         return [(name, shape, chunks) for name in names]
-    if [*of.values()] == [shape]:
+    if [*sizes.values()] == [shape]:
         return [(name, shape, chunks) for name in names]
-    total, parts = sum(map(math.prod, of.values())), [info for _, info in chunks]
+    total, parts = sum(map(math.prod, sizes.values())), [info for _, info in chunks]
     if not names or len(shape) > 1 or not 0 <= shape[0] - total < len(ranks):
         return []
-    return [(name, of[name], chunks) for name, chunks in from_list(of, parts)]
+    return [(name, sizes[name], chunks) for name, chunks in from_list(sizes, parts)]
 
 
 def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
@@ -257,7 +259,7 @@ def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
     entries = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
     _, part, infos = entries[0]
     if part.place is not None:
-        return [(None, part.shape, [chunk for _, of, infos in entries if of.is_first for chunk in infos])]
+        return [(None, part.shape, [chunk for _, part_of, infos in entries if part_of.is_first for chunk in infos])]
     if len(part.shape) != 1:
         return [(None, part.shape, infos)]
     parts = [info for rank, _, infos in entries if rank.is_first for _, info in infos]

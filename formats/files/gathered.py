@@ -46,9 +46,9 @@ class Gathered:
         """Add a tensor that is stored whole."""
         self.add(keys, info.shape, [(Chunk((0,) * len(info.shape), info.shape), info)])
 
-    def add_copy(self, keys: Keys, of: Keys) -> None:
+    def add_copy(self, keys: Keys, original: Keys) -> None:
         """Add a tensor that shares the bytes of another, if it is not there yet."""
-        name = self._name(of)
+        name = self._name(original)
         if name in self._shapes and self._name(keys) not in self._shapes:
             self.add(keys, self._shapes[name], self._chunks[name])
 
@@ -74,7 +74,7 @@ class Gathered:
             dim, shape = dim_of(str(self._keys[name][1 if len(self._keys[name]) == 2 else 2])), [*self._shapes[name]]
             for other in others if shape else ():
                 part = other._shapes.get(name, ())
-                around = [(*of[:dim], *of[dim + 1 :]) if dim is not None else (*of,) for of in (part, shape)]
+                around = [(*dims[:dim], *dims[dim + 1 :]) if dim is not None else (*dims,) for dims in (part, shape)]
                 if around[0] != around[1]:
                     text = f"'{name}' is {shape} on the first model parallel ranks, and {list(part)} on the next"
                     raise MismatchError(f"{self._folder}: {text}", TOGETHER)
@@ -150,23 +150,32 @@ def with_named_states(saved: Distributed) -> Distributed:
     head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
     """
     keys = {name: keys for name, keys in saved.keys.items() if name in saved.tensors}
-    numbered = {name: of for name, of in keys.items() if len(of) == 4 and of[:2] == STATE and str(of[2]).isdecimal()}
+    numbered = {
+        name: key for name, key in keys.items() if len(key) == 4 and key[:2] == STATE and str(key[2]).isdecimal()
+    }
     groups = [name for name in saved.objects if _PARAMETERS.fullmatch(name)]
     if not numbered or len(groups) != 1 or not isinstance(blob := saved.objects[groups[0]], Blob):
         return saved
-    plain = {name: str(of[1]).removeprefix("module.") for name, of in keys.items() if of[0] == "model" and len(of) == 2}
-    numbers, shapes = read_object(blob), {of: saved.tensors[name].shape for name, of in plain.items()}
+    plain = {
+        name: str(key[1]).removeprefix("module.") for name, key in keys.items() if key[0] == "model" and len(key) == 2
+    }
+    numbers, shapes = read_object(blob), {key: saved.tensors[name].shape for name, key in plain.items()}
     for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
         if not isinstance(numbers, list) or len(way) != len(numbers):
             continue
         of_number = dict(zip(map(str, numbers), way, strict=True))
-        new: dict[str, Keys] = {name: (*STATE, of_number.get(str(of[2]), ""), of[3]) for name, of in numbered.items()}
-        if all(saved.tensors[name].shape in ((), shapes.get(str(of[2]))) for name, of in new.items()):
-            new = dict(saved.keys) | {name: ("model", of) for name, of in plain.items()} | new
+        new: dict[str, Keys] = {
+            name: (*STATE, of_number.get(str(key[2]), ""), key[3]) for name, key in numbered.items()
+        }
+        if all(saved.tensors[name].shape in ((), shapes.get(str(key[2]))) for name, key in new.items()):
+            new = dict(saved.keys) | {name: ("model", key) for name, key in plain.items()} | new
             renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in saved.tensors}
             tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in saved.tensors.items()}
             objects = {**saved.objects, groups[0]: object_bytes(way)}
             return replace(
-                saved, tensors=tensors, objects=objects, keys={renamed.get(name, name): of for name, of in new.items()}
+                saved,
+                tensors=tensors,
+                objects=objects,
+                keys={renamed.get(name, name): key for name, key in new.items()},
             )
     return saved

@@ -53,7 +53,7 @@ class Inert:
         if type(self.state) is dict:
             return self.state.get(name)
         states: tuple[Any, ...] = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
-        return next((of[name] for of in reversed(states) if isinstance(of, dict) and name in of), None)
+        return next((state[name] for state in reversed(states) if isinstance(state, dict) and name in state), None)
 
 
 @dataclass(frozen=True)
@@ -452,10 +452,10 @@ def _rebuild_parameter(data: object, *_: object) -> object:
 
 def _rebuild_from_type(function: object, kind: object, arguments: Any, state: object) -> object:
     """A plain tensor or parameter that carries Python attributes; they are dropped. A sharded one is an ``Inert``."""
-    path, of = getattr(function, "path", ""), getattr(kind, "path", "")
-    if path == _WRAPPER and of in (*DTENSORS, SHARDED_TENSOR):
-        return Inert(of, arguments, state)
-    if not path.startswith("torch._utils._rebuild_") or of not in _CLASSES:
+    path, class_path = getattr(function, "path", ""), getattr(kind, "path", "")
+    if path == _WRAPPER and class_path in (*DTENSORS, SHARDED_TENSOR):
+        return Inert(class_path, arguments, state)
+    if not path.startswith("torch._utils._rebuild_") or class_path not in _CLASSES:
         raise RefusedError(f"a tensor of type {kind_of(kind)}")
     return _CALLS[path](*arguments)
 

@@ -116,7 +116,7 @@ class SourceRecord:
     @property
     def twice(self) -> Mapping[str, str]:
         """The second names in the files, each with the first."""
-        return {name: of for name, of in self.aliases.items() if any(name in file.tensors for file in self.files)}
+        return {name: first for name, first in self.aliases.items() if any(name in file.tensors for file in self.files)}
 
 
 @dataclass(frozen=True)

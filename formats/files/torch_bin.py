@@ -64,9 +64,9 @@ def read_saved(path: FilePath, is_wanted: Callable[[str], bool]) -> Saved:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        located = {n: _locate(path, _state_dict(path, of), archive.locate) for n, of in entries.items() if is_wanted(n)}
+        located = {n: _locate(path, _state_dict(path, at), archive.locate) for n, at in entries.items() if is_wanted(n)}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
-    return Saved({n: of[0] for n, of in located.items()}, {n: of[1] for n, of in located.items()}, plain)
+    return Saved({n: at[0] for n, at in located.items()}, {n: at[1] for n, at in located.items()}, plain)
 
 
 BESIDE = (

@@ -52,7 +52,7 @@ def find_training(folder: FilePath) -> Training | None:
         return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks), "saved from FSDP")
     step = _step_of(folder, names)
     patterns = (MODEL, OPTIMIZER)
-    states = [path for path in glob(step, "*_states.pt") if any(of.fullmatch(path.name) for of in patterns)]
+    states = [path for path in glob(step, "*_states.pt") if any(name.fullmatch(path.name) for name in patterns)]
     if states:
         return Training(states[0], partial(read_zero, step), "saved by DeepSpeed")
     for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
@@ -151,8 +151,8 @@ def model_files(folder: FilePath) -> dict[str, FilePath]:
 
     They lie there, below in ``huggingface``, or above; above, folders are other things.
     """
-    for place, of in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
+    for place, scope in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
         if (place / CONFIG).is_file():
             files = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
-            return {name: file for name, file in files if not OWN.fullmatch(name) and (of == "**" or "/" not in name)}
+            return {name: file for name, file in files if not OWN.fullmatch(name) and (scope == "**" or "/" not in name)}
     return {}

@@ -67,13 +67,13 @@ def universal_documents(
     step = _step_of(saved) if saved is not None and states else None
     groups = _groups_of(saved) if saved is not None and states else []
     members = [{*group.pop("params", ())} for group in groups]
-    named = [{name: tensors[name] for name in tensors if name in of} for of in members]
-    if {name for of in named for name in of} < {*states}:
+    named = [{name: tensors[name] for name in tensors if name in names} for names in members]
+    if {name for names in named for name in names} < {*states}:
         named = [{name: tensors[name] for name in tensors if name in states or not states}]
     of_groups = [{**group, "params": [number]} for number, group in enumerate(groups)] or [{} for _ in tensors]
     extras = saved.extras if saved is not None else {}
     model = _MODEL | {
-        "param_shapes": [{n: Inert("torch.Size", (shape,)) for n, shape in of.items()} for of in named],
+        "param_shapes": [{n: Inert("torch.Size", (shape,)) for n, shape in names.items()} for names in named],
         "shared_params": {**shared}, "global_steps": int(step.number) if step else 0,
     }  # fmt: skip
     for prefix in ("", "zero_pp_rank_0_"):
@@ -111,7 +111,7 @@ def _step_of(saved: Distributed) -> Step | None:
     ]
     values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
     steps += [Step(value) for value in values if isinstance(value, int | float)]
-    low, high = (of((step.number for step in steps), default=0) for of in (min, max))
+    low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
     if low != high:
         why = f"its parameters have done {low:g} to {high:g} steps, and DeepSpeed has one number for all"
         raise MismatchError(f"{saved.path}: {why}", "merge it: the weights alone can be written")

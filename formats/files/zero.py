@@ -85,7 +85,7 @@ def read_zero(folder: FilePath) -> Distributed:
             ranks = max(int(main.content.get("mp_world_size") or 1), *(number + 1 for number in parallel))
             if (missing := next((each for each in range(ranks) if each not in parallel), None)) is not None:
                 raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", TOGETHER)
-            origins = {str(copy): str(of) for copy, of in main.table("shared_params").items()}  # others have none
+            origins = {str(copy): str(first) for copy, first in main.table("shared_params").items()}  # others have none
             info = main.table(_CUTS) or own.get(_CUTS)
             cuts = Cuts(folder, info, ranks) if ranks > 1 and not is_universal else None
         for file in models:
@@ -137,7 +137,7 @@ class Cuts:
 
     def _patterns(self, key: str) -> list[str]:
         entries = self._info.get(key) or ()
-        return [text for of in entries for text in (of["patterns"] if isinstance(of, dict) else (of,))]
+        return [text for entry in entries for text in (entry["patterns"] if isinstance(entry, dict) else (entry,))]
 
     def _is_like(self, name: str, pattern: str) -> bool:
         if not _SIMPLE.fullmatch(pattern):  # others may take forever
@@ -172,9 +172,9 @@ def _with_locations(archive: TorchArchive, path: FilePath, name: str, value: obj
     if isinstance(value, Tensor):
         return place_of(path, path, name, value, *archive.locate(value.storage))
     if isinstance(value, dict) and depth < _DEEP:
-        return {key: _with_locations(archive, path, str(key), of, depth + 1) for key, of in value.items()}
+        return {key: _with_locations(archive, path, str(key), item, depth + 1) for key, item in value.items()}
     if isinstance(value, list) and depth < _DEEP:
-        return [_with_locations(archive, path, name, of, depth + 1) for of in value]
+        return [_with_locations(archive, path, name, item, depth + 1) for item in value]
     return value
 
 
@@ -219,7 +219,7 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
                 gathered.add(("model", name) if kind == "model" else (*STATE, name, kind), shape, chunks)
         except CheckpointError as error:
             raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", TOGETHER) from None
-    steps = [next((of.get("step") for of in state.get("state", {}).values()), None) for state in saved]
+    steps = [next((entry.get("step") for entry in state.get("state", {}).values()), None) for state in saved]
     check_steps(zip((file.path for file in optimizers), steps, strict=True))
     _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
     return f"ZeRO-{stage}, {world} rank{'s' * (world != 1)}"
@@ -291,7 +291,7 @@ def _of_slices(
     fragments: dict[str, list[TensorInfo]] = defaultdict(list)
     for rank, (part, of_rank) in enumerate(zip(parts, slices, strict=True)):
         end = 0
-        for begin, count, name in sorted((of.get("start"), of.get("numel"), name) for name, of in of_rank.items()):
+        for begin, count, name in sorted((cut.get("start"), cut.get("numel"), name) for name, cut in of_rank.items()):
             if begin < end or begin + count > part.shape[0]:
                 raise CheckpointError(
                     f"the list of rank {rank} has {part.shape[0]:,} elements, and not all of '{name}'"

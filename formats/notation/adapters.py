@@ -86,14 +86,14 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     rules = format_of("transformers").of(config).rules
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
     order: list[tuple[int, str, bool]] = []
-    for template, of in base.tensors.items():
-        for candidates in ([(template, Part(template), of)], list(_components(template, of))):
+    for template, rules_of in base.tensors.items():
+        for candidates in ([(template, Part(template), rules_of)], list(_components(template, rules_of))):
             covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in candidates)
             uses = [next(use, None) for use in covering]
             if candidates and all(uses):
                 break
         else:
-            yield ModuleTensor(template, (Part(template),), tuple(_each(of)))
+            yield ModuleTensor(template, (Part(template),), tuple(_each(rules_of)))
             continue
         for use, (_, part, of_part) in zip(uses, candidates, strict=True):
             assert use is not None
@@ -128,7 +128,7 @@ def _spelled(base: Architecture, name: str) -> str | None:
 
 def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
     """The tensors of a checkpoint as tensors of modules with the same names."""
-    return (ModuleTensor(name, (Part(name),), tuple(_each(of))) for name, of in base.tensors.items())
+    return (ModuleTensor(name, (Part(name),), tuple(_each(rules))) for name, rules in base.tensors.items())
 
 
 def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
@@ -158,23 +158,25 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
 
 
-def _components(name: str, of: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
+def _components(name: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
     """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    shape, (module, _, leaf) = of[0].shapes[0], name.rpartition(".")
+    shape, (module, _, leaf) = rules[0].shapes[0], name.rpartition(".")
     for part in components(shape) if not shape.is_open else ():
-        dim = [Dim((Summand(of.factors),)) for of in shape.dims[part.dim].summands if of.label == part.label]
+        dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
         if len(dim) == 1:
-            rule = Rule((Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow),), of[0].when)
+            rule = Rule(
+                (Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow),), rules[0].when
+            )
             yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), (rule,)
 
 
-def _each(of: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
-    return ((shape, rule.when) for rule in of for shape in rule.shapes)
+def _each(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
+    return ((shape, rule.when) for rule in rules for shape in rule.shapes)
 
 
-def _joined(use: Use, of: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
+def _joined(use: Use, rules: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
     """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
-    for alternatives in zip(*map(list, map(_each, of)), strict=False):
+    for alternatives in zip(*map(list, map(_each, rules)), strict=False):
         shapes = [shape for shape, _ in alternatives]
         if any(shape.is_open for shape in shapes):
             continue
@@ -253,9 +255,12 @@ class Settings:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
         segments, targets = name.split("."), [target.split(".") for target in self.targets]
         return any(
-            all(a == b or (a.startswith("{") and b.isdecimal()) for a, b in zip(segments[-len(of) :], of, strict=True))
-            for of in targets
-            if len(of) <= len(segments)
+            all(
+                a == b or (a.startswith("{") and b.isdecimal())
+                for a, b in zip(segments[-len(ends) :], ends, strict=True)
+            )
+            for ends in targets
+            if len(ends) <= len(segments)
         )
 
     def names(self, module: str) -> bool:
@@ -521,7 +526,9 @@ def belongings(
     for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings)):
         ranks = settings.ranks_of(target.key(settings))
         factors = zip(*((form.a, form.b) for form in target.forms), strict=True)
-        axes_of = {of[0].name: tuple(factor.axes for factor in of) for of in factors} if target.is_stack else _LINES
+        axes_of = (
+            {group[0].name: tuple(factor.axes for factor in group) for group in factors} if target.is_stack else _LINES
+        )
         for end, axes in axes_of.items():
             yield f"{PREFIX}{target.place}{end}", target, end, _rules(target.tensors, axes, ranks)
 
@@ -558,5 +565,7 @@ def _unlabelled(shape: Shape) -> Shape:
 
 
 def _plain(dim: Dim) -> Dim:
-    products = ([_plain(factor) if isinstance(factor, Dim) else factor for factor in of.factors] for of in dim.summands)
+    products = (
+        [_plain(factor) if isinstance(factor, Dim) else factor for factor in term.factors] for term in dim.summands
+    )
     return replace(dim, summands=tuple(Summand(tuple(factors)) for factors in products))

@@ -126,7 +126,10 @@ class Architecture:
         """Whether a line outside all layers is of a vector for each token of the vocabulary."""
         shapes = (shape for rule in self.tensors[template] for shape in rule.shapes) if "{" not in template else ()
         axes = ([dim.axis for dim in shape.dims] for shape in shapes)
-        return any(len(of) == 2 and None not in of and not {*of}.isdisjoint(self.pad) for of in axes)
+        return any(
+            len(axes_of_dim) == 2 and None not in axes_of_dim and not {*axes_of_dim}.isdisjoint(self.pad)
+            for axes_of_dim in axes
+        )
 
     def stays_float32(self, name: str, settings: Mapping[str, Any], dtype: str) -> bool:
         """Whether a tensor of this name is not to be cast to ``bf16`` or ``fp16``."""

@@ -298,14 +298,14 @@ class Files:
         both = self.pp_ep if pp and ep else None
         return both or (self.pp if pp else None) or (self.ep if ep else None) or self.name
 
-    def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1, **of: str) -> str:
+    def name_of(self, mesh: Mesh, rank: int, part: int, parts: int = 1, **words_of: str) -> str:
         """The name of a rank's weight file, one of ``parts``; ``shard`` and ``number`` count ranks and parts from 1.
 
-        ``of`` has the tensor and the kind, where each has a file.
+        ``words_of`` has the tensor and the kind, where each has a file.
         """
         of_a_stage, rank_of_mesh = mesh.size // mesh.pp, rank % mesh.size
         words: dict[str, int | str] = {"rank": rank, "ranks": mesh.size, "part": part, "pp": mesh.stage(rank_of_mesh)}
-        words |= {**of, "tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
+        words |= {**words_of, "tp": rank % of_a_stage, "shard": rank + 1, "number": part + 1, "parts": parts}
         words |= {f"{name}_rank": place for name, place in mesh.coordinates(rank_of_mesh).items()}
         words["folder"] = mesh.folder(rank_of_mesh)
         words |= {name: 0 for name in ("tp_rank", "pp_rank", "ep_rank") if name not in words}
@@ -438,7 +438,9 @@ class Rules:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:
             uses = list[Use]()  # another thread must not see a part of it
-            for line, (number, source) in ((of, numbered) for of in self.lines for numbered in enumerate(of.sources)):
+            for line, (number, source) in (
+                (row, numbered) for row in self.lines for numbered in enumerate(row.sources)
+            ):
                 words = source.match(name)
                 if words is not None:
                     (index,) = source.indices - line.target.indices or {None}
@@ -449,14 +451,14 @@ class Rules:
 
     def parts_of(self, name: str) -> list[str]:
         """The labels of the components of a tensor that lines name: ``q`` of ``….weight.q``."""
-        return list(dict.fromkeys(label for of, label in self._parts if of.match(name) is not None))
+        return list(dict.fromkeys(label for pattern, label in self._parts if pattern.match(name) is not None))
 
     @cached_property
     def _parts(self) -> list[tuple[Pattern, str]]:
         """What lines say before the label of a component, and the label."""
         sources = (source.text.rpartition(".") for line in self.lines for source in line.sources)
-        labels = [(of, label) for of, _, label in sources if of.endswith((".*", ".weight", ".bias"))]
-        return [(Pattern(of), label) for of, label in labels if label.isidentifier()]
+        labels = [(name, label) for name, _, label in sources if name.endswith((".*", ".weight", ".bias"))]
+        return [(Pattern(name), label) for name, label in labels if label.isidentifier()]
 
 
 @dataclass(frozen=True, eq=False)

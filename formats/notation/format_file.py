@@ -287,9 +287,9 @@ def _reasons(table: Record, key: str) -> Mapping[str, str]:
     return {name: why for names, why in _of_each_type(table, key, "why", text) for name in names}
 
 
-def _of_each_type(table: Record, key: str, of: str, reader: Reader[T]) -> tuple[tuple[frozenset[str], T], ...]:
-    """What entries say of some types under the key ``of``."""
-    return _all(table, key, record(lambda entry: (_set(entry, "types"), entry.get(of, reader))))
+def _of_each_type(table: Record, key: str, field: str, reader: Reader[T]) -> tuple[tuple[frozenset[str], T], ...]:
+    """What entries say of some types under the key ``field``."""
+    return _all(table, key, record(lambda entry: (_set(entry, "types"), entry.get(field, reader))))
 
 
 def _format(name: str, table: Record, general: tuple[Types, Rules]) -> Format:
@@ -418,14 +418,16 @@ def _cut(value: object, where: str) -> Cut:
     if isinstance(value, str):
         return Cut(axis=value)
     table = value if isinstance(value, dict) else {"dim": value}
-    return record(lambda of: Cut(dim=of.get("dim", whole(0)), parts=of.find("parts", whole(1), 1)))(table, where)
+    return record(lambda entry: Cut(dim=entry.get("dim", whole(0)), parts=entry.find("parts", whole(1), 1)))(
+        table, where
+    )
 
 
 def _on(value: object, where: str) -> str | Mapping[str, str]:
     """Ranks, or other names on stages."""
     if isinstance(value, dict):
         stages = ("first", "last")
-        return record(lambda of: {key: name for key in stages if (name := of.find(key, text, ""))})(value, where)
+        return record(lambda entry: {key: name for key in stages if (name := entry.find(key, text, ""))})(value, where)
     if value not in {"first rank", "every stage"}:
         raise unfit(where, "'first rank', 'every stage' or a table", value)
     return str(value)
@@ -456,8 +458,8 @@ def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> 
     """The rules of a table whose keys are patterns. A value that is no table is that of the key ``plain``."""
     for name, value in _table(table, key, anything).items():
         for entry in value if plain and isinstance(value, list) else [value]:
-            of = entry if isinstance(entry, dict) or not plain else {plain: entry}
-            yield record(partial(structure, kind, old=Pattern(name)))(of, f"'{name}'")
+            fields = entry if isinstance(entry, dict) or not plain else {plain: entry}
+            yield record(partial(structure, kind, old=Pattern(name)))(fields, f"'{name}'")
 
 
 def _set(table: Record, key: str) -> frozenset[str]:

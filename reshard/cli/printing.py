@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mesh):
         return value.to_document()
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(of) for key, of in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 

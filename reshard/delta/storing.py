@@ -195,23 +195,23 @@ def _way(tensor: TensorDiff) -> str:
     return smallest(str(tensor.dtypes[1]), tensor.elements, tensor.changed) if tensor.kind == CHANGED else WHOLE
 
 
-def _write_smallest(of: _Changed, folder: Path) -> _Written:
+def _write_smallest(delta: _Changed, folder: Path) -> _Written:
     """Write each tensor the smallest way."""
-    entries = {tensor.name: stored_as(*_kind(tensor), _way(tensor), tensor.changed) for tensor in of.tensors}
+    entries = {tensor.name: stored_as(*_kind(tensor), _way(tensor), tensor.changed) for tensor in delta.tensors}
     ordered = sorted((part for parts in entries.values() for part in parts), key=lambda entry: -DTYPE_BITS[entry[1]])
-    header, changes = build_header(ordered, {"format": "delta"}), of.unchanged()
+    header, changes = build_header(ordered, {"format": "delta"}), delta.unchanged()
     infos = parse_header(header, folder / CONTENT, None).tensors
     with disk_errors(folder), (folder / CONTENT).open("xb") as opened:
         file = opened.fileno()
         reserve(file, len(header) + sum(info.nbytes for info in infos.values()))
         _put(file, 0, np.frombuffer(header, np.uint8))
-        for tensor in of.tensors:
+        for tensor in delta.tensors:
             parts = [infos[name] for name, *_ in entries[tensor.name]]
             if _way(tensor) == WHOLE:
-                changes[tensor.name] = of.write_whole(tensor, parts[0].offset, file)
+                changes[tensor.name] = delta.write_whole(tensor, parts[0].offset, file)
             else:
-                _write_sparse(tensor, of.pairs(tensor), parts, file)
-                changes[tensor.name] = Change(_way(tensor), *of.sums.of(tensor.name))
+                _write_sparse(tensor, delta.pairs(tensor), parts, file)
+                changes[tensor.name] = Change(_way(tensor), *delta.sums.of(tensor.name))
     return _Written(CONTENT, [*infos], changes)
 
 
@@ -234,27 +234,27 @@ def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[Ten
 # -------------------------------------------------------------------------------------------------------- compressed
 
 
-def _write_frames(of: _Changed, folder: Path) -> _Written:
+def _write_frames(delta: _Changed, folder: Path) -> _Written:
     """Write each tensor as a frame, or whole if the base has none of its shape.
 
     The header, of which the length depends on the frames', is written last, where there was room for the longest.
     """
-    checks = {tensor.name: "0" * 8 for tensor in of.tensors if tensor.kind == CHANGED}
+    checks = {tensor.name: "0" * 8 for tensor in delta.tensors if tensor.kind == CHANGED}
     most = [
         (tensor.name, "U8", (2 * tensor_bytes(*_kind(tensor)) + STEP,)) if tensor.name in checks else _kind(tensor)
-        for tensor in of.tensors
+        for tensor in delta.tensors
     ]
     end = room = len(build_header(most, {"format": "delta"} | checks))
-    changes, entries = of.unchanged(), list[Entry]()
+    changes, entries = delta.unchanged(), list[Entry]()
     with disk_errors(folder), (folder / COMPRESSED).open("xb") as opened:
         file = opened.fileno()
-        for tensor in of.tensors:
+        for tensor in delta.tensors:
             if tensor.name in checks:
-                nbytes, checks[tensor.name] = _write_frame(of.pairs(tensor), tensor_bytes(*_kind(tensor)), end, file)
-                changes[tensor.name] = Change(XOR, *of.sums.of(tensor.name))
+                nbytes, checks[tensor.name] = _write_frame(delta.pairs(tensor), tensor_bytes(*_kind(tensor)), end, file)
+                changes[tensor.name] = Change(XOR, *delta.sums.of(tensor.name))
                 entries.append((tensor.name, "U8", (nbytes,)))
             else:
-                changes[tensor.name] = of.write_whole(tensor, end, file)
+                changes[tensor.name] = delta.write_whole(tensor, end, file)
                 entries.append(_kind(tensor))
             end += tensor_bytes(*entries[-1])
         header = build_header(entries, {"format": "delta"} | checks)[8:].ljust(room - 8)

@@ -63,7 +63,7 @@ def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> d
 def _placement(ranks: Sequence[Sequence[Sequence[Run]] | None]) -> str | None:
     if any(dims is None for dims in ranks):
         return None
-    runs_of = [tuple(tuple(of) for of in dims) for dims in ranks if dims is not None]
+    runs_of = [tuple(tuple(runs) for runs in dims) for dims in ranks if dims is not None]
     if all(dims == runs_of[0] for dims in runs_of):
         return "Replicate()"
     shape = [max(run.end for dims in runs_of for run in dims[dim]) for dim in range(len(runs_of[0]))]

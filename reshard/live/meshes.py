@@ -123,7 +123,7 @@ def trainer_state(model: Model, target: Target) -> LiveState:
         of_inner: list[list[tuple[Runs, ...] | None]] = []
         for rank in range(inner):
             dims = geometry.dims(rank)
-            runs = None if dims is None else tuple(tuple(of) for of in dims)
+            runs = None if dims is None else tuple(tuple(runs_in_dim) for runs_in_dim in dims)
             parts: list[tuple[Runs, ...] | None] = [runs] * target.fsdp
             if runs and target.fsdp > 1:
                 parts = [(cut(runs[0], target.fsdp, number), *runs[1:]) for number in range(target.fsdp)]

@@ -207,12 +207,12 @@ class _Process:
         """What this rank does in each bucket; ``sizes`` are those of its messages where only what changed is sent."""
         steps, is_sender = [], self.rank < self.meeting.trainers
         for number, peers in enumerate(self._messages):
-            sized = [(of, of.nbytes if sizes is None else sizes[number][of.rank]) for of in peers]
-            messages = [Message(of.rank, size, self._work(of, size, tensors)) for of, size in sized if size]
+            sized = [(peer, peer.nbytes if sizes is None else sizes[number][peer.rank]) for peer in peers]
+            messages = [Message(peer.rank, size, self._work(peer, size, tensors)) for peer, size in sized if size]
             steps.append(Step(messages, ()) if is_sender else Step((), messages))
         return steps
 
-    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
         """What fills or takes a message of so many bytes."""
         raise NotImplementedError
 
@@ -227,9 +227,9 @@ class _Process:
                 peer = first + part.target.holder // target.width if is_sender else part.source.holder // source.width
                 peers.setdefault(peer, []).append(part)
             messages = []
-            for rank, of in peers.items():
-                blocks, word = Blocks(of, own, sends=is_sender), word_size(of, target)
-                nbytes = sum(part.nbytes for part in of)
+            for rank, pieces in peers.items():
+                blocks, word = Blocks(pieces, own, sends=is_sender), word_size(pieces, target)
+                nbytes = sum(part.nbytes for part in pieces)
                 changes = Changes(blocks, nbytes, word, self._memory) if word else None
                 messages.append(_Peer(rank, nbytes, blocks, changes))
             yield messages
@@ -296,18 +296,18 @@ class Push(_Process):
         """The bytes of each message of what changed; told to all."""
 
         def own_sizes() -> dict[str, Any]:
-            return {"sizes": [{of.rank: self._size(of, tensors) for of in peers} for peers in self._messages]}
+            return {"sizes": [{peer.rank: self._size(peer, tensors) for peer in peers} for peers in self._messages]}
 
         replies = self._gather(fence, "changes", own_sizes, self.meeting.patience)
         return [{int(rank): size for rank, size in step.items()} for step in replies[self.rank]["sizes"]]
 
-    def _size(self, of: _Peer, tensors: Tensors) -> int:
-        return of.nbytes if of.changes is None else of.changes.size(tensors, self._previous)
+    def _size(self, peer: _Peer, tensors: Tensors) -> int:
+        return peer.nbytes if peer.changes is None else peer.changes.size(tensors, self._previous)
 
-    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
-        if size == of.nbytes or of.changes is None:
-            return partial(of.blocks.pack, tensors)
-        return partial(of.changes.pack, tensors, self._previous)
+    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+        if size == peer.nbytes or peer.changes is None:
+            return partial(peer.blocks.pack, tensors)
+        return partial(peer.changes.pack, tensors, self._previous)
 
     def _keep_copy(self, version: int, tensors: Tensors | None) -> None:
         """Keep a copy of what was pushed, as it was sent."""
@@ -315,11 +315,11 @@ class Push(_Process):
             self._previous = {}
             return
         rounded = TORCH_DTYPES[self._description["dtype"]] if self._description["dtype"] else torch.float32
-        for name, of in tensors.items():
+        for name, rows in tensors.items():
             if name not in self._previous:
-                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in of]
-                self._previous[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(of, dtypes, strict=True)]
-            for copy, tensor in zip(self._previous[name], of, strict=True):
+                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in rows]
+                self._previous[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(rows, dtypes, strict=True)]
+            for copy, tensor in zip(self._previous[name], rows, strict=True):
                 copy.copy_(tensor)
         self._base = version
 
@@ -404,10 +404,10 @@ class Pull(_Process):
         """The bytes of each message of what changed, as the trainers say."""
         sizes = [reply.get("sizes", []) for reply in self._gather(fence, "changes", dict, self.meeting.patience)]
         steps = enumerate(self._messages)
-        return [{of.rank: sizes[of.rank][step][str(self.rank)] for of in peers} for step, peers in steps]
+        return [{peer.rank: sizes[peer.rank][step][str(self.rank)] for peer in peers} for step, peers in steps]
 
-    def _work(self, of: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
-        return partial((of.blocks if size == of.nbytes or of.changes is None else of.changes).unpack, tensors)
+    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
+        return partial((peer.blocks if size == peer.nbytes or peer.changes is None else peer.changes).unpack, tensors)
 
     def commit(self, version: int, error: str | None = None) -> None:
         """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does
@@ -449,7 +449,9 @@ class Pull(_Process):
             for part in (part for parts in routes.parts(self.rank) for part in parts):
                 name = part.move.dst.stored.name_on(part.target.holder)
                 counts[name] = counts.get(name, 0) + part.box.numel
-            self._padded = {name for name, of in room.items() if counts.get(name, 0) < sum(each.numel() for each in of)}
+            self._padded = {
+                name for name, rows in room.items() if counts.get(name, 0) < sum(each.numel() for each in rows)
+            }
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
         for name in self._padded:
             for tensor in room[name]:
@@ -470,7 +472,7 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
         return _routes(meeting, descriptions)
     except ReshardError as error:
         names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
-        holders = [who for who, of in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & of]
+        holders = [who for who, there in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & there]
         if 0 < len(holders) < sum(map(bool, names)):
             raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
         raise
@@ -508,7 +510,7 @@ def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
     for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
         if name in tensors:
             tensors[name].append(tensor)
-    return {name: of for name, of in tensors.items() if of}
+    return {name: pieces for name, pieces in tensors.items() if pieces}
 
 
 def push(

@@ -187,7 +187,7 @@ class Routes(Result):
                     boxes_of[move.way.number] = [
                         (number, box, target)
                         for number, (box, target) in enumerate(move.way.wants)
-                        if rank == self._receiver(target) or any(rank == of.holder // width for of in box.sources)
+                        if rank == self._receiver(target) or any(rank == piece.holder // width for piece in box.sources)
                     ]
                 for number, box, target in boxes_of[move.way.number]:
                     if rank in (move.senders[number].holder // width, self._receiver(target)):
@@ -317,7 +317,7 @@ class _Planning:
             receiver = first + target.holder // self._target.width
             near = [at for at in box.sources if self._hosts[at.holder // width] == self._hosts[receiver]]
             ranks = [(at.holder // width, at) for at in near or box.sources]
-            rank, sender = min(ranks, key=lambda of: (self._all[of[0]] + cost[of[0]], of[1].holder))
+            rank, sender = min(ranks, key=lambda entry: (self._all[entry[0]] + cost[entry[0]], entry[1].holder))
             cost[rank] += box.numel * item
             cost[receiver] += box.numel * item
             senders.append(sender)

@@ -112,9 +112,9 @@ def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveStat
     """
     architecture = find_architecture(dict(config), _WHERE)
     origins = NameInverse(live.format, architecture, AxisSizes(architecture, config, {}), config)
-    names = {part.name for of in live.ranks for part in of if part.is_buffer}
+    names = {part.name for parts in live.ranks for part in parts if part.is_buffer}
     beyond = frozenset(name for name in names if not origins.knows(name))
-    return LiveState(live.format, [[part for part in of if part.name not in beyond] for of in live.ranks]), beyond
+    return LiveState(live.format, [[part for part in parts if part.name not in beyond] for parts in live.ranks]), beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Side:
             tensors = (entry for entry in self.arrangement.tensors_of(rank) if entry[0].constant is None)
             yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
         else:
-            yield from ((name, part.dtype, part.local) for of, part, name, _ in self.live.stored() if of == rank)
+            yield from ((name, part.dtype, part.local) for who, part, name, _ in self.live.stored() if who == rank)
 
     def dtype(self, stored: Stored) -> str:
         """The dtype in which a stored tensor is there."""
@@ -218,9 +218,10 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
     kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], int] = {}
     kind_of = {name: kinds.setdefault(tuple(parts), len(kinds)) for name, parts in parts_of.items()}
     chunks = [_chunks(parts) for parts in kinds]
-    width = max((len(of) for of_ranks in chunks for of in of_ranks.values()), default=1)
+    width = max((len(chunks_there) for of_ranks in chunks for chunks_there in of_ranks.values()), default=1)
     holders = [
-        {rank * width + i: chunk for rank, of in of_ranks.items() for i, chunk in enumerate(of)} for of_ranks in chunks
+        {rank * width + i: chunk for rank, chunks_there in of_ranks.items() for i, chunk in enumerate(chunks_there)}
+        for of_ranks in chunks
     ]
     stored: list[Stored] = []
     geometries: dict[tuple[Geometry, int], Geometry] = {}
@@ -231,8 +232,10 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
         if key not in geometries:
             whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
             _check_shape(tensor.name, shapes[tensor.name], whole, [runs for _, runs in parts_of[tensor.name]])
-            of = holders[kind]
-            geometries[key] = tensor.geometry.in_chunks({h: of[h].at for h in of}, {h: of[h].view for h in of})
+            chunks_there = holders[kind]
+            geometries[key] = tensor.geometry.in_chunks(
+                {h: chunks_there[h].at for h in chunks_there}, {h: chunks_there[h].view for h in chunks_there}
+            )
         stored.append(tensor._replace(geometry=geometries[key]))
     present = {atom for tensor in stored for atom in tensor.atoms}
     lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
@@ -240,7 +243,7 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     if strange := kind_of.keys() - {tensor.name for tensor in stored}:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
-    numbers = [{holder: chunk.part for holder, chunk in of.items()} for of in holders]
+    numbers = [{holder: chunk.part for holder, chunk in chunks_there.items()} for chunks_there in holders]
     parts = {name: numbers[kind] for name, kind in kind_of.items()}
     return Side(arrangement, tuple(stored), len(live.ranks), width, parts, dtypes, live)
 
@@ -258,8 +261,10 @@ def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]]) -> dict[int, list[_Ch
     chunks: dict[int, list[_Chunk]] = {}
     numbers: Counter[int] = Counter()
     for rank, runs in parts:
-        strides = row_major([sum(run.length for run in of) for of in runs], 1)
-        dims = [list(zip(of, itertools.accumulate((run.length for run in of), initial=0), strict=False)) for of in runs]
+        strides = row_major([sum(run.length for run in dim) for dim in runs], 1)
+        dims = [
+            list(zip(dim, itertools.accumulate((run.length for run in dim), initial=0), strict=False)) for dim in runs
+        ]
         for chosen in itertools.product(*dims):
             at = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
             base = sum(begin * stride for (_, begin), stride in zip(chosen, strides, strict=True))

@@ -165,7 +165,7 @@ def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]
     """
     model, tensors = engine.model, arrangement.plan.model.tensors
     with set_current_vllm_config(engine.vllm_config), vllm_reload.as_loaded(model):
-        loaded = recorded(model, model.load_weights, {of.name: (of.dtype, of.shape) for of in tensors})
+        loaded = recorded(model, model.load_weights, {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
         return compare(arrangement, rank, model, loaded)
 
 

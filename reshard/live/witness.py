@@ -104,8 +104,8 @@ class Recorder(torch.Tensor):
 
     def _note(self, room: torch.Tensor) -> None:
         source = self.place.expand(room.shape)
-        into, of = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in (room, source))
-        self.notes.append((room, Copied(into, self.number, of)))
+        into, origin = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in (room, source))
+        self.notes.append((room, Copied(into, self.number, origin)))
 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -198,8 +198,8 @@ def _rows(copied: Copied) -> Ranges:
     starts = [np.zeros(1, np.int64) for _ in range(2)]
     for size, steps in zip(shape[:outer], strides[:outer], strict=True):
         starts = [(at[:, None] + np.arange(size) * step).ravel() for at, step in zip(starts, steps, strict=True)]
-    into, of = starts[0] + copied.into.offset, starts[1] + copied.of.offset
-    return np.stack([into, np.full_like(into, length), np.full_like(into, copied.number), of], 1)
+    into, origin = starts[0] + copied.into.offset, starts[1] + copied.of.offset
+    return np.stack([into, np.full_like(into, length), np.full_like(into, copied.number), origin], 1)
 
 
 def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Ranges]]:
@@ -220,9 +220,12 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
                 raise PlanError(f"'{stored.name}' counts '{src.stored.name}' in blocks of another size")
             spread = dst.spread(blocks)
             here = replace(spread, pieces={rank: spread.pieces[rank]})
-            into, of = stored.geometry.first(rank, number), src.stored.geometry.first(0, src.number)
+            into, origin = stored.geometry.first(rank, number), src.stored.geometry.first(0, src.number)
             for shape, (source,), (target,) in boxes(src.spread(blocks), here):
-                views = View(into + target.base, shape, target.strides), View(of + source.base, shape, source.strides)
+                views = (
+                    View(into + target.base, shape, target.strides),
+                    View(origin + source.base, shape, source.strides),
+                )
                 copies.append(Copied(views[0], numbers[atom.tensor], views[1]))
         yield stored, ranges(copies)
 

@@ -280,7 +280,7 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, deal
 def _times(dims: Sequence[Dim], axis: str) -> int:
     """How often an axis occurs in a product: over dimensions and factors, but not over the summands of a sum."""
     return sum(
-        max(sum(_times([f], axis) if isinstance(f, Dim) else f == axis for f in of.factors) for of in dim.summands)
+        max(sum(_times([f], axis) if isinstance(f, Dim) else f == axis for f in term.factors) for term in dim.summands)
         for dim in dims
     )
 

@@ -171,9 +171,9 @@ class _Groups:
 def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
     """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
     tensor, match, rule, belonging, sizes = group.tensor, group.match, group.shapes[0], group.belonging, groups.sizes
-    of = sizes.of(match.indices)
+    axis_sizes = sizes.of(match.indices)
     try:
-        shape = rule.sizes(of)
+        shape = rule.sizes(axis_sizes)
     except NotationError as error:
         raise PlanError(
             f"{tensor.where}: tensor '{tensor.name}': {error.message}: "
@@ -181,7 +181,7 @@ def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
         ) from None
     if tensor.shape is not None and tensor.shape != shape:
         method = unknown_method(sizes.settings, tensor.name)
-        named = " ".join(f"{axis}={of[axis]}" for axis in sorted(rule.axes))
+        named = " ".join(f"{axis}={axis_sizes[axis]}" for axis in sorted(rule.axes))
         raise PlanError(
             f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
             f"but the rule '{rule}' gives {list(shape)}{' with ' + named if named else ''}",

@@ -129,8 +129,8 @@ class _Files:
 
     def _reads(self, reads: Iterable[tuple[SourceFile, TargetSet, PartialSum]]) -> tuple[Read, ...]:
         return tuple(
-            Read(of.name, frozenset(self._targets[n].name for n in wanted), part.to_text())
-            for of, wanted, part in reads
+            Read(file.name, frozenset(self._targets[n].name for n in wanted), part.to_text())
+            for file, wanted, part in reads
         )
 
     def take(self, account: Account) -> None:

@@ -392,8 +392,8 @@ class Mover:
             known = moved.steps if moved.size == self._sizes.step else ()
             mine = [step for job, slab in known for step in steps.of(job, slab, slab + 1)]
             self._add_again(mine)
-            sums, expected = self._account.written, {names[of]: is_ for of, is_ in moved.written.items() if of in names}
-            if not sums or any(expected.get(number) != of.digest() for number, of in sums.items()):
+            sums, expected = self._account.written, {names[n]: is_ for n, is_ in moved.written.items() if n in names}
+            if not sums or any(expected.get(number) != part.digest() for number, part in sums.items()):
                 self._account = Account()
                 continue
             for read in moved.reads:
@@ -413,9 +413,9 @@ class Mover:
                 if not place.file.done:
                     found = ((place.offset + offset, n) for offset, _, n in region.ranges(0, region.nbytes))
                     ranges.setdefault(self._numbers[place.file], []).extend((at, at + n) for at, n in found)
-        for number, of in ranges.items():
+        for number, parts in ranges.items():
             target = self._targets[number]
-            for begin, end in joined(of, 0):
+            for begin, end in joined(parts, 0):
                 for offset in range(begin, end, self._sizes.piece):
                     self._arena.clear()
                     data = self._arena.take(min(self._sizes.piece, end - offset), offset)
@@ -547,7 +547,7 @@ def allocate(nbytes: int) -> Bytes:
 def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
     is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
-    sources = [] if is_direct else [reader.read(job.source(of.rank), of, allocate) for of in slab.reads]
+    sources = [] if is_direct else [reader.read(job.source(r.rank), r, allocate) for r in slab.reads]
     check_slab(job, slab, sources)
     for copy in slab.copies:
         block = blocks[copy.target][copy.target_slices]

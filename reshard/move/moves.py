@@ -167,10 +167,10 @@ class Regrid:
         dimension, before and after; ``item_bits`` is the size of a scale in bits.
         """
         self._item, self._steps = item_bits // 8, steps
-        sources = [(rank, piece) for rank, of in source.pieces.items() for piece in of]
-        targets = [(rank, piece) for rank, of in target.pieces.items() if rank in ranks for piece in of]
-        self._reads, self._writes = (tuple(self._region(*entry) for entry in of) for of in (sources, targets))
-        self._sources, self._targets = ([_indices(piece.runs) for _, piece in of] for of in (sources, targets))
+        sources = [(rank, piece) for rank, pieces in source.pieces.items() for piece in pieces]
+        targets = [(rank, piece) for rank, pieces in target.pieces.items() if rank in ranks for piece in pieces]
+        self._reads, self._writes = (tuple(self._region(*entry) for entry in pieces) for pieces in (sources, targets))
+        self._sources, self._targets = ([_indices(piece.runs) for _, piece in pieces] for pieces in (sources, targets))
 
     @property
     def written(self) -> tuple[Rows, ...]:
@@ -202,7 +202,7 @@ class Regrid:
     def _checks(self, source: int) -> Iterator[Check]:
         """Each scale of a source must equal the first scale of the target's larger scale block."""
         indices = self._sources[source]
-        firsts = [_first(of, old, new) for of, (old, new) in zip(indices, self._steps, strict=True)]
+        firsts = [_first(indices_of, old, new) for indices_of, (old, new) in zip(indices, self._steps, strict=True)]
         for other, old, new in self._holders(firsts):
             yield Check(source, old, other, new)
 
@@ -276,8 +276,8 @@ class Restate:
             for number, rank in enumerate(replicas, 1)
         ]
         reads, writes = (
-            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in of)
-            for of in (self.holders, ranks)
+            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in side)
+            for side in (self.holders, ranks)
         )
         yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
@@ -442,7 +442,7 @@ class _Moves:
             raise _shapes_differ(atom, src.layout.full, dst.layout.full)
         origin, goal = src.spread(blocks), dst.spread(blocks)
         for number, placed in enumerate(copies, 1):
-            more = {number * self._holders + rank: of for rank, of in placed.spread(blocks).pieces.items()}
+            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread(blocks).pieces.items()}
             origin = replace(origin, pieces={**origin.pieces, **more})
         key, bits = (origin.value, goal.value, src.stored.dtype, change, ranks), DTYPE_BITS[src.stored.dtype]
         if key in self._ways:
@@ -505,13 +505,13 @@ def _change(name: str, src: Location, dst: Location, cast: str | None) -> Change
     return Change(name, src.stored.dtype, dst.stored.dtype, function, cast)
 
 
-def _places(of: Callable[[str, int], Place | None], location: Location) -> Callable[[int], Place | None]:
-    """Where an atom lies on each rank; ``of`` has the places of stored tensors by name and rank."""
+def _places(place_of: Callable[[str, int], Place | None], location: Location) -> Callable[[int], Place | None]:
+    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
     if location.is_alone:
-        return partial(of, location.stored.name)
+        return partial(place_of, location.stored.name)
 
     def within(rank: int) -> Place | None:
-        place = of(location.stored.name_on(rank), rank)
+        place = place_of(location.stored.name_on(rank), rank)
         if place is None or not location.stored.geometry.has(rank, location.number):
             return None
         return place._replace(offset=place.offset + location.first(rank))

@@ -276,8 +276,8 @@ class Transfer:
         and may hold anything. Raises PlanError if a cut falls within a byte.
         """
         self._compare, self._zeros, self._change = compare, zeros, change
-        sources = [(rank, piece) for rank, of in sorted(source.pieces.items()) for piece in of]
-        targets = [(rank, piece) for rank, of in sorted(target.pieces.items()) if rank in ranks for piece in of]
+        sources = [(rank, piece) for rank, pieces in sorted(source.pieces.items()) for piece in pieces]
+        targets = [(rank, piece) for rank, pieces in sorted(target.pieces.items()) if rank in ranks for piece in pieces]
         both, place = [piece for _, piece in (*sources, *targets)], {d: i for i, d in enumerate(target.order)}
         dims = [_Dim(source.full[d], tuple(piece.runs[d] for piece in both), place[d], place[d]) for d in source.order]
         if change is None:
@@ -335,10 +335,10 @@ class Transfer:
             runs |= {~i: self._targets[i].dims[depth].runs for i in targets}
             self._cache[key] = tuple(
                 Segment(
-                    run.offset, run.length, frozenset(i for i in of if i >= 0), frozenset(~i for i in of if i < 0),
+                    run.offset, run.length, frozenset(i for i in ids if i >= 0), frozenset(~i for i in ids if i < 0),
                     run.offset < self._sizes[depth],
                 )
-                for run, of in segments(runs, (0, self._sizes[depth]))
+                for run, ids in segments(runs, (0, self._sizes[depth]))
             )  # fmt: skip
         return self._cache[key]
 
@@ -360,11 +360,11 @@ class Transfer:
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
         nbytes = 0
-        for of, parts, tail in zip(
+        for numbers, parts, tail in zip(
             (segment.sources, segment.targets), (self._sources, self._targets), self._tails, strict=True
         ):
-            sizes = (math.prod(dim.length for dim in parts[i].dims[depth + 1 :]) for i in of)
-            nbytes += len(of) * max(sizes, default=0) * math.prod(tail)
+            sizes = (math.prod(dim.length for dim in parts[i].dims[depth + 1 :]) for i in numbers)
+            nbytes += len(numbers) * max(sizes, default=0) * math.prod(tail)
         return nbytes
 
     def _leads(
@@ -462,7 +462,8 @@ def _in_bytes(dims: Sequence[_Dim], bits: int, pieces: int) -> list[_Dim]:
 
 def _scaled(dim: _Dim, factor: int, divisor: int = 1) -> _Dim:
     runs = tuple(
-        tuple(Run(run.offset * factor // divisor, run.length * factor // divisor) for run in of) for of in dim.runs
+        tuple(Run(run.offset * factor // divisor, run.length * factor // divisor) for run in dim_runs)
+        for dim_runs in dim.runs
     )
     return _Dim(dim.full * factor // divisor, runs, dim.place, dim.last)
 

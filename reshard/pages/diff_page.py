@@ -111,11 +111,11 @@ def _picture(lines: Sequence[_Line], name: str, width: int) -> Html:
         y = TOP + 18 + row * _HEIGHT
         marks.append(text(margin - 6, y + _HEIGHT / 2 + 4, label, "label", "end"))
         for column in range(columns):
-            of = range(column * per_cell, min(column * per_cell + per_cell, layers))
-            tensors = [tensor for layer in of for tensor in line.layers.get(layer, ())]
+            layers_there = range(column * per_cell, min(column * per_cell + per_cell, layers))
+            tensors = [tensor for layer in layers_there for tensor in line.layers.get(layer, ())]
             if tensors:
-                marks.append(_cell(frame, (margin + column * side, y, side), _name(line, of), tensors))
-    count = sum(len(of) for line in lines for of in line.layers.values())
+                marks.append(_cell(frame, (margin + column * side, y, side), _name(line, layers_there), tensors))
+    count = sum(len(layers_there) for line in lines for layers_there in line.layers.values())
     return frame.svg(joined(*marks), "What differs where", plural(count, "tensor"))
 
 

@@ -430,8 +430,8 @@ def _sides(layout: Layout) -> _Sides:
         full.insert(0, 1)
         drawn.insert(0, None)
     if layout.rule.arrow is not None and drawn[0] is not None and drawn[0] < layout.rule.arrow:
-        for of in (runs, lengths, full, drawn):  # the input is stored first, but drawn from left to right as always
-            of.reverse()
+        for values in (runs, lengths, full, drawn):  # the input is stored first, but drawn from left to right as always
+            values.reverse()
     holders = frozenset(layout.boxes)
     return _Sides((lengths[0], lengths[1]), (full[0], full[1]), (runs[0], runs[1]), (drawn[0], drawn[1]), note, holders)
 

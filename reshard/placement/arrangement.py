@@ -113,7 +113,9 @@ class Arrangement:
         return (lambda holder: whole) if local is None else (lambda holder: local.boxes[holder].shape)
 
     def _stored(self) -> Iterator[Stored]:
-        if self.format.plain and all(len(of) == 1 and not of[0].component.index for of in self.parts.values()):
+        if self.format.plain and all(
+            len(portions) == 1 and not portions[0].component.index for portions in self.parts.values()
+        ):
             geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
             for name, kind, _ in self.plan.model.tensors:  # each is stored as it is: there may be half a million
                 if kind not in geometries:
@@ -310,7 +312,9 @@ class Arrangement:
             if constant.axes:
                 constant = replace(constant, shape=tuple(sizes.of({}).get(axis, 0) for axis in constant.axes))
             for stored in self.stored:
-                words = next((words for of in constant.beside if (words := of.match(stored.name)) is not None), None)
+                words = next(
+                    (words for partner in constant.beside if (words := partner.match(stored.name)) is not None), None
+                )
                 for name in (pattern.fill(words) for pattern in constant.names) if words is not None else ():
                     geometry = stored.geometry
                     if self.chunks is not None:

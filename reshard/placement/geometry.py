@@ -93,8 +93,8 @@ class Geometry:
         """
         owned = {rank: dims for rank in self.holders if (dims := self.dims(rank)) is not None}
         cuts = [
-            sorted({end for run in itertools.chain(*of) for end in (run.offset, run.end)})
-            for of in zip(*owned.values(), strict=True)
+            sorted({end for run in itertools.chain(*dim_runs) for end in (run.offset, run.end)})
+            for dim_runs in zip(*owned.values(), strict=True)
         ]
         file_of, ranks = dict[Chunk, int](), self.layouts[0].ranks
         for rank, dims in owned.items():
@@ -153,9 +153,9 @@ class Geometry:
         if key not in self._spreads:
             layout, groups, position = layouts[slot], self.groups(number), self.portions[slot].order.index
             pieces = {
-                holder: tuple(new for piece in of for new in over_blocks(piece, groups, blocks, layout.padded))
+                holder: tuple(new for piece in own_pieces for new in over_blocks(piece, groups, blocks, layout.padded))
                 for holder in self._holders[place]
-                if holder not in without and (of := [*self._pieces(holder, place, slot)])
+                if holder not in without and (own_pieces := [*self._pieces(holder, place, slot)])
             }
             full = tuple(math.prod(layout.full[f] for f in block) for block in blocks)
             order = tuple(sorted(range(len(blocks)), key=lambda block: position(blocks[block][0])))
@@ -197,8 +197,8 @@ class Geometry:
         for portion, layout in zip(self.portions, layouts, strict=False):
             dims = layout.boxes[holder].dims
             runs.append(tuple(dims[factor] for factor in portion.order))
-        lengths = [[sum(run.length for run in of) for of in sizes] for sizes in runs]
-        inner = [math.prod(sizes[of.outer :]) for sizes, of in zip(lengths, self.portions, strict=True)]
+        lengths = [[sum(run.length for run in spec) for spec in sizes] for sizes in runs]
+        inner = [math.prod(sizes[spec.outer :]) for sizes, spec in zip(lengths, self.portions, strict=True)]
         sizes, outer = lengths[slot], self.portions[slot].outer
         strides = (*row_major(sizes[:outer], sum(inner)), *row_major(sizes[outer:], 1))
         yield Piece(runs[slot], strides, sum(inner[:slot]))
@@ -232,13 +232,13 @@ class Geometry:
             for lead, inner in product_boxes(begin, length, (leads, row)):
                 low, high = max(inner.offset, first), min(inner.end, end)
                 if low < high:
-                    of = [(lead, row * step)] if portion.lead else []
+                    factors = [(lead, row * step)] if portion.lead else []
                     at = (lead.offset * row + low - begin) * step
-                    parts.append((at, [*of, (Run(low - first, high - low), step)]))
+                    parts.append((at, [*factors, (Run(low - first, high - low), step)]))
             dims.append(parts)
         is_there = [bool(group) for group in groups]
         for chosen in itertools.product(*dims):
-            runs = [*itertools.compress(itertools.chain(*(of for _, of in chosen)), is_there)]
+            runs = [*itertools.compress(itertools.chain(*(factors for _, factors in chosen)), is_there)]
             yield Piece(
                 tuple((run,) for run, _ in runs), tuple(step for _, step in runs), base + sum(at for at, _ in chosen)
             )

@@ -82,8 +82,8 @@ class Box(NamedTuple):
     def within(self, dim: int, begin: int, length: int) -> Box:
         """A range of a dimension of it."""
         ends = (
-            tuple(at._replace(base=at.base + begin * at.strides[dim]) for at in of)
-            for of in (self.sources, self.targets)
+            tuple(at._replace(base=at.base + begin * at.strides[dim]) for at in places)
+            for places in (self.sources, self.targets)
         )
         return Box((*self.shape[:dim], length, *self.shape[dim + 1 :]), *ends)
 
@@ -92,24 +92,26 @@ def boxes(source: Spread, target: Spread) -> Iterator[Box]:
     """What the target's pieces have of an atom, but for padding, in boxes of which the same pieces of both sides have
     all elements, in the order of its dimensions. A box without sources is nowhere in the source.
     """
-    sides = [[(holder, piece) for holder, of in side.pieces.items() for piece in of] for side in (source, target)]
+    sides = [
+        [(holder, piece) for holder, pieces in side.pieces.items() for piece in pieces] for side in (source, target)
+    ]
     pieces, first = [*sides[0], *sides[1]], len(sides[0])
 
     @cache
     def ranges(dim: int, within: frozenset[int]) -> list[tuple[Run, frozenset[int]]]:
         cut = segments({i: pieces[i][1].runs[dim] for i in within}, (0, source.full[dim]))
-        return [(run, of) for run, of in cut if run.offset < source.full[dim] and max(of, default=-1) >= first]
+        return [(run, ids) for run, ids in cut if run.offset < source.full[dim] and max(ids, default=-1) >= first]
 
     def products(within: frozenset[int], *runs: Run) -> Iterator[tuple[tuple[Run, ...], frozenset[int]]]:
         if len(runs) == len(source.full):
             yield runs, within
             return
-        for run, of in ranges(len(runs), within):
-            yield from products(of, *runs, run)
+        for run, ids in ranges(len(runs), within):
+            yield from products(ids, *runs, run)
 
     def position(number: int, runs: tuple[Run, ...]) -> Position:
         holder, piece = pieces[number]
-        local = (_local(of, run.offset) for of, run in zip(piece.runs, runs, strict=True))
+        local = (_local(dim, run.offset) for dim, run in zip(piece.runs, runs, strict=True))
         base = piece.base + sum(at * stride for at, stride in zip(local, piece.strides, strict=True))
         return Position(holder, base, piece.strides)
 
@@ -155,15 +157,15 @@ def over_blocks(piece: Piece, groups: Blocks, blocks: Blocks, sizes: Sequence[in
         if len(block) >= len(groups[first]):
             while sum(map(len, groups[first:place])) < len(block):
                 place += 1
-            of = [(piece.runs[i], math.prod(sizes[f] for f in groups[i])) for i in range(first, place)]
-            runs = tuple(product_runs(of)) if place - first > 1 else piece.runs[first]
+            factors = [(piece.runs[i], math.prod(sizes[f] for f in groups[i])) for i in range(first, place)]
+            runs = tuple(product_runs(factors)) if place - first > 1 else piece.runs[first]
             parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])
             continue
         inside = [block]
         while sum(map(len, inside)) < len(groups[first]):
             inside.append(waiting.pop(0))
         lengths, stride, (run,) = (
-            [math.prod(sizes[f] for f in of) for of in inside],
+            [math.prod(sizes[f] for f in factors) for factors in inside],
             piece.strides[first],
             piece.runs[first],
         )
@@ -171,7 +173,7 @@ def over_blocks(piece: Piece, groups: Blocks, blocks: Blocks, sizes: Sequence[in
         parts.append([
             (
                 sum(one.offset * step for one, step in zip(box, inner, strict=True)) - run.offset * stride,
-                [(number[of[0]], (one,), step) for of, one, step in zip(inside, box, inner, strict=True)],
+                [(number[factors[0]], (one,), step) for factors, one, step in zip(inside, box, inner, strict=True)],
             )
             for box in product_boxes(run.offset, run.length, lengths)
         ])  # fmt: skip

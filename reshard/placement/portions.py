@@ -71,7 +71,7 @@ Parts = tuple[Portion, ...]
 
 def check_model_type(model: Model, format: Format, *, files: bool = False) -> None:
     """Raise PlanError for a model type that a format is not known to be right for, or has no ``files`` for."""
-    types = {str(of.get("model_type")) for of in (model.config, model.sizes.settings)}
+    types = {str(config.get("model_type")) for config in (model.config, model.sizes.settings)}
     if format.types.only and not types & {*format.types.only}:
         raise PlanError(
             f"the model type '{model.config.get('model_type')}' cannot be written as '{format.name}': what "

@@ -84,7 +84,9 @@ class KnownLines:
 
     def within(self, prefix: str) -> KnownLines:
         """The same, but only lines that begin like this are demanded."""
-        always = {module: tuple(line for line in of if line.startswith(prefix)) for module, of in self.always.items()}
+        always = {
+            module: tuple(line for line in rows if line.startswith(prefix)) for module, rows in self.always.items()
+        }
         return KnownLines(always, self.all)
 
     def spelled(self, spell: Callable[[str], str]) -> KnownLines:

@@ -251,7 +251,7 @@ def _take_distributed(report: Report, formats: Sequence[Format], why: ReshardErr
         report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
         return
     report.files, report.nbytes = len(checkpoint.files), sum(checkpoint.files.values())
-    _count(report, (TensorInfo(of.name, of.dtype, of.shape, report.path, 0, 0) for of in checkpoint.tensors.values()))
+    _count(report, (TensorInfo(t.name, t.dtype, t.shape, report.path, 0, 0) for t in checkpoint.tensors.values()))
     report.counts_all, report.any_mesh = True, True
     _take_trainer(report, checkpoint.what)
 
@@ -292,8 +292,10 @@ def _files_of_ranks(report: Report, recognised: Recognised) -> Files:
         for program_file in ways[0]:
             files[program_file.rank].append(program_file.path)
         report.beside = tuple(left_behind(ways[0]))
-        count, stages = (1 + max(numbers) for numbers in zip(*((of.rank, of.stage) for of in ways[0]), strict=True))
-        count = max([count, *(of.ranks or 0 for of in ways[0])])
+        count, stages = (
+            1 + max(numbers) for numbers in zip(*((entry.rank, entry.stage) for entry in ways[0]), strict=True)
+        )
+        count = max([count, *(entry.ranks or 0 for entry in ways[0])])
         report.mesh = ways[0][0].mesh or mesh_of(-(-count // stages), pp=stages)
     return files
 
@@ -318,7 +320,7 @@ def _take_ranks(report: Report, files: Files, recognised: Recognised) -> None:
     """Add which ranks are there, and count the full model's tensors if a manifest has them, else those of the ranks."""
     manifest, program = recognised.manifest, recognised.kind == "program"
     inside = recognised.formats[0].container.inside if program else None
-    largest = max((len(_read(report, of, inside)[0]) for of in files.values()), default=0)
+    largest = max((len(_read(report, entry, inside)[0]) for entry in files.values()), default=0)
     if report.mesh is not None:
         report.ranks_present = tuple(sorted(files))
         report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in files)

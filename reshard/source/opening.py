@@ -303,7 +303,9 @@ def _open_sharded(folder: Folder) -> Source:
     else:  # headers state positions if no rank holds all tensors
         pairs = zip(files, shards, strict=True)
         places = {
-            name: at for of, shard in pairs for name, at in zip(folder.weights(of.path)[0], shard.places, strict=False)
+            name: at
+            for entry, shard in pairs
+            for name, at in zip(folder.weights(entry.path)[0], shard.places, strict=False)
         }
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]

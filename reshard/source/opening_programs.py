@@ -158,7 +158,7 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
     distributed = cache(lambda: read_training(weights_folder(trained[0][0], folder.path)))
     trained = [way for way in ways if way[0].files.is_distributed]
     if model is None and trained and len(ways) > 1:  # where both are, safetensors are a part of what was saved
-        likely = _likeliest([of for of, _ in trained], folder, distributed())
+        likely = _likeliest([program for program, _ in trained], folder, distributed())
         ways = [way for way in trained if way[0] in likely]
     misfits: list[_MisfitError] = []
     unlike: list[tuple[int, _Reading, Plan]] = []
@@ -251,10 +251,12 @@ def _read(
             own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
-        if (record is None or not record.files) and (format.rules.keep or any(of.also for of in format.rules.lines)):
+        if (record is None or not record.files) and (
+            format.rules.keep or any(line.also for line in format.rules.lines)
+        ):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
-        twice = {name: of for name, of in twice.items() if any(name in infos for infos in ranks)}
+        twice = {name: line for name, line in twice.items() if any(name in infos for infos in ranks)}
     if given_model is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
@@ -310,8 +312,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
-        (_program_file(folder, file, of) for file, of in infos.items()), side, computed=reading.computed, intact=intact,
-        chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
+        (_program_file(folder, file, entry) for file, entry in infos.items()), side, computed=reading.computed,
+        intact=intact, chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
         left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
     )  # fmt: skip
 
@@ -362,10 +364,10 @@ def _chunks_of(
         renamed = [(at, info._replace(name=name)) for at, info in checkpoint.tensors[stored].chunks]
         pieces |= unstacked(format.rules.stacks, name, renamed)
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max(map(len, pieces.values()), default=0))]
-    for name, of in pieces.items():
-        for tensors, (_, info) in zip(ranks, of, strict=False):
+    for name, chunks in pieces.items():
+        for tensors, (_, info) in zip(ranks, chunks, strict=False):
             tensors[name] = info
-    return tuple(ranks), {name: dict(enumerate(at for at, _ in of)) for name, of in pieces.items()}
+    return tuple(ranks), {name: dict(enumerate(at for at, _ in chunks)) for name, chunks in pieces.items()}
 
 
 def _whole_tensors(
@@ -421,10 +423,10 @@ def inferred_tensors(
     alone = Counter(origins.values() if format.container.chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
-            name, stored[of].dtype, None, stored[of].file.name,
-            stored[of].shape if forms.get(name) in as_is or alone[of] == 1 else None,
+            name, stored[origin].dtype, None, stored[origin].file.name,
+            stored[origin].shape if forms.get(name) in as_is or alone[origin] == 1 else None,
         )
-        for name, of in origins.items()
+        for name, origin in origins.items()
     ]  # fmt: skip
 
 

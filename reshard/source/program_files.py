@@ -128,7 +128,7 @@ def _of_coordinates(format: Format, folder: FilePath, names: Sequence[str], pp: 
     }
     if not places:
         return []
-    stages, experts, tensors = (max(of) + 1 for of in zip(*places, strict=True))
+    stages, experts, tensors = (max(numbers) + 1 for numbers in zip(*places, strict=True))
     if (pp and stages == 1) or (ep and experts == 1):
         return []
     width = max(tensors, experts)
@@ -294,10 +294,12 @@ def numbered_globally(
             count |= {axis: max(count.get(axis, 0), 1 + int(words[axis])) for axis in line.indices}
     layers: list[int] = []
     for stage in range(mesh.pp):
-        of = {count.get(LAYER, 0) for rank, count in enumerate(counts) if mesh.stage(rank) == stage}
-        if len(of) > 1:
-            raise MismatchError(f"the ranks of stage {stage} have {' and '.join(map(str, sorted(of)))} layers")
-        layers += of
+        layer_counts = {count.get(LAYER, 0) for rank, count in enumerate(counts) if mesh.stage(rank) == stage}
+        if len(layer_counts) > 1:
+            raise MismatchError(
+                f"the ranks of stage {stage} have {' and '.join(map(str, sorted(layer_counts)))} layers"
+            )
+        layers += layer_counts
     named: list[dict[str, TensorInfo]] = []
     for number, rank in enumerate(ranks):
         place = mesh.coordinates(number).get("ep", 0)
@@ -332,8 +334,8 @@ def own_files(path: FilePath, manifest: Manifest | None, weights: Weights) -> li
     if manifest is not None:
         check_recorded(path, manifest)
         names = ((rank, record.name) for rank, records in sorted(manifest.ranks.items()) for record in records)
-        of = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
-        return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in of]
+        entries = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
+        return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in entries]
     for folder in rank_folders(path):
         for file in glob(folder, "*.safetensors"):
             header = weights(file)[2]
@@ -477,9 +479,9 @@ def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Cal
     for stored, name in names.items():
         if stored in plain_name:
             continue
-        affix, of = _state_of(name, of_name)
-        if affix is not None and checkpoint.tensors[stored].shape == checkpoint.tensors[of].shape:
-            states[affix][plain_name[of]] = stored
+        affix, weight = _state_of(name, of_name)
+        if affix is not None and checkpoint.tensors[stored].shape == checkpoint.tensors[weight].shape:
+            states[affix][plain_name[weight]] = stored
         elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
             model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
         else:

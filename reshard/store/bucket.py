@@ -63,7 +63,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     side = side_files(sizes)
     if scope is Weights.HEADERS:
         side = needed_to_plan(side, sizes)
-    states = json.dumps([url, *sorted((file, of.size, of.etag, of.modified) for file, of in entries.items())])
+    states = json.dumps([url, *sorted((file, stat.size, stat.etag, stat.modified) for file, stat in entries.items())])
     folder = cache / "reshard" / scope.value / hashlib.sha256(states.encode()).hexdigest()[:32]
     with disk_errors(folder):
         sides = make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(store, side, at, url))
@@ -135,7 +135,7 @@ def _named(document: object) -> set[str]:
     """The files that an index, or a manifest of shards, names."""
     names: set[str] = set()
     code = document.get("auto_map") if isinstance(document, dict) else None
-    stack = [document, [f"{of}.py" for of in modules(code)]]
+    stack = [document, [f"{module}.py" for module in modules(code)]]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):

@@ -129,7 +129,7 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
             store.keep(dict(zip(remotes, headers, strict=True)))
         if sampled:
             store.keep(_sampled(store))
-        sizes = {name: of.size for name, of in remotes.items()}
+        sizes = {name: remote.size for name, remote in remotes.items()}
         _write_kept(building / _RANGES, {name: store.cached[name] for name in remotes}, sizes)
 
     contents = _read_kept(make_once(folder, fill))

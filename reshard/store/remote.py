@@ -256,7 +256,7 @@ def small(store: ObjectStore, url: str, key: str) -> Small | None:
             answer = get(store, key)
         except FileNotFoundError:
             return None
-        version = {name: str(of) for name in ("e_tag", "version") if (of := answer.meta.get(name)) is not None}
+        version = {name: str(value) for name in ("e_tag", "version") if (value := answer.meta.get(name)) is not None}
         return Small(bytes(answer.bytes()), answer.attributes, version)
 
     return ask(url, key, request)

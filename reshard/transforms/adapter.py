@@ -66,8 +66,8 @@ class Added(Computed):
             if start >= bottom or start + rows <= top:
                 continue
             a, b = (term.product.matrix(side, term.expert, floats) for side in term.product.sides)
-            of, begin_of, step_of = slice(term.at, term.at + len(term.rows)), term.rows.start, term.rows.step
-            a, b = (a, b[of].T) if term.along else (a[of], b.T)
+            part, begin_of, step_of = slice(term.at, term.at + len(term.rows)), term.rows.start, term.rows.step
+            a, b = (a, b[part].T) if term.along else (a[part], b.T)
             column, row = (begin_of, start) if term.along else (0, start + begin_of)
             across, down = (step_of, 1) if term.along else (1, step_of)
             b = np.ascontiguousarray(b)
@@ -122,7 +122,7 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
     for name, tensor in tensors.items():
         content, terms = replaced.get(name, tensor).content, tuple(added.get(name, ()))
         if terms:
-            factors = dict.fromkeys(of.content for term in terms for of in (term.product.a, term.product.b))
+            factors = dict.fromkeys(factor.content for term in terms for factor in (term.product.a, term.product.b))
             what = name, tensor.dtype, tensor.shape, terms
             content = Added((content, *factors), what, DTYPE_BITS[tensor.dtype] // 8)
         tensors[name] = tensor._replace(content=content)

@@ -87,7 +87,7 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
         tensors = [table[name] for table in tables]
         for tensor, source in zip(tensors, sources, strict=True):
             if tensor.shape != tensors[0].shape or (tensor.dtype != tensors[0].dtype and tensor.dtype not in _FLOATS):
-                ours, theirs = (f"{of.dtype} {list(of.shape)}" for of in (tensors[0], tensor))
+                ours, theirs = (f"{tensor_of.dtype} {list(tensor_of.shape)}" for tensor_of in (tensors[0], tensor))
                 raise PlanError(f"tensor '{name}' is {ours} in {first.path} and {theirs} in {source.path}")
         contents[name] = _mean(name, tensors, tuple(weights))
         if not wide:

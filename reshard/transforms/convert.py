@@ -144,7 +144,7 @@ def _common(one: range, other: range) -> tuple[range, range]:
     """The places in both of what they have in common."""
     rows = [row for row in one if row in other]
     ends = [*rows[:2], *rows[-1:]]
-    places = [[of.index(row) for row in ends] for of in (one, other)]
+    places = [[side.index(row) for row in ends] for side in (one, other)]
     at, at_other = (range(at[0], at[-1] + 1, max(at[1] - at[0], 1)) if at else range(0) for at in places)
     return at, at_other
 
@@ -216,17 +216,17 @@ class _Conversion:
                 self.modules.append(module)
                 self.numbers.append((module, a.shape[0], self.scales.alpha(key)))
                 continue
-            of, form = self._matrices(target, a.indices), layout_of(target, a, b)
-            experts = self._sizes(of)["expert"]
+            matrices, form = self._matrices(target, a.indices), layout_of(target, a, b)
+            experts = self._sizes(matrices)["expert"]
             product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, ("out", "in"), 1.0)
             product = product._replace(scale=self.scales.of(key, product.sizes["rank"]))
-            for weight, number, rows, at in self._rows(of):
+            for weight, number, rows, at in self._rows(matrices):
                 terms[weight].append(Term(product, number, 0, 0, rows, at))
-        results = {of: self._blocks(of, terms) for of in self._asked(terms)}
+        results = {matrices: self._blocks(matrices, terms) for matrices in self._asked(terms)}
         opened = Opened()
-        apart = {of.target.name for of, blocks in results.items() if not _has_one_a(blocks, opened)}
-        for of, blocks in results.items():
-            self._add(of, blocks, side_by_side=of.target.name in apart)
+        apart = {matrices.target.name for matrices, blocks in results.items() if not _has_one_a(blocks, opened)}
+        for matrices, blocks in results.items():
+            self._add(matrices, blocks, side_by_side=matrices.target.name in apart)
         return self._settings()
 
     # ----------------------------------------------------------------------------------------------------- experts
@@ -242,21 +242,22 @@ class _Conversion:
         others_at = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
         return Matrices(target, tensor, others_at, indices[axis] if axis else None)
 
-    def _sizes(self, of: Matrices) -> dict[str, int]:
+    def _sizes(self, matrices: Matrices) -> dict[str, int]:
         """The sizes of expert, in and out."""
-        sizes = self.model.sizes.of(dict(of.indices))
-        shape = shape_of(of.tensor.shapes, self.model, dict(of.indices))
+        sizes = self.model.sizes.of(dict(matrices.indices))
+        shape = shape_of(matrices.tensor.shapes, self.model, dict(matrices.indices))
         sides = ("in", "out") if shape.arrow is not None else ("out", "in")
-        experts = 1 if of.expert is not None else shape.dims[0].size(sizes)
+        experts = 1 if matrices.expert is not None else shape.dims[0].size(sizes)
         return {"expert": experts} | {side: dim.size(sizes) for side, dim in zip(sides, shape.dims[-2:], strict=True)}
 
-    def _rows(self, of: Matrices) -> Iterator[tuple[Weight, int, range, int]]:
+    def _rows(self, matrices: Matrices) -> Iterator[tuple[Weight, int, range, int]]:
         """Each matrix of the checkpoint that has rows of these: the number here, the rows there, and the first here."""
-        at, experts = 0, self._sizes(of)["expert"]
-        for part in of.tensor.parts:
-            rows = self.rows_of(Part(part.source, part.label), of.indices)
+        at, experts = 0, self._sizes(matrices)["expert"]
+        for part in matrices.tensor.parts:
+            rows = self.rows_of(Part(part.source, part.label), matrices.indices)
             for number in range(experts):
-                yield Weight(part.source, of.indices, number if of.expert is None else of.expert), number, rows, at
+                expert = number if matrices.expert is None else matrices.expert
+                yield Weight(part.source, matrices.indices, expert), number, rows, at
             at += len(rows)
 
     def _asked(self, weights: Iterable[Weight]) -> Iterable[Matrices]:
@@ -278,13 +279,13 @@ class _Conversion:
                 raise PlanError(f"'{line}' has no place in the format '{self.format.name}'")
             for target, tensor in dict.fromkeys(places[line]):
                 for other, made_of in [(target, tensor), *beside[target.module]]:
-                    of = Matrices(other, made_of, indices, None if target.is_stack else expert)
-                    asked.setdefault((other.name, indices, of.expert), of)
+                    matrices = Matrices(other, made_of, indices, None if target.is_stack else expert)
+                    asked.setdefault((other.name, indices, matrices.expert), matrices)
         return asked.values()
 
     def _targets(self, lines: set[str]) -> Iterator[Adapted]:
         """The parameters of experts in the format, of which some row is in one of these lines."""
-        base, config, format, modules = self.base, self.config, self.format, {of.name for of in self.of_modules}
+        base, config, format, modules = self.base, self.config, self.format, {module.name for module in self.of_modules}
         if format.factors is None:
             for name, tensors in parameters(base, config).items():
                 target = Adapted(tensors, f"{name.removesuffix('weight')}")
@@ -302,10 +303,10 @@ class _Conversion:
             settings = Settings(1, {}, tuple(sorted(names)), format.since)
             yield from (target for target in wrapped(base, config, settings) if target.is_stack)
 
-    def _blocks(self, of: Matrices, terms: Mapping[Weight, Sequence[Term]]) -> list[Block]:
+    def _blocks(self, matrices: Matrices, terms: Mapping[Weight, Sequence[Term]]) -> list[Block]:
         """What matrices are made of."""
         blocks = []
-        for weight, number, rows, at in self._rows(of):
+        for weight, number, rows, at in self._rows(matrices):
             for term in terms.get(weight, ()):
                 into, own = _common(rows, term.rows)
                 if into:
@@ -314,7 +315,7 @@ class _Conversion:
                     blocks.append(Block(number, into, term.product, term.expert, own))
         return blocks
 
-    def _add(self, of: Matrices, blocks: Sequence[Block], *, side_by_side: bool) -> None:
+    def _add(self, matrices: Matrices, blocks: Sequence[Block], *, side_by_side: bool) -> None:
         """Add A and B to the result, with the ranks of different A's side by side."""
         begins, ends, placed = dict[tuple[int, Product, int], int](), defaultdict[int, int](int), list[Block]()
         for block in blocks:
@@ -327,25 +328,26 @@ class _Conversion:
         dtypes, rank = {factor.dtype for factor in factors}, max(ends.values(), default=1)
         if len(dtypes) > 1:
             texts = " and ".join(sorted(dtypes))
-            raise MismatchError(f"{ADAPTER}: the parts of '{of.target.name}' have different dtypes, {texts}")
+            raise MismatchError(f"{ADAPTER}: the parts of '{matrices.target.name}' have different dtypes, {texts}")
         scales = {block.product.scale for block in blocks}
         if len(scales) > 1:
-            what = f"the parts of '{of.target.name}' are scaled by {min(scales)} and by {max(scales)}"
+            what = f"the parts of '{matrices.target.name}' are scaled by {min(scales)} and by {max(scales)}"
             raise PlanError(what, "only a format in which each expert has its own A and B holds that: peft-per-expert")
-        form, place = of.target.forms[0] if of.target.is_stack else LINEAR, self._named(of, of.target.place)
-        sizes, dtype = {**self._sizes(of), "rank": rank}, next(iter(dtypes), "F32")
+        form = matrices.target.forms[0] if matrices.target.is_stack else LINEAR
+        place = self._named(matrices, matrices.target.place)
+        sizes, dtype = {**self._sizes(matrices), "rank": rank}, next(iter(dtypes), "F32")
         for factor, end in ((form.a, A_ENDS[0]), (form.b, B_ENDS[0])):
             shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
-            made = Converted(tuple(of.content for of in factors), (factor, shape, sizes, dtype, placed))
-            self.out[f"{PREFIX}{place}{factor.name if of.target.is_stack else end}"] = Tensor(dtype, shape, made)
-        name = self._named(of, of.target.name).removesuffix(".weight")
+            made = Converted(tuple(tensor.content for tensor in factors), (factor, shape, sizes, dtype, placed))
+            self.out[f"{PREFIX}{place}{factor.name if matrices.target.is_stack else end}"] = Tensor(dtype, shape, made)
+        name = self._named(matrices, matrices.target.name).removesuffix(".weight")
         scale = next(iter(scales), None)  # none: it is zero
         alpha = self.scales.alpha_for(scale, rank) if scale is not None else self.config[SETTINGS]["lora_alpha"]
         if alpha is None:
             raise PlanError(f"no alpha gives '{name}' of rank {rank} its factor {scale}", _MERGE_IT)
         self.numbers.append((name, rank, alpha))
-        if of.target.is_stack:
-            self.parameters[re.split(r"\{\w+\}\.", of.target.name)[-1]] = None
+        if matrices.target.is_stack:
+            self.parameters[re.split(r"\{\w+\}\.", matrices.target.name)[-1]] = None
         else:
             self.modules.append(name)
 
@@ -389,11 +391,11 @@ class _Conversion:
         module = self._spelled(re.sub(r"\.(weight|bias)$", "", new), tensor.indices)
         return f"{PREFIX}{module}.{suffix}", module
 
-    def _named(self, of: Matrices, template: str) -> str:
+    def _named(self, matrices: Matrices, template: str) -> str:
         """A name that the parameter of these matrices has: with their indices in it."""
-        axes = Pattern(of.target.name).indices - {name for name, _ in of.indices}
-        expert = {next(iter(axes)): of.expert} if of.expert is not None else {}
-        return self._spelled(template, dict(of.indices) | expert)
+        axes = Pattern(matrices.target.name).indices - {name for name, _ in matrices.indices}
+        expert = {next(iter(axes)): matrices.expert} if matrices.expert is not None else {}
+        return self._spelled(template, dict(matrices.indices) | expert)
 
     # ---------------------------------------------------------------------------------------------------- settings
 

@@ -257,8 +257,8 @@ class _Merging:
         product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, sides, 1.0)
         sizes = product.sizes
         if any(
-            math.prod(of.shape) != experts * sizes["rank"] * sizes[factor.side]
-            for of, factor in ((a, form.a), (b, form.b))
+            math.prod(tensor.shape) != experts * sizes["rank"] * sizes[factor.side]
+            for tensor, factor in ((a, form.a), (b, form.b))
         ):
             raise self._does_not_fit(a, b, parts[0][0])
         product = product._replace(scale=Scales(self.lora).of(self.lora.key_of(place, target), sizes["rank"]))
@@ -328,15 +328,15 @@ def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, 
     return in_steps
 
 
-def shape_of(of: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
+def shape_of(shapes: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
     """The first shape whose condition holds and all of whose axes have a size."""
     axes = model.sizes.of(dict(indices)).keys()
     holds = (
         shape
-        for shape, when in of
+        for shape, when in shapes
         if shape.axes <= axes and (when is None or model.sizes.evaluate(when, dict(indices)))
     )
-    return next(holds, of[0][0])
+    return next(holds, shapes[0][0])
 
 
 def layout_of(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:

@@ -123,11 +123,11 @@ def quantize(source: Source, name: str) -> Quantized:
             why = "published fp8 checkpoints have a matrix for each expert" if len(tensor.shape) == 3 else "no weight"
             raise PlanError(f"{what} cannot be quantized to {NAME}: {why}")
         else:
-            grid, of = tuple(-(-size // BLOCK) for size in tensor.shape), (key, tensor.dtype, *tensor.shape)
-            codes[key] = InBlocks((tensor.content,), (*of, False))
+            grid, header = tuple(-(-size // BLOCK) for size in tensor.shape), (key, tensor.dtype, *tensor.shape)
+            codes[key] = InBlocks((tensor.content,), (*header, False))
             codes[key].__dict__["lost"] = np.zeros((grid[0], 2))
             contents[key] = Tensor(PACKED, tensor.shape, codes[key])
-            contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*of, True)))
+            contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*header, True)))
     listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
     sides = {**source.side_files, CONFIG: json_bytes(document) + b"\n"}

@@ -156,12 +156,12 @@ class Output:
         """Whether a training program would find each tensor of the source under the same name, and its states."""
         if source.training is None or not source.training.parts.states or not self.format.files.is_distributed:
             return False
-        names, others = ({stored.name for stored in of.stored} for of in (self.arrangement, source.arrangement))
+        names, others = ({stored.name for stored in side.stored} for side in (self.arrangement, source.arrangement))
         return names == others
 
     def all_files(self) -> list[NewFile]:
         """The weight files, also of states."""
-        return [file for of in (self, *self.states) for file in of.files]
+        return [file for output in (self, *self.states) for file in output.files]
 
     def load_command(self, out: object) -> str | None:
         """The command by which another program loads the output ``out``."""
@@ -284,7 +284,7 @@ class Output:
         from formats.files.universal import universal_documents  # rarely needed
 
         shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
-        states = {tensor.name for of in self.states for file in of.files for tensor in file.tensors}
+        states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}
         shared = {at.stored.name: self.arrangement.atoms[atom].stored.name for atom, at in self.arrangement.copies}
         saved = self._training.saved if self._training is not None else None
         return universal_documents(shapes, states, shared, saved)
@@ -313,12 +313,12 @@ class Output:
         from reshard.placement.program_plan import program_plan  # rarely needed
         from reshard.source.opening_programs import states_of
 
-        for affix, of in states_of(self.source):
+        for affix, state in states_of(self.source):
             if self.format.files.is_single and affix.kind is None:
                 continue
             format = self.format if affix.kind in self.format.files.masters else self.format.of_states
-            plan = program_plan(of.model, format, self.plan.mesh, padding=self.plan.padding or None)
-            yield Output(of, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
+            plan = program_plan(state.model, format, self.plan.mesh, padding=self.plan.padding or None)
+            yield Output(state, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
@@ -371,9 +371,11 @@ class Output:
                 key, places = stacked(self._stacks, stored.name)
                 indices.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
         nothing = object_bytes([None])
-        counts = {key: ".".join(str(max(of) + 1) for of in zip(*at, strict=True)) for key, at in indices.items()}
+        counts = {key: ".".join(str(max(spots) + 1) for spots in zip(*at, strict=True)) for key, at in indices.items()}
         return {
-            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing for key, of in indices.items() for at in of
+            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing
+            for key, spots in indices.items()
+            for at in spots
         }
 
     # ----------------------------------------------------------------------------------------------------- small files
@@ -469,8 +471,8 @@ class Output:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         source, record = self.source, self.source.record
         if sums is not None and source.format is HUGGING_FACE and source.cast is None:
-            of = {file.name: sums.checksum(file) for file in sums.of}
-            files = tuple(dataclasses.replace(file, checksum=of[file.name]) for file in record.files)
+            checksums = {file.name: sums.checksum(file) for file in sums.of}
+            files = tuple(dataclasses.replace(file, checksum=checksums[file.name]) for file in record.files)
             record = dataclasses.replace(record, files=files)
         return Manifest(
             self.identity, record, source.manifest_rules(self.format), self.max_shard_size,

@@ -153,10 +153,13 @@ def owners(shape: Sequence[int], owned: Sequence[Sequence[Sequence[Run]]]) -> tu
         sorted({0, size, *(n for dims in owned for run in dims[dim] for n in (run.offset, run.end))})
         for dim, size in enumerate(shape)
     ]
-    count: NDArray[np.intp] = np.zeros([len(of) - 1 for of in cuts], np.intp)
+    count: NDArray[np.intp] = np.zeros([len(ends_of_dim) - 1 for ends_of_dim in cuts], np.intp)
     for dims in owned:
         ends = zip(cuts, dims, strict=True)
-        cells = (np.isin(of[:-1], [n for r in runs for n in of if r.offset <= n < r.end]) for of, runs in ends)
+        cells = (
+            np.isin(ends_of_dim[:-1], [n for r in runs for n in ends_of_dim if r.offset <= n < r.end])
+            for ends_of_dim, runs in ends
+        )
         count[np.ix_(*cells)] += 1
     return cuts, count
 
@@ -164,7 +167,7 @@ def owners(shape: Sequence[int], owned: Sequence[Sequence[Sequence[Run]]]) -> tu
 def check_all_owned(layout: Layout) -> None:
     """Raise PlanError if no rank holds some element."""
     cuts, count = owners(layout.full, [box.dims for box in layout.boxes.values()])
-    inside = tuple(slice(0, of.index(size)) for of, size in zip(cuts, layout.full, strict=True))
+    inside = tuple(slice(0, ends.index(size)) for ends, size in zip(cuts, layout.full, strict=True))
     if not count[inside].all():
         raise PlanError(f"no rank holds some elements of a tensor with the rule '{layout.rule}'")
 

@@ -148,8 +148,8 @@ class Comparison:
                 ours = stating(self._files, tensor.original, part.stated)[run.offset * item : run.end * item]
             if reading.part in view.shared:
                 for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
-                    of = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
-                    theirs = self._files.read_shared(info, of.begin, of.nbytes)
+                    strides = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
+                    theirs = self._files.read_shared(info, strides.begin, strides.nbytes)
                     self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, block.shard))
             else:
                 begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8

@@ -263,8 +263,8 @@ def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[s
     for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
         bad: list[list[int]] = np.argwhere(cells).tolist()
         if bad:
-            first = [of[i] for of, i in zip(ends, bad[0], strict=True)]
-            elements = sum(math.prod(of[i + 1] - of[i] for of, i in zip(ends, cell, strict=True)) for cell in bad)
+            first = [dim[i] for dim, i in zip(ends, bad[0], strict=True)]
+            elements = sum(math.prod(dim[i + 1] - dim[i] for dim, i in zip(ends, cell, strict=True)) for cell in bad)
             names = [
                 name for name, at in chunks
                 if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))

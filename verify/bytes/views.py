@@ -163,10 +163,10 @@ def _cut(block: Block, runs: Sequence[Run]) -> Block:
 def tiles(block: Block, bits: int) -> Iterator[Block]:
     """A block cut into blocks that each lie within ``WINDOW`` bytes of the holder's tensor."""
     limits = [*block.shape]
-    while limits and max(of := [(n - 1) * step for n, step in zip(limits, block.shard_strides, strict=True)]) > 0:
-        if sum(of) * bits <= 8 * WINDOW:
+    while limits and max(spans := [(n - 1) * step for n, step in zip(limits, block.shard_strides, strict=True)]) > 0:
+        if sum(spans) * bits <= 8 * WINDOW:
             break
-        dim = of.index(max(of))
+        dim = spans.index(max(spans))
         limits[dim] = -(-limits[dim] // 2)
     ranges = (range(0, length, limit) for length, limit in zip(block.shape, limits, strict=True))
     for begins in itertools.product(*ranges):
@@ -191,5 +191,5 @@ def array(data: Array, begin: int, shape: tuple[int, ...], first: int, strides: 
     """Elements as unsigned integers, from bytes that begin with the element ``begin``; whole bytes if a byte has
     several elements.
     """
-    of = strided(0, shape, first, strides, bits)
-    return np.ndarray(of.shape, f"<u{of.item}", data.data, of.begin - begin * bits // 8, of.steps)
+    view = strided(0, shape, first, strides, bits)
+    return np.ndarray(view.shape, f"<u{view.item}", data.data, view.begin - begin * bits // 8, view.steps)

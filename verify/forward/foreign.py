@@ -57,7 +57,7 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
                 blocks = blocks_of(place, own)
                 assert blocks is not None  # two arrangements of one model
                 target = own.spread(blocks)
-                pieces = {rank: of} if (of := target.pieces.get(rank)) else {}
+                pieces = {rank: rank_pieces} if (rank_pieces := target.pieces.get(rank)) else {}
                 for box in boxes(place.stored.geometry.spread(place.number, blocks), replace(target, pieces=pieces)):
                     if not box.sources:
                         raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
@@ -71,8 +71,8 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
 def _elements(data: NDArray[Any], place: Location, at: Position, box: Box) -> NDArray[Any]:
     """The elements of a box in a holder's tensor."""
     first = place.stored.geometry.first(at.holder, place.number) + at.base
-    of = strided(0, box.shape, first, at.strides, 8 * data.itemsize)
-    return np.ndarray(of.shape, data.dtype, data.data, of.begin, of.steps)
+    view = strided(0, box.shape, first, at.strides, 8 * data.itemsize)
+    return np.ndarray(view.shape, data.dtype, data.data, view.begin, view.steps)
 
 
 def _values(source: Source, files: Files, place: Location, box: Box, rank: int, dtype: str) -> NDArray[Any]:
@@ -85,9 +85,9 @@ def _values(source: Source, files: Files, place: Location, box: Box, rank: int, 
     for at in sorted(box.sources, key=lambda at: at.holder != rank)[: None if place.zeros else 1]:
         info = source.ranks[at.holder][stored.name_on(at.holder)]
         first = stored.geometry.first(at.holder, place.number) + at.base
-        of = strided(info.offset, box.shape, first, at.strides, DTYPE_BITS[stored.dtype])
-        data = files.read(info.file, of.begin, of.nbytes)
-        raw.append(np.ndarray(of.shape, f"<u{of.item}", data.data, 0, of.steps))
+        view = strided(info.offset, box.shape, first, at.strides, DTYPE_BITS[stored.dtype])
+        data = files.read(info.file, view.begin, view.nbytes)
+        raw.append(np.ndarray(view.shape, f"<u{view.item}", data.data, 0, view.steps))
     if stored.dtype == dtype and function is None and not place.zeros:
         return raw[0]
     tensors = (torch.from_numpy(np.array(x, order="C")).view(TORCH_DTYPES[stored.dtype]).double() for x in raw)

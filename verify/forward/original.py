@@ -73,7 +73,7 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     of_vocabulary = (n for n, state in exact.states.items() if "logits" in n and state.shape[-1] in _rows(job))
     logits = next(of_vocabulary, None)
     states, gradients = (
-        {n: yardstick(x, noises[n], job.dtype) for n, x in of.items()} for of in (exact.states, exact.gradients)
+        {n: yardstick(x, noises[n], job.dtype) for n, x in run.items()} for run in (exact.states, exact.gradients)
     )
     apart = {n: dataclasses.replace(states[n], exact=x) for n, x in first.states.items()}
     repeated = max(measure(x, apart[n]).ratio for n, x in again.states.items()) if again is not None else None

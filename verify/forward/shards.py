@@ -234,8 +234,8 @@ def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mappi
     """Where the shards' model failed, and which tensor's rule does not fit there."""
     place, tensor, is_gathered = path[-1] if path else "", None, False
     if isinstance(error, UnfitError):
-        place, of = error.place, error.parameter
-        tensor = next((name for name in plan.entries if name.endswith(of)), None) if "." in of else None
+        place, parameter = error.place, error.parameter
+        tensor = next((name for name in plan.entries if name.endswith(parameter)), None) if "." in parameter else None
     if tensor is None:
         tensor, is_gathered = _unfitting(place, plan, sources)
     rule = str(plan.entries[tensor].layout.rule) if tensor else None

@@ -245,8 +245,8 @@ def whole_model(
     run takes memory and operations in proportion to the run that is nearest to it.
     """
     counts = {**dict.fromkeys(OUTSIDE, 1), **{kind.part: kind.count for kind in kinds}}
-    ran = {(degree, of): [rank.measured[of] for rank in ranks] for degree, ranks in results.items()
-           for of in ranks[0].measured}  # fmt: skip
+    ran = {(degree, phase): [rank.measured[phase] for rank in ranks] for degree, ranks in results.items()
+           for phase in ranks[0].measured}  # fmt: skip
     times = {at: time_of(measured, at[1], counts) for at, measured in ran.items()}
     links = {degree: fit_link(degree, _exchanges(ranks)) for degree, ranks in results.items() if degree > 1}
     weights = {degree: totals_of(plan, rows_of(plan)).bytes_per_rank for degree, plan in plans.items()}
@@ -309,37 +309,37 @@ class Recommendation:
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
     """The degree to use for all workloads of these rows: of those that ran; of others only if none of these fits."""
-    of = {degree: [row for row in rows if row.tp == degree] for degree in sorted({row.tp for row in rows})}
-    fitting = [degree for degree in of if all(row.fits and row.rate for row in of[degree])]
-    ran = [degree for degree in fitting if all(row.measured for row in of[degree])]
+    rows_of = {degree: [row for row in rows if row.tp == degree] for degree in sorted({row.tp for row in rows})}
+    fitting = [degree for degree in rows_of if all(row.fits and row.rate for row in rows_of[degree])]
+    ran = [degree for degree in fitting if all(row.measured for row in rows_of[degree])]
     if not fitting:
-        return Recommendation(None, _none_fits(of[max(of)]))
+        return Recommendation(None, _none_fits(rows_of[max(rows_of)]))
     among = ran or fitting
-    best = _best(among, of)
-    capacity = human_bytes(max(row.capacity for row in of[best]))
-    fits_below = [all(row.fits for row in of[degree]) for degree in of if degree < best]
+    best = _best(among, rows_of)
+    capacity = human_bytes(max(row.capacity for row in rows_of[best]))
+    fits_below = [all(row.fits for row in rows_of[degree]) for degree in rows_of if degree < best]
     if fits_below and not any(fits_below):
         reason = f"the smallest that fits {capacity} a rank"
     else:
-        reason = f"it needs {human_bytes(max(row.memory.total for row in of[best]))} of {capacity} a rank"
-    reasons = [reason + _left_out(of[best]) + ("" if best in ran else ", by prediction alone")]
+        reason = f"it needs {human_bytes(max(row.memory.total for row in rows_of[best]))} of {capacity} a rank"
+    reasons = [reason + _left_out(rows_of[best]) + ("" if best in ran else ", by prediction alone")]
     smaller, larger = ([d for d in among if d < best], [d for d in fitting if d > best])
     if smaller:
-        reasons.append(f"{_gain(of[smaller[-1]], of[best]):.2f} times as fast as tp {smaller[-1]}")
+        reasons.append(f"{_gain(rows_of[smaller[-1]], rows_of[best]):.2f} times as fast as tp {smaller[-1]}")
     if larger:
-        reasons.append(_larger(of[best], of[larger[0]]))
+        reasons.append(_larger(rows_of[best], rows_of[larger[0]]))
     alone = []
-    for number, row in enumerate(of[best]):
-        degree = _best(among, {d: [of[d][number]] for d in among})
+    for number, row in enumerate(rows_of[best]):
+        degree = _best(among, {d: [rows_of[d][number]] for d in among})
         alone += [(row.workload, degree)] if degree != best else []
     return Recommendation(best, "; ".join(reasons), tuple(alone))
 
 
-def _best(degrees: Sequence[int], of: Mapping[int, Sequence[Row]]) -> int:
+def _best(degrees: Sequence[int], rows_of: Mapping[int, Sequence[Row]]) -> int:
     """The smallest of these degrees, in increasing order, unless a larger one is worth its ranks."""
     best = degrees[0]
     for degree in degrees[1:]:
-        if _gain(of[best], of[degree]) >= 1 + WORTH * (degree / best - 1):
+        if _gain(rows_of[best], rows_of[degree]) >= 1 + WORTH * (degree / best - 1):
             best = degree
     return best
 

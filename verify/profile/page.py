@@ -52,7 +52,7 @@ def _phase(phase: str, rows: Sequence[Document]) -> Document:
         _figure("Time of a step, share of collectives", workloads, _time),
         _figure("Memory of a rank", workloads, _memory),
     )
-    ordered = [(name, row) for name, of in workloads.items() for row in of]
+    ordered = [(name, row) for name, rows_of in workloads.items() for row in rows_of]
     cells = lines_of([row for _, row in ordered])
     lines = [{"workload": name, **line} for (name, _), line in zip(ordered, cells, strict=True)]
     title = f"{'Training' if phase == 'train' else phase.capitalize()}: {STEP[phase]}"
@@ -84,7 +84,7 @@ def _figure(
     """A bar for each degree of each workload, those of a workload to one scale; the colour of each part."""
     colours, groups = dict[str, int](), dict[str, list[_Bar]]()
     for name, rows in workloads.items():
-        drawn = [(row, *of) for row in rows if (of := numbers(row))]
+        drawn = [(row, *values) for row in rows if (values := numbers(row))]
         groups[name] = []
         longest = max((sum(parts.values()) for _, parts, _ in drawn), default=0) or 1
         for row, parts, words in drawn:

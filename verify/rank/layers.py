@@ -299,25 +299,25 @@ def _beneath_hook(module: nn.Module) -> Iterator[None]:
 
 
 def _make_parallel(
-    module: nn.Module, of: Mapping[str, Role], rank: Rank, groups: Groups
+    module: nn.Module, roles: Mapping[str, Role], rank: Rank, groups: Groups
 ) -> list[tuple[torch.Tensor, frozenset[str]]]:
     """Make a module parallel; return its parameters that are added within a sum over ranks, and its dimensions."""
-    kinds = {role.kind for role in of.values()}
-    whole = [name for name, role in of.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
-    summed = frozenset[str]().union(*(role.summed_along for role in of.values()))
-    vocabulary = of.get("weight")
+    kinds = {role.kind for role in roles.values()}
+    whole = [name for name, role in roles.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
+    summed = frozenset[str]().union(*(role.summed_along for role in roles.values()))
+    vocabulary = roles.get("weight")
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
         first_row = vocabulary.entry.layout.boxes[rank.rank].dims[0][0].offset
         group = groups.along(vocabulary.along)
         padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
-    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in of.values())):
-        elsewhere = [name for name in whole if not groups.is_first(of[name].along)]
+    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in roles.values())):
+        elsewhere = [name for name in whole if not groups.is_first(roles[name].along)]
         row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
         return [(module.get_parameter(name), summed) for name in whole]
     elif Kind.ROW in kinds:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif columns := [role for role in of.values() if role.is_gathered and role.kind is Kind.COLUMN]:
+    elif columns := [role for role in roles.values() if role.is_gathered and role.kind is Kind.COLUMN]:
         role = columns[0]
         dim = min(role.entry.layout.parallel_dims)
         if role.is_taken_whole and role.entry.layout.rule.dims[dim].axis is None:
@@ -328,16 +328,18 @@ def _make_parallel(
         parts = [[i for run in box.dims[dim] for i in range(run.offset, run.end)] for box in boxes]
         gather_logits(module, groups.along(role.along), places_among(parts, role.entry.layout.full[dim]))
     elif kinds == {Kind.VECTOR} and not list(module.children()):
-        parallel_norm(module, groups.along(next(iter(of.values())).along))
+        parallel_norm(module, groups.along(next(iter(roles.values())).along))
     elif kinds == {Kind.VECTOR}:
         in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
         tensors = {**own_parameters(module), **own_buffers(module)}
-        added = {name: role for name, role in of.items() if role.is_gathered and id(tensors[name]) not in in_children}
+        added = {
+            name: role for name, role in roles.items() if role.is_gathered and id(tensors[name]) not in in_children
+        }
         if added:
             group = groups.along(next(iter(added.values())).along)
             without_padding(module, {name: role.entry.layout.full for name, role in added.items()}, group)
     elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
-        layouts = {name: role.entry.layout for name, role in of.items()}
+        layouts = {name: role.entry.layout for name, role in roles.items()}
         if padded := {name: layout.full for name, layout in layouts.items() if layout.padded != layout.full}:
             without_padding(module, padded)
     return []

@@ -235,8 +235,8 @@ class Answer(Result):
             parts.append(self.engine.verdict)
         if self.error is not None:
             is_of_engine = self.engine_options is not None and (forward is not None or not self.wants_forward)
-            of = "The engine's run" if is_of_engine else "The forward"
-            parts.append(f"{of if exact is not None else 'It'} could not be checked: {self.error.message}")
+            subject = "The engine's run" if is_of_engine else "The forward"
+            parts.append(f"{subject if exact is not None else 'It'} could not be checked: {self.error.message}")
         return " ".join(parts) or "Nothing was checked."
 
     @property

@@ -107,8 +107,8 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
         if not isinstance(state_of, dict) or not isinstance(saved, dict):
             raise CheckpointError(f"{optimizer}: holds a {kind_of(saved)}, not the state of an optimizer")
         rank.groups = saved.get("param_groups")
-        for key, line in state_of.items():
-            kinds = line.items() if isinstance(line, dict) else ()
+        for key, entry in state_of.items():
+            kinds = entry.items() if isinstance(entry, dict) else ()
             parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, optimizer, key))}
             rank.states[key] = {kind: (part, _located(archive, optimizer, kind, part)) for kind, part in parts.items()}
     return rank

@@ -1,10 +1,7 @@
 """What is used of transformers that it does not document: a new release that moves any of it breaks this file alone.
 
-Needs transformers. ``tests/formats/test_internals.py`` names every symbol.
-
-A checkpoint's tensors and settings as transformers' own modules have them, by its own rules of conversion.
-
-Needs transformers.
+Its rules of conversion say which tensors and settings of a checkpoint its own modules have. Needs transformers.
+``tests/formats/test_internals.py`` names every symbol.
 """
 
 from __future__ import annotations

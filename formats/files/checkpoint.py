@@ -1,6 +1,6 @@
 """A full Hugging Face checkpoint folder: its config, its weight files, and where each tensor lies in them.
 
-Folders that hold weights in a form that is not read here, and how to make a checkpoint of each: ``foreign.toml``.
+``foreign.toml`` names the folders with weights in a form that is not read here, and how to make a checkpoint of each.
 """
 
 from __future__ import annotations

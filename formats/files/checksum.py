@@ -10,7 +10,7 @@ they are opposite and a multiple of 1021 words apart: a prime, so that what is m
 pages of a disk is seen, and two rows that are exchanged are not if they are 1021 rows apart. It is against accidents,
 not against forgery.
 
-What tells one state of a file from another without reading it.
+A ``Stamp`` tells one state of a file from another without reading it.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ an object of a listed class an ``Inert`` with its arguments and its state, and w
 in a table of functions of the reader's. Any other name, and any instruction that such data does not need, is refused.
 The machine keeps a flat stack, hashes no nested key, and makes at most one thing for each instruction.
 
-Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2 to 5).
+A tensor in a pickle of torch's becomes a ``Tensor``, which says in which record of an archive its bytes lie.
 
-Tensors in the pickles of torch: stand-ins that say in which record of an archive the bytes of a tensor lie.
-
-Source: ``torch/serialization.py``, ``torch/_utils.py`` and ``torch/_weights_only_unpickler.py`` of PyTorch 2.4 to 2.13.
+Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2 to 5);
+``torch/serialization.py``, ``torch/_utils.py`` and ``torch/_weights_only_unpickler.py`` of PyTorch 2.4 to 2.13.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An architecture: what the dimensions of each of its tensors mean, and which of its lines covers a name.
 
-Files of architectures are read in ``architecture_files``.
-
-The parsed form of an architecture's file, which a manifest has too: plain strings, lists and tables.
+It is read here from the parsed form of its file, which a manifest has too: plain strings, lists and tables. The files
+are read in ``architecture_files``.
 """
 
 from __future__ import annotations

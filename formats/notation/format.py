@@ -1,8 +1,7 @@
 """A program's format: names, files and rules. ``format_file.py`` reads it from ``formats/programs/``.
 
-Names with wildcards: ``**`` is any text, ``*`` text without a dot, ``{expert}`` an index.
-
-The rules of a program's format: its tensors' names, what they are made of, and which it adds or leaves out.
+Its rules say which names its tensors have, what they are made of, and which it adds or leaves out. Names have
+wildcards: ``**`` is any text, ``*`` text without a dot, ``{expert}`` an index.
 
 A key of a format's file is the name of a field, or stands in the field's ``metadata`` (see ``format_file.py``).
 """

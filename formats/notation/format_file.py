@@ -11,9 +11,8 @@ dimension. ``**`` stands for any text, ``*`` for text without a dot, ``{expert}`
 packed tensor have their names in models that do not pack them (``q_proj`` of ``qkv_proj``), so one line serves both.
 Formats are in ``formats/programs/``; see docs/reference/formats.md. A format may build on another, its ``base``.
 
-How programs store A and B of experts, in the files of ``formats/adapters/``.
-
-A file says the name and the axes of A and of B, for a stack of matrices ``expert x y``::
+The files of ``formats/adapters/`` say how programs store A and B of experts: the name and the axes of A and of B, for a
+stack of matrices ``expert x y``::
 
     [lora_A]
     name = "{module}.{wrapped}lora_A.weight"

@@ -8,9 +8,8 @@ of an attention's last weight, of queries and of keys.
 ``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
 first. Which pattern each method has is in ``methods``. See docs/reference/quantization.md.
 
-Tensors that state the shape of a weight, which on a rank is the rank's own.
-
-compressed-tensors' ``weight_shape`` is the shape as integers; bitsandbytes' ``quant_state`` is JSON, as bytes, in which
+Some tensors state the shape of their weight, which on a rank is the rank's own: compressed-tensors' ``weight_shape`` is
+the shape as integers; bitsandbytes' ``quant_state`` is JSON, as bytes, in which
 ``shape`` is one of the settings. Another shape is put into the same number of bytes, so that the first can be put back
 to the byte: in JSON, spaces stand behind it.
 """

@@ -1,6 +1,6 @@
 """``reshard demo``: split, re-split both ways, merge, and the proof that nothing changed.
 
-The tiny model of ``reshard demo``: a Llama of random weights, the same bytes on every machine.
+Its tiny model is a Llama of random weights, the same bytes on every machine.
 """
 
 from __future__ import annotations

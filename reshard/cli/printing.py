@@ -1,6 +1,6 @@
 """What commands print: results on stdout, as text or as one JSON document; notes on stderr.
 
-Shows on stderr how far a long command is: a bar on a terminal, elsewhere a plain line every minute.
+How far a long command is goes to stderr, too: as a bar on a terminal, elsewhere as a plain line every minute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which tensors of two checkpoints differ, where and how much. Each byte is read once, and memory does not grow.
 
-How far two elements are apart: as numbers, and in units of the dtype's last place. Pure.
-
-What differs, for people: the tensors of one kind over layers and experts in a row.
+How far two elements are apart is told as a number, and in units of the dtype's last place. For people, the tensors of
+one kind over layers and experts are one row.
 """
 
 from __future__ import annotations

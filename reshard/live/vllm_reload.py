@@ -4,7 +4,7 @@ Each layer is made anew in the shapes in which vLLM loads weights, filled, and p
 values are copied into the tensors that the engine computes with. So weights that a kernel packs come out right, and
 captured graphs keep their addresses.
 
-What every receiver of pushes has: a rank's end of them, and the parameters that it must receive.
+A ``Receiver`` is a rank's end of pushes, with the parameters that it must receive.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ between GPUs NCCL (written, and not run).
 All ranks go through the messages in one order, that of (step, distance from sender to receiver): the first that has not
 arrived is the next of its sender and of its receiver, so that no sizes and no memory can make ranks wait in a circle.
 In steady state each receiver hears one sender at a time.
-
-What a rank sends and receives in one step of a push.
 """
 
 from __future__ import annotations

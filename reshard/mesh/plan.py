@@ -3,7 +3,7 @@
 The runs of one dimension come from ``formats/notation/axes.py``, the rule of each tensor from ``binding.py``, and
 whether the degrees are possible from ``degrees.py``. For another program's tensors see ``arrangement.py``.
 
-The config.json of a rank.
+A rank's config.json has the sizes that the rank owns.
 """
 
 from __future__ import annotations

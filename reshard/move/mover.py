@@ -1,11 +1,9 @@
-"""Moves bytes in one thread: reads, checks, rearranges and writes.
+"""Moves bytes: cuts jobs into steps, hands these to threads, and in each reads, checks, rearranges and writes.
 
 Bytes are written while the processor's cache still has them. Each thread has its own stretch of the jobs, so that two
 threads seldom write to the same file. A thread that is done helps with the other stretches.
 
-Cuts jobs into steps, and hands the steps to threads.
-
-Fills what a slab writes in memory: for one who wants the bytes and no file.
+``fill`` puts what a slab writes into memory: for one who wants the bytes and no file.
 """
 
 from __future__ import annotations

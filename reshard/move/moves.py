@@ -4,12 +4,6 @@ Source and target are arrangements of one model (``reshard.placement.arrangement
 atom goes from one to the other as it is, or with a named change: its elements in another dtype (rounded, if that was
 asked for) or by a function (``Change``), scales of scale blocks of another size (``Regrid``), a stated shape
 (``Restate``). Any other difference between the two sides is refused here.
-
-Changes of each element on its way: another dtype without loss, the one function that some program stores, or a cast.
-
-Changes to a tensor that is not moved as it is: only named changes are possible, others are refused.
-
-Scales of scale blocks of another size (``Regrid``), or a shape that a tensor states of its weight (``Restate``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text, here and in the templates.
 
-Names of tensors come from files that nobody has to trust.
+Names of tensors come from files that nobody has to trust. A page needs nothing else, and is written whole or not at
+all.
 
-One HTML page that needs nothing else, written whole or not at all.
-
-What all plots of the pages are made of, as SVG: the frame, the lines of a grid, and marks that tell their numbers.
-
-A mark that is hovered or tapped shows its numbers at the top, without any script, so that a page may forbid them.
+All plots are made of a frame, the lines of a grid, and marks that tell their numbers. A mark that is hovered or
+tapped shows its numbers at the top, without any script, so that a page may forbid them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan for a format: whether a program takes the model on these ranks, how it pads, and which settings it refuses.
 
-A program's own config file from ``config.json``, and the other way, by the expressions of its format.
+A program's own config file is made from ``config.json``, and the other way, by the expressions of its format.
 
 The dtype of a given ``config.json`` is replaced by that of the weights that it is given for: a training run may hold a
 model in another dtype than the published model. Loaders take the dtype of config.json, and would round the weights.

@@ -1,9 +1,8 @@
 """A program's tensors, and the atoms in each (see ``reshard.placement.arrangement``).
 
-Stored tensors that are one tensor in a program's files: an index in their names is a dimension there.
-
 The arrangement has a tensor for each layer and each expert. If the files have all of them as chunks of one larger
-tensor, a chunk in the arrangement is a chunk in the files with leading dimensions of length 1.
+tensor, the index in their names is a dimension there: a chunk in the arrangement is a chunk in the files with
+leading dimensions of length 1.
 """
 
 from __future__ import annotations

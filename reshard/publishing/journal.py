@@ -8,7 +8,7 @@ A later run keeps a finished file if its state (size, time, inode) is unchanged.
 written bytes; after one, the checksum must be right too. Of an unfinished file it keeps the parts whose checksums are
 right: they are always read again.
 
-The files of an output that one process writes, and how far the processes are that write one together.
+A ``FileShare`` has the files of an output that one process writes.
 """
 
 from __future__ import annotations

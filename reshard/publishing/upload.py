@@ -1,5 +1,7 @@
 """Publishes an output in a bucket: a few files at a time are built in a folder here, and uploaded.
 
+A ``Bucket`` is the place and what is there, ``Uploading`` a process that writes to it.
+
 The files that make a folder a checkpoint (``config.json``, the index, the manifest) come last, so that a reader never
 takes a part of it for a checkpoint. The very last has the task in its metadata. Two kinds of objects say that a place
 is unfinished. The mark ``.reshard-unfinished`` says whose it is: a store makes or replaces it only if it is what the
@@ -13,8 +15,6 @@ and then removes all that the new output does not have: the manifest, which know
 Before and after each file, a process checks that the place is still its task's. A store has no locks: if a file arrives
 after another task took the place, the process notices it afterwards, and puts a journal there that is nobody's.
 docs/explanation/design.md has the states; tests/reshard/test_bucket_interleavings.py tries all orders of the requests.
-
-A place for an output in a bucket: what is there, and who may write there.
 """
 
 from __future__ import annotations

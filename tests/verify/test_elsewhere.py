@@ -127,14 +127,14 @@ def test_what_is_extra_on_disk_is_extra_elsewhere(form: str | None, bucket: Stor
     original, shards = made.checkpoint("llama"), tmp_path / "shards"
     split(original, shards, tp=2, format=form)
     rank = "" if form else "rank-01-of-02/"
-    extra = [f"{rank}junk.bin", "big.gguf", "a/b/c/d.pt", "rank-07-of-02/x.txt", ".reshard-journal-x", ".git/pack.bin"]
+    extra = [f"{rank}junk.bin", "big.gguf", "a/b/c/d.pt", "rank-07-of-02/x.txt", ".reshard-x", ".git/pack.bin"]
     for name in extra:
         (shards / name).parent.mkdir(parents=True, exist_ok=True)
         (shards / name).write_bytes(b"x")
     url = upload(shards, bucket, "shards")
     here, there = (verify(bucket, original, folder, "--json") for folder in (shards, url))
     found = json.loads(there.stdout)["exact"]
-    assert {*found["extra"]} == {f"{rank}junk.bin", "big.gguf", "a/", "rank-07-of-02", ".reshard-journal-x"}
+    assert {*found["extra"]} == {f"{rank}junk.bin", "big.gguf", "a/", "rank-07-of-02", ".reshard-x"}
     assert found["extra"] == json.loads(here.stdout)["exact"]["extra"]
     assert (there.returncode, found["problems"], found["missing"]) == (1, [], [])
 

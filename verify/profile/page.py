@@ -88,11 +88,11 @@ def _figure(
         groups[name] = []
         longest = max((sum(parts.values()) for _, parts, _ in drawn), default=0) or 1
         for row, parts, words in drawn:
-            is_open, x, rectangles = numbers is not _memory and row["measured"] is None, 0.0, []
+            is_open, total, end, rectangles = numbers is not _memory and row["measured"] is None, 0.0, 0.0, []
             for part, value in parts.items():
                 kind = f"bar c{colours.setdefault(part, len(colours))}{' open' if is_open else ''}"
-                rectangles.append((kind, rounded(x), rounded(100 * value / longest)))
-                x += 100 * value / longest
+                total, begin, end = total + value, end, round(100 * (total + value) / longest, 1)
+                rectangles.append((kind, rounded(begin), rounded(end - begin)))
             groups[name].append(_Bar(row["tp"], rectangles, words, is_open))
     return {"title": title, "groups": groups, "colours": colours}
 

@@ -2,6 +2,8 @@
 
 This uses no exception, because one that is raised while large libraries are imported, or in a destructor, is swallowed
 or becomes a traceback. Instead a list keeps what must be undone. The signal handler undoes it and ends the process.
+
+Threads of ranks go on meanwhile. So where there are folders, the process ends as ``rm``, which has no such threads.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -19,6 +22,7 @@ from pathlib import Path
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _to_undo: list[Callable[[], None]] = []
+_folders: list[Path] = []
 
 
 @contextmanager
@@ -39,9 +43,13 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """A new folder that exists for the block. No signal but SIGKILL leaves it behind."""
     folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex[:12]}")
-    with undone(lambda: _remove(folder)):
-        folder.mkdir(mode=0o700)
-        yield folder
+    _folders.append(folder)
+    try:
+        with undone(lambda: _remove(folder)):
+            folder.mkdir(mode=0o700)
+            yield folder
+    finally:
+        _folders.remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -68,6 +76,12 @@ def one_line_when_interrupted(line: Callable[[], str]) -> Iterator[None]:
                 undo()
         with suppress(OSError):  # not by sys.stderr, which may be in the middle of a line itself
             os.write(2, line().encode())
+        # A rank's thread may make a folder, or one anew, at any moment: it ends when another program takes this process
+        sys.setswitchinterval(60)
+        if _folders:
+            with suppress(OSError):
+                remove = ["sh", "-c", f'rm -rf -- "$@"; exit {128 + number}', "sh", *map(str, _folders)]
+                os.execv("/bin/sh", remove)
         os._exit(128 + number)
 
     handlers = {number: signal.signal(number, end) for number in _SIGNALS}

@@ -218,6 +218,35 @@ def test_ranks_in_different_collectives_are_told_apart(how: Callable[[], None], 
 # ------------------------------------------------------------------------------------------------- interrupted
 
 
+ANEW = """
+import os, threading
+from contextlib import suppress
+from verify.ending import one_line_when_interrupted, temporary_folder
+
+def work():
+    while True:
+        with suppress(OSError), temporary_folder("reshard-of-a-rank-") as folder:
+            print("begun", flush=True)
+            for _ in range(200):
+                os.makedirs(folder / "weights", exist_ok=True)
+
+with one_line_when_interrupted(lambda: "reshard: interrupted\\n"):
+    threading.Thread(target=work, daemon=True).start()
+    threading.Event().wait()
+"""
+
+
+def test_a_thread_that_makes_folders_anew_leaves_none_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ANEW], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.terminate()
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("reshard: interrupted\n", 128 + signal.SIGTERM)
+    assert not [*tmp_path.iterdir()]
+
+
 SCRIPT = """
 import sys, time
 from verify.ending import temporary_folder

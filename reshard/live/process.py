@@ -315,11 +315,11 @@ class Push(_Process):
             self._previous = {}
             return
         rounded = TORCH_DTYPES[self._description["dtype"]] if self._description["dtype"] else torch.float32
-        for name, rows in tensors.items():
+        for name, parts in tensors.items():
             if name not in self._previous:
-                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in rows]
-                self._previous[name] = [torch.empty_like(e, dtype=dtype) for e, dtype in zip(rows, dtypes, strict=True)]
-            for copy, tensor in zip(self._previous[name], rows, strict=True):
+                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in parts]
+                self._previous[name] = [torch.empty_like(e, dtype=d) for e, d in zip(parts, dtypes, strict=True)]
+            for copy, tensor in zip(self._previous[name], parts, strict=True):
                 copy.copy_(tensor)
         self._base = version
 
@@ -450,7 +450,7 @@ class Pull(_Process):
                 name = part.move.dst.stored.name_on(part.target.holder)
                 counts[name] = counts.get(name, 0) + part.box.numel
             self._padded = {
-                name for name, rows in room.items() if counts.get(name, 0) < sum(each.numel() for each in rows)
+                name for name, parts in room.items() if counts.get(name, 0) < sum(each.numel() for each in parts)
             }
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
         for name in self._padded:

@@ -197,7 +197,7 @@ class Geometry:
         for portion, layout in zip(self.portions, layouts, strict=False):
             dims = layout.boxes[holder].dims
             runs.append(tuple(dims[factor] for factor in portion.order))
-        lengths = [[sum(run.length for run in spec) for spec in sizes] for sizes in runs]
+        lengths = [[sum(run.length for run in dim) for dim in sizes] for sizes in runs]
         inner = [math.prod(sizes[spec.outer :]) for sizes, spec in zip(lengths, self.portions, strict=True)]
         sizes, outer = lengths[slot], self.portions[slot].outer
         strides = (*row_major(sizes[:outer], sum(inner)), *row_major(sizes[outer:], 1))

@@ -85,7 +85,7 @@ class KnownLines:
     def within(self, prefix: str) -> KnownLines:
         """The same, but only lines that begin like this are demanded."""
         always = {
-            module: tuple(line for line in rows if line.startswith(prefix)) for module, rows in self.always.items()
+            module: tuple(line for line in lines if line.startswith(prefix)) for module, lines in self.always.items()
         }
         return KnownLines(always, self.all)
 

@@ -256,7 +256,7 @@ def _read(
         ):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
-        twice = {name: line for name, line in twice.items() if any(name in infos for infos in ranks)}
+        twice = {name: first for name, first in twice.items() if any(name in infos for infos in ranks)}
     if given_model is not None:
         if format.container.chunks:
             mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)

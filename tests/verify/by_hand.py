@@ -22,9 +22,11 @@ def by_hand(works: Sequence[Callable[[], None]]) -> list[CompletedProcess[str]]:
     return forked(list(zip(works, environments, strict=True)), Path.cwd())
 
 
-def command(*arguments: str) -> None:
-    """Be ``reshard`` with these arguments."""
+def command(*arguments: str, stdout: str | None = None) -> None:
+    """Be ``reshard`` with these arguments, and with a file as its stdout."""
     from reshard.__main__ import main
 
+    if stdout is not None:
+        os.dup2(os.open(stdout, os.O_WRONLY), 1)
     sys.argv = ["reshard", *arguments]
     main()

@@ -296,6 +296,21 @@ def test_the_error_of_any_rank_is_told_once_and_soon(model: Path, tmp_path: Path
 
 
 @thorough
+def test_an_answer_that_cannot_be_printed_ends_all_ranks_soon(model: Path, tmp_path: Path) -> None:
+    """As on a full disk, while the first rank waits in a collective for one that has failed."""
+    shutil.copytree(model / "shards", tmp_path / "shards")
+    (tmp_path / "shards" / "rank-01-of-02" / "config.json").unlink()
+    start = time.monotonic()
+    ranks = by_hand([
+        partial(by_hand_command, "verify", f"{model / 'full'}", str(path), "--json", "--timeout", "100", stdout=out)
+        for path, out in ((model / "shards", "/dev/full"), (tmp_path / "shards", None))
+    ])  # fmt: skip
+    assert time.monotonic() - start < 90
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "the result cannot be printed: No space left on device" in ranks[0].stderr
+
+
+@thorough
 def test_the_wrong_number_of_ranks(model: Path) -> None:
     ranks = ranks_of(model, [model / "shards"])
     assert ranks[0].returncode == 2 and "the launcher started 1 ranks, but 2 are needed" in ranks[0].stderr

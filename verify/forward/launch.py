@@ -14,9 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -177,9 +178,18 @@ class Crew:
 
         ``work`` returns what ended the run on this rank: a ReshardError, something else that can be pickled, or None if
         all ranks know it. The first rank calls ``report`` with that, or with what another rank returned, which may be
-        the cause and is heard even during a collective; ``report`` returns the exit code.
+        the cause and is heard even during a collective; ``report`` returns the exit code. What it raises is raised
+        here, and the others end with 2.
         """
-        future, news = ThreadPoolExecutor(1).submit(work), "end" if self.is_first else "code"
+        future, news, code = Future[Any](), "end" if self.is_first else "code", 2
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=do, daemon=True).start()  # or the end of this process would wait for one in a collective
         try:
             while not (future.done() or self._store.check([news])):
                 wait([future], _POLL)
@@ -189,11 +199,13 @@ class Crew:
                     time.sleep(_SETTLE)
                 if self._store.check(["end"]):  # of a rank of this run, as the results of all ranks are
                     end = pickle.loads(bytes.fromhex(self._store.get("end").decode()))
-                code = report(end)
-                self._store.set("code", str(code))
-                deadline = time.monotonic() + _PATIENCE
-                while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
-                    time.sleep(_POLL / 10)
+                try:
+                    code = report(end)
+                finally:
+                    self._store.set("code", str(code))
+                    deadline = time.monotonic() + _PATIENCE
+                    while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+                        time.sleep(_POLL / 10)
             else:
                 if end is not None and self._store.add("ends", 1) == 1:
                     is_plain = isinstance(end, SettingError) or not isinstance(end, ReshardError)
@@ -204,7 +216,7 @@ class Crew:
                 code = int(self._store.get("code"))
                 self._store.add("gone", 1)
         except dist.DistError:  # the first rank has gone without a word
-            code = 2
+            pass
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

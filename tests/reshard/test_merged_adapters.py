@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,10 @@ def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("stabilised", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "stabilised"),
+    one_of_each(product(["float32", "bfloat16", "float16"], [False, True]), lambda case: case[1]),
+)
 def test_it_is_merged_as_defined(dtype: str, stabilised: bool, tmp_path: Path) -> None:
     """Bit for bit, with random numbers, a rank and an alpha of its own for gate_up."""
     settings = {

@@ -155,7 +155,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, packing", one_of_each(CASES, lambda case: (case[1], METHODS[case[0]].block is None)))
+@pytest.mark.parametrize("name, packing", one_of_each(CASES, lambda case: case[1]))
 def test_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     method = METHODS[name]
     source, ends, plain = checkpoint(tmp_path / "source", method, packing)

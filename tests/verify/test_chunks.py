@@ -95,7 +95,9 @@ def llama(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "mesh"), one_of_each(MESHES, lambda case: case[0]))
+@pytest.mark.parametrize(
+    ("name", "mesh"), one_of_each(MESHES, lambda case: case[0] if case[0] in {"gpt_oss", "t5"} else None)
+)
 def test_correct_boxes_are_the_same(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written(name, **mesh), tmp_path / "out"))
     weights = [read_header(file) for file in folder.glob("*.safetensors")]

@@ -87,7 +87,7 @@ def check(pair: Pair) -> ExactReport:
 # ------------------------------------------------------------------------------------------------------ the right ones
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", one_of_each(["deepseek_v3", "llama", "gpt2"]))
 def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
     """All other models of the zoo: tests/reshard/test_split.py, where they are split anyway."""
     original = open_source(zoo.save(name, tmp_path / "original"))

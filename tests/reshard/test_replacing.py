@@ -15,6 +15,7 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
+from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
 from reshard.publishing.upload import TASK, Bucket, Uploading
@@ -619,6 +620,17 @@ def test_opening_and_uploading_wait_for_a_busy_server(store: StoreServer, access
     split(checkpoint, URL, tp=2, **access)
     assert store.refused >= 3
     assert retries.tried_again() > begun
+
+
+def test_a_request_made_again_is_counted_once_by_however_many_threads(
+    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
+) -> None:
+    four: dict[str, Any] = {**access, "workers": 4, "sizes": Sizes(step=600, small=1000)}
+    split(checkpoint, URL, tp=2, **access)
+    merge(URL, tmp_path / "first", **four)  # the headers are kept from now on
+    store.faults.extend([status(503)] * 3)
+    begun = retries.tried_again()
+    assert merge(URL, tmp_path / "merged", **four).tried_again == retries.tried_again() - begun == 3
 
 
 # --- constants of a program's format ---------------------------------------------------------------------------------

@@ -346,24 +346,16 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
     return ChunkFile(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
 
 
-def object_bytes(value: object) -> bytes:
-    """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``)."""
-    return filled(archive_of(value), b"")
-
-
-def tensor_bytes(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
-    """What torch.save writes of a tensor of these bytes."""
-    return filled(tensor_archive(dtype, shape, len(content)), content)
-
-
-def filled(archive: Archive, content: bytes) -> bytes:
-    """The bytes of an archive with at most one tensor."""
+def object_bytes(value: object, content: bytes | None = None) -> bytes:
+    """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``); a tensor among
+    them, of key 0, has this ``content``.
+    """
+    archive = archive_of(value, [("", len(content))] if content is not None else [])
     data = bytearray(archive.size)
-    for offset, part in (*archive.fixed, *((offset, content) for _, offset in archive.places)):
+    for offset, part in (*archive.fixed, *((offset, content or b"") for _, offset in archive.places)):
         data[offset : offset + len(part)] = part
-    for crc in archive.crcs:
-        for offset in crc.places:
-            data[offset : offset + 4] = zlib.crc32(content).to_bytes(4, "little")
+    for offset in (offset for crc in archive.crcs for offset in crc.places):
+        data[offset : offset + 4] = zlib.crc32(content or b"").to_bytes(4, "little")
     return bytes(data)
 
 

@@ -83,13 +83,6 @@ BESIDE = (
 """What training programs save beside tensors (Megatron-Core, core/safe_globals.py, and what its fields are of)."""
 
 
-def _refuse_foreign(path: FilePath, file: IO[bytes]) -> None:
-    file.seek(0)
-    if file.read(8) == b"version ":
-        raise CheckpointError(f"{path}: this is not a PyTorch file but a git-lfs pointer", "run 'git lfs pull'")
-    raise CheckpointError(f"{path}: not a zip archive, as torch.save writes since PyTorch 1.6", _RESAVE)
-
-
 @dataclass(frozen=True)
 class TorchArchive:
     """An archive that torch.save wrote: a whole file, or a range of one, from byte ``begin`` on.
@@ -165,8 +158,11 @@ def torch_file(path: FilePath) -> Iterator[TorchArchive]:
     """A whole file of torch.save, open. Raises CheckpointError if it is none, or not readable."""
     try:
         with open_file(path) as file:
-            if file.read(2) != b"PK":
-                _refuse_foreign(path, file)
+            begin = file.read(8)
+            if begin == b"version ":
+                raise CheckpointError(f"{path}: this is not a PyTorch file but a git-lfs pointer", "run 'git lfs pull'")
+            if begin[:2] != b"PK":
+                raise CheckpointError(f"{path}: not a zip archive, as torch.save writes since PyTorch 1.6", _RESAVE)
             yield open_archive(path, file, 0, file.seek(0, 2))
     except OSError as error:
         raise unreadable(path, error) from error

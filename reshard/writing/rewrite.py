@@ -184,7 +184,7 @@ def _where(summary: Summary) -> str:
 
 
 if TYPE_CHECKING:
-    from reshard.publishing.upload import Bucket
+    from reshard.store.bucket import Bucket
 
 
 @dataclass(frozen=True)
@@ -236,13 +236,13 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
         raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))
     if out.startswith("http"):
         raise CheckpointError(f"{out} is on a web server, which takes no files", "give a bucket's URL")
-    from reshard.publishing.upload import Bucket
+    from reshard.store.bucket import Bucket
     from reshard.store.hub import assets_folder
 
     folder = assets_folder(cache_dir) / "reshard" / "uploads"
     folder.mkdir(parents=True, exist_ok=True)
     built = folder / hashlib.sha256(out.rstrip("/").encode()).hexdigest()[:32]
-    return built, Bucket(out, built)
+    return built, Bucket(out)
 
 
 def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[int] | None = None) -> Summary:
@@ -328,7 +328,7 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
         from reshard.publishing.upload import Uploading  # rarely needed
 
         bucket.check_apart(source.location, (file.remote for file in source.files.values() if file.remote is not None))
-        return Uploading(bucket, task, share, source.states, overwrite=request.overwrite, check=check)
+        return Uploading(bucket, start.folder, task, share, source.states, overwrite=request.overwrite, check=check)
     check_place(start.folder, source.local_inputs)
     return Staging(
         start.folder, task, share, source.states, fsync=request.fsync, overwrite=request.overwrite, check=check

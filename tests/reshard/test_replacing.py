@@ -18,9 +18,10 @@ from reshard.api import merge, split
 from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
-from reshard.publishing.upload import TASK, Bucket, Uploading
+from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
 from reshard.store import retries
+from reshard.store.bucket import Bucket
 from reshard.store.remote import Read, StoredFile
 from reshard.store.staging_names import JOURNAL, UNFINISHED
 from reshard.system import Share
@@ -399,7 +400,7 @@ def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
     bucket.begin("a")
     bucket.begin("b")
     seen = bucket.small(UNFINISHED)
-    assert seen is not None and seen.attributes[TASK] == "a"
+    assert seen is not None and seen.task == "a"
     for task in ("b", "c"):
         bucket.begin(task, seen)
         assert bucket.task(UNFINISHED) == "b"
@@ -532,9 +533,9 @@ def test_two_commands_on_one_machine_for_one_place(
 
 
 def uploading(url: str, cache: Path) -> Uploading:
-    bucket = place_of(url, cache)[1]
+    folder, bucket = place_of(url, cache)
     assert isinstance(bucket, Bucket)
-    return Uploading(bucket, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
+    return Uploading(bucket, folder, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
 
 
 def test_what_cannot_begin_leaves_no_threads_and_no_lock(

@@ -311,17 +311,10 @@ class NewChunk(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class ChunkFile(Archive):
-    """The layout of a ``.distcp`` file. ``ranges`` has offset and length of the archive of each tensor and object."""
-
-    ranges: Mapping[str, tuple[int, int]]
-
-
 _ALIGNMENT = 64
 
 
-def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> ChunkFile:
+def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> Archive:
     """The layout of a file of chunks, at most one of each tensor, and of objects: archives of torch.save.
 
     Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
@@ -343,7 +336,7 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
             Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
         ]
         end = begin + archive.size
-    return ChunkFile(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
+    return Archive(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
 
 
 def object_bytes(value: object, content: bytes | None = None) -> bytes:

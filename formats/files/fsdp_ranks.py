@@ -220,54 +220,51 @@ def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
         group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
     ]
     numbers = [group["params"] for group in groups]
-    kinds = {(key, kind): None for rank in ranks for key, rows in rank.states.items() for kind in rows}
+    stored = {
+        (key, kind): _stored(ranks, key, kind) for rank in ranks for key, of in rank.states.items() for kind in of
+    }
     shapes = {name: part.shape for name, part in ranks[0].parts.items()}
-    ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in kinds if isinstance(key, str)}]
+    ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in stored if isinstance(key, str)}]
     if not ways[0]:
         ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
-    names: dict[Any, list[str]] = {}
-    states = [(key, kind, [_numbered(ranks, key, kind)]) for key, kind in kinds]
-    for way in ways:  # the first that fits; if none does, numbers stay
-        named = [(key, kind, _states(ranks, key, kind, way.get(key, []), shapes)) for key, kind in kinds]
-        if all(rows for _, _, rows in named):
-            names, states = way, named
+    for names in ways:  # the first that fits
+        named = {at: [*_named(state, names.get(at[0], []), shapes, len(ranks))] for at, state in stored.items()}
+        if all(named.values()):
             break
-    for key, kind, rows in states:
-        for name, shape, chunks in rows:
-            gathered.add((*STATE, name or key, kind), shape, chunks)
+    else:
+        names, named = {}, {at: [(at[0], *state)] for at, state in stored.items()}
+    for (_, kind), states in named.items():
+        for name, shape, chunks in states:
+            gathered.add((*STATE, name, kind), shape, chunks)
     gathered.add_groups(groups, [[name for number in rows for name in names.get(number, [number])] for rows in numbers])
 
 
-State = tuple[str | None, tuple[int, ...], Chunks]
-"""The name of a parameter, the shape of its state, and the chunks of it."""
+State = tuple[tuple[int, ...], Chunks]
+"""The shape of a parameter's state, and the chunks of it."""
 
 
-def _states(
-    ranks: Sequence[_Rank], key: object, kind: str, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> list[State]:
-    """A kind of state of one parameter, or of all those of a unit; nothing if it does not fit them."""
-    _, shape, chunks = _numbered(ranks, key, kind)
-    sizes = {name: shapes.get(name, ()) for name in names}
-    if not shape or [*sizes.values()] == [shape]:
-        return [(name, shape, chunks) for name in names]
-    total, parts = sum(map(math.prod, sizes.values())), [info for _, info in chunks]
-    if not names or len(shape) > 1 or not 0 <= shape[0] - total < len(ranks):
-        return []
-    return [(name, sizes[name], chunks) for name, chunks in from_list(sizes, parts)]
-
-
-def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> State:
+def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> State:
     """A kind of state as it is stored; what each rank has a plain list of is one list."""
     parts = [(rank, rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
     first = parts[0][1]
     if first.place is not None:
-        return None, first.shape, [chunk for _, part in parts if part.is_first for chunk in part.chunks]
+        return first.shape, [chunk for _, part in parts if part.is_first for chunk in part.chunks]
     if len(first.shape) != 1:
-        return None, first.shape, first.chunks
+        return first.shape, first.chunks
     infos = [info for rank, part in parts if rank.is_first for _, info in part.chunks]
     begins = [*itertools.accumulate((info.shape[0] for info in infos), initial=0)]
-    chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
-    return None, (begins[-1],), chunks
+    return (begins[-1],), [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
+
+
+def _named(
+    state: State, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
+) -> Iterator[tuple[str | int, tuple[int, ...], Chunks]]:
+    """The state of one parameter, or of all those of a unit, each with its name; nothing if it does not fit them."""
+    (shape, chunks), sizes = state, {name: shapes.get(name, ()) for name in names}
+    if not shape or [*sizes.values()] == [shape]:
+        yield from ((name, shape, chunks) for name in names)
+    elif names and len(shape) == 1 and 0 <= shape[0] - sum(map(math.prod, sizes.values())) < ranks:
+        yield from ((name, sizes[name], parts) for name, parts in from_list(sizes, [info for _, info in chunks]))
 
 
 def _ways(rank: _Rank) -> Iterator[list[list[str]]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from zipfile import ZipFile, ZipInfo
 
@@ -29,12 +29,16 @@ _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.s
 
 @dataclass(frozen=True)
 class Archive:
-    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s."""
+    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s.
+
+    A ``.distcp`` file has an archive for each tensor and object: ``ranges`` has their offsets and lengths.
+    """
 
     size: int
     places: tuple[tuple[str, int], ...]
     fixed: tuple[tuple[int, bytes], ...]
     crcs: tuple[Crc, ...]
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16

@@ -262,63 +262,55 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _explain(error: Exception, request: _Request) -> CheckpointError:
-    """The error to show to the user for a failed download."""
+    """The error to show to the user for a failed download, or for a refusal by the Hub."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    repo, at = request.repo, f" at revision {request.revision}" if request.revision else ""
-    for cause in _causes(error):
-        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
-            return CheckpointError(
-                f"no space left (or a quota reached) while downloading {repo}",
-                "free some space, or give another place with --cache-dir (or HF_HOME), then run the same command again",
-            )
-        if isinstance(cause, HfHubHTTPError) and not _is_outage(cause):
-            return _explain_refusal(cause, request)
-        if isinstance(cause, OfflineModeIsEnabled):
-            return CheckpointError(
-                f"{repo}{at} is no folder here and not (or not wholly) in the Hub's cache, and HF_HUB_OFFLINE is set",
-                "unset HF_HUB_OFFLINE, or download it where there is a network: the cache can be copied",
-            )
-    if _is_outage(error):
-        return CheckpointError(
-            f"no folder {repo} is here, and the connection to the Hub ({constants.ENDPOINT}) failed while fetching "
-            f"{repo}{at}: {first_line(error)}",
-            "check the network, then run the same command again: files that are complete are not downloaded twice",
-        )
-    return CheckpointError(
-        f"fetching {repo}{at} from the Hub failed: {first_line(error)}",
-        "run the same command again: files that are complete are not downloaded twice",
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
-
-def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
-    """The error to show to the user for a refusal by the Hub."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
     repo, page = request.repo, f"{constants.ENDPOINT}/{request.repo}"
-    status = _status(error)
+    at = f" at revision {request.revision}" if request.revision else ""
     log_in = "give a token with --token (or HF_TOKEN), or run `hf auth login`"
-    if isinstance(error, GatedRepoError):
-        return CheckpointError(
-            f"{repo} is gated: access is for those who accepted its terms", f"accept them at {page}, then {log_in}"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(
-            f"{repo} has no revision {request.revision}",
-            "give a branch, a tag or a full commit hash, or leave --revision out",
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return CheckpointError(
-            f"no folder {repo} here, and no repository of that name on the Hub (or a private one)",
-            f"check the name; for a private repository {log_in}",
-        )
-    if status in (401, 403):
-        return CheckpointError(f"the Hub refuses access to {repo} with this token ({status})", f"{log_in}; see {page}")
-    if status == 429:
-        return CheckpointError(f"the Hub refuses {repo} for now: too many requests (429)", f"wait a while, or {log_in}")
-    return CheckpointError(f"the Hub did not deliver {repo}: {first_line(error)}", "run the same command again later")
+    again = "run the same command again: files that are complete are not downloaded twice"
+    for cause in _causes(error):
+        status = _status(cause)
+        match cause:
+            case OSError() if cause.errno in _DISK_FULL:
+                what = f"no space left (or a quota reached) while downloading {repo}"
+                place = "give another place with --cache-dir (or HF_HOME)"
+                hint = f"free some space, or {place}, then run the same command again"
+            case OfflineModeIsEnabled():
+                missing = f"{repo}{at} is no folder here and not (or not wholly) in the Hub's cache"
+                what = f"{missing}, and HF_HUB_OFFLINE is set"
+                hint = "unset HF_HUB_OFFLINE, or download it where there is a network: the cache can be copied"
+            case HfHubHTTPError() if status >= 500:
+                continue
+            case GatedRepoError():
+                what = f"{repo} is gated: access is for those who accepted its terms"
+                hint = f"accept them at {page}, then {log_in}"
+            case RevisionNotFoundError():
+                what = f"{repo} has no revision {request.revision}"
+                hint = "give a branch, a tag or a full commit hash, or leave --revision out"
+            case RepositoryNotFoundError():
+                what = f"no folder {repo} here, and no repository of that name on the Hub (or a private one)"
+                hint = f"check the name; for a private repository {log_in}"
+            case HfHubHTTPError() if status in (401, 403):
+                what, hint = f"the Hub refuses access to {repo} with this token ({status})", f"{log_in}; see {page}"
+            case HfHubHTTPError() if status == 429:
+                what, hint = f"the Hub refuses {repo} for now: too many requests (429)", f"wait a while, or {log_in}"
+            case HfHubHTTPError():
+                what, hint = f"the Hub did not deliver {repo}: {first_line(cause)}", "run the same command again later"
+            case _:
+                continue
+        return CheckpointError(what, hint)
+    if _is_outage(error):
+        why = f"the connection to the Hub ({constants.ENDPOINT}) failed while fetching {repo}{at}: {first_line(error)}"
+        return CheckpointError(f"no folder {repo} is here, and {why}", f"check the network, then {again}")
+    return CheckpointError(f"fetching {repo}{at} from the Hub failed: {first_line(error)}", again)
 
 
 def _status(error: BaseException) -> int:

@@ -146,7 +146,7 @@ class Explorer:
         if result is not None:
             return run.store, Place(result=result)
         at = self._places.setdefault(run.place, len(self._places))
-        return run.store, Place(at, tuple(run.answers), run.is_in("_change"))
+        return run.store, Place(at, tuple(run.answers), run.is_in("_upload", "_change"))
 
 
 def run_alone(process: Process, store: Store) -> tuple[str, Store]:

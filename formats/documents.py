@@ -291,8 +291,8 @@ def reader_of(kind: Callable[..., T]) -> Reader[T]:
 
 def document_of(value: Any) -> Any:
     """What ``structure`` makes the dataclass from. A field that has its default is left out."""
-    if isinstance(value, (tuple, list)):
-        return [document_of(item) for item in value]
+    if isinstance(value, (tuple, list, frozenset)):
+        return [document_of(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if not is_dataclass(value):
         return value
     kind: Any = type(value)

@@ -15,8 +15,8 @@ from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
 from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest
 from reshard.live.process import Meeting
-from reshard.publishing.upload import Bucket
 from reshard.source.opening import Access
+from reshard.store.bucket import Bucket
 from reshard.store.hub import _Request
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status, upload
@@ -150,7 +150,7 @@ def test_a_traceback_has_no_password(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_object_shows_what_it_holds() -> None:
     """Reports of errors print the variables of a program."""
-    bucket = Bucket(f"s3://key:{SECRET}@bucket/x", Path("here"))
+    bucket = Bucket(f"s3://key:{SECRET}@bucket/x")
     shown = f"{Access(token=SECRET)!r} {_Request('org/name', None, SECRET, None, True)!r} {bucket!r} {bucket.name}"
     assert SECRET not in shown and "s3://bucket/x" in shown
     url = f"s3://key:{SECRET}@bucket/x"

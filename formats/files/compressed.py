@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, require
+from formats.store import RangeFile
 
 if TYPE_CHECKING:
     import zstandard
@@ -66,21 +67,16 @@ class _Frame:
     def __init__(self, frame: Frame, read_range: ReadRange) -> None:
         import zstandard
 
-        self._name, self._at, self._end, self._read = frame.name, frame.begin, frame.end, read_range
-        decompressor, self._error = zstandard.ZstdDecompressor(max_window_size=_WINDOW), zstandard.ZstdError
-        self._stream = decompressor.stream_reader(cast(IO[bytes], self), read_size=STEP)
+        def stored(begin: int, end: int) -> bytes:
+            return bytes(read_range(frame.begin + begin, frame.begin + end))
 
-    def read(self, size: int) -> bytes:
-        """The next bytes of the frame as it is stored: the decompressor asks for them."""
-        begin, self._at = self._at, min(self._at + size, self._end)
-        return bytes(self._read(begin, self._at)) if self._at > begin else b""
+        file = cast(IO[bytes], RangeFile(stored, frame.end - frame.begin))
+        decompressor, self._error = zstandard.ZstdDecompressor(max_window_size=_WINDOW), zstandard.ZstdError
+        self._name, self._stream = frame.name, decompressor.stream_reader(file, read_size=STEP)
 
     def take(self, count: int) -> Bytes:
         """The next bytes of the content. Raises CheckpointError if there are fewer."""
-        try:
-            content = self._stream.read(count)
-        except self._error as error:
-            raise self.refused(f"cannot be decompressed: {error}") from None
+        content = self._read(count)
         if len(content) != count:
             raise self.refused("has too few bytes")
         return np.frombuffer(content, np.uint8)
@@ -92,12 +88,14 @@ class _Frame:
 
     def check_ended(self) -> None:
         """Raise CheckpointError if there is more: a frame of a few bytes may hold terabytes."""
+        if self._read(1):
+            raise self.refused("has more bytes than its tensor's change")
+
+    def _read(self, count: int) -> bytes:
         try:
-            extra = self._stream.read(1)
+            return self._stream.read(count)
         except self._error as error:
             raise self.refused(f"cannot be decompressed: {error}") from None
-        if extra:
-            raise self.refused("has more bytes than its tensor's change")
 
     def refused(self, why: str) -> CheckpointError:
         """The error for this frame."""

@@ -11,13 +11,13 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,planner}.py`` of PyT
 
 from __future__ import annotations
 
-import os
+import itertools
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import IO, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from formats.documents import is_inside
 from formats.errors import CheckpointError
@@ -40,8 +40,8 @@ from formats.files.pickles import (
     size_of,
     write_pickle,
 )
-from formats.files.safetensors import TORCH_NAMES, TensorInfo, read_header
-from formats.files.torch_bin import open_archive, place_of
+from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
+from formats.files.torch_bin import open_archive
 from formats.files.torch_zip import Archive, archive_of, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
 
@@ -123,178 +123,127 @@ def read_distributed(folder: FilePath) -> Distributed:
             f"{folder}: {METADATA} is missing, which says what the .distcp files hold",
             "fetch it too: its name begins with a dot, so that many tools leave it out",
         )
-    pickled = read_file(path, LARGEST_PICKLE)
-    metadata = _Metadata(path, read_pickle(pickled, _NAMES, path, "metadata of tensors is read"))
-    shapes = dict(metadata.tensors())
-    requests_of: dict[str, list[_Request]] = defaultdict(list)
-    for name, (dtype, shape, chunks) in shapes.items():
-        check_tiling(name, dict(enumerate(chunks)), shape, path)
+    root = read_pickle(read_file(path, LARGEST_PICKLE), _NAMES, path, "metadata of tensors is read")
+    if not isinstance(root, Inert) or root.path not in (_ROOT, f"{_MEGATRON}.MCoreMetadata"):
+        raise _wrong(path, f"holds a {kind_of(root)}, not the metadata of a distributed checkpoint")
+    if (version := root.get("version")) not in (None, VERSION):
+        raise CheckpointError(
+            f"{path} is of version {quote(version)} of torch's distributed checkpoints, {VERSION!r} is read",
+            "load it with the torch that wrote it, and save it again",
+        )
+    for key in ("state_dict_metadata", "storage_data"):
+        if not isinstance(value := root.get(key), dict):
+            raise _wrong(path, f"its '{key}' is a {kind_of(value)}, not a dictionary")
+    places = dict(_places(path, root.get("storage_data")))
+    shapes, parts = dict[str, tuple[str, tuple[int, ...], list[Chunk]]](), list[_Part]()
+    for name, entry in root.get("state_dict_metadata").items():
+        if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
+            raise _wrong(path, f"its entry for {quote(name)} is a {kind_of(entry)}")
+        chunks: list[Any] = [None]
+        if entry.path == _TENSOR:
+            dtype, shape, chunks = shapes[name] = _tensor(path, name, entry)
+            check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
-            file, begin, length = metadata.range_of(name, at.offset)
-            requests_of[file].append(_Request(begin, length, name, number, dtype, at))
-    for name in metadata.objects():
-        file, begin, length = metadata.range_of(name, None)
-        requests_of[file].append(_Request(begin, length, name, None, "", None))
-    contents: dict[tuple[str, int | None], TensorInfo | Blob] = {}
+            if (place := places.get((name, at and at.offset))) is None:
+                what = f"the chunk of tensor '{name}' from {list(at.offset)} on" if at is not None else f"'{name}'"
+                raise _wrong(path, f"{what} has no place in 'storage_data'")
+            parts.append(_Part(*place, name, number, at and (dtype, at.shape)))
+    contents: dict[tuple[str, int], Any] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
-    for file, requests in sorted(requests_of.items()):
-        sizes[folder / file] = _look_into(folder / file, sorted(requests, key=lambda r: r[:2]), contents, pickles)
+    for file, of_file in itertools.groupby(sorted(parts), key=lambda part: part.file):
+        sizes[folder / file] = _look_into(folder / file, [*of_file], contents, pickles)
     tensors = {
-        name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))  # type: ignore[misc]
+        name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))
         for name, (dtype, shape, chunks) in shapes.items()
     }
-    objects = {name: contents[name, None] for name in metadata.objects()}
-    return Distributed(folder, tensors, objects, metadata.keys(), sizes)  # type: ignore[arg-type]
+    objects = {part.name: contents[part.name, 0] for part in parts if part.name not in shapes}
+    planned = root.get("planner_data")
+    keys = {
+        name: keys
+        for name, keys in (planned.items() if isinstance(planned, dict) else ())
+        if isinstance(name, str) and isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
+    }
+    return Distributed(folder, tensors, objects, keys, sizes)
 
 
-# ---------------------------------------------------------------------------------------------------------- .metadata
+def _wrong(path: FilePath, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", _DAMAGED)
 
 
-class _Metadata:
-    """What ``.metadata`` says, checked as far as it can be without the files."""
-
-    def __init__(self, path: FilePath, root: object) -> None:
-        self._path = path
-        if not isinstance(root, Inert) or root.path not in (_ROOT, f"{_MEGATRON}.MCoreMetadata"):
-            raise self._wrong(f"holds a {kind_of(root)}, not the metadata of a distributed checkpoint")
-        version = root.get("version")
-        if version not in (None, VERSION):
-            raise CheckpointError(
-                f"{path} is of version {quote(version)} of torch's distributed checkpoints, {VERSION!r} is read",
-                "load it with the torch that wrote it, and save it again",
-            )
-        self._root = root
-        self._named = self._dictionary("state_dict_metadata")
-        self._ranges: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
-        for index, info in self._dictionary("storage_data").items():
-            self._add_range(index, info)
-
-    def _wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {what}", _DAMAGED)
-
-    def _dictionary(self, key: str) -> dict[object, object]:
-        value = self._root.get(key)
-        if not isinstance(value, dict):
-            raise self._wrong(f"its '{key}' is a {kind_of(value)}, not a dictionary")
-        return value
-
-    def _add_range(self, index: object, info: object) -> None:
+def _places(
+    path: FilePath, stored: Mapping[object, object]
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
+    """For the name of an object, or the name and the offset of a chunk, the file, and where its bytes begin and how
+    many they are.
+    """
+    seen = set[object]()
+    for index, info in stored.items():
         state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
         name, offset = state.get("fqn"), state.get("offset")
         if not isinstance(name, str):
-            raise self._wrong("an entry of 'storage_data' has no name")
+            raise _wrong(path, "an entry of 'storage_data' has no name")
         if offset is not None and not are_sizes(offset):
-            raise self._wrong(f"an entry of tensor '{name}' has an offset that is no offset")
+            raise _wrong(path, f"an entry of tensor '{name}' has an offset that is no offset")
         if not isinstance(info, Inert) or info.path != _INFO:
-            raise self._wrong(f"the place of '{name}' is a {kind_of(info)}")
+            raise _wrong(path, f"the place of '{name}' is a {kind_of(info)}")
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{self._path}: the data of '{name}' went through an extension of torch's (compressed or encrypted)",
+                f"{path}: the data of '{name}' went through an extension of torch's (compressed or encrypted)",
                 "load the checkpoint with torch and that extension, and save it without",
             )
         file, place = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not isinstance(file, str) or not is_inside(file) or "\\" in file:
-            raise self._wrong(f"the file of '{name}' is no name of a file in this folder")
+            raise _wrong(path, f"the file of '{name}' is no name of a file in this folder")
         if not are_sizes(place):
-            raise self._wrong(f"the place of '{name}' in {file!r:.100} is none")
-        if (name, offset) in self._ranges:
-            raise self._wrong(f"the data of '{name}' from offset {offset} on has two places")
-        self._ranges[name, offset] = (file, *place)
+            raise _wrong(path, f"the place of '{name}' in {file!r:.100} is none")
+        if (name, offset) in seen:
+            raise _wrong(path, f"the data of '{name}' from offset {offset} on has two places")
+        seen.add((name, offset))
+        yield (name, offset), (file, *place)
 
-    def range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """The file of a chunk, by its offset, or of an object, and the offset and length of its bytes there."""
-        stored = self._ranges.get((name, offset))
-        if stored is None:
-            what = f"the chunk of tensor '{name}' from {list(offset)} on" if offset is not None else f"'{name}'"
-            raise self._wrong(f"{what} has no place in 'storage_data'")
-        return stored
 
-    def tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], list[Chunk]]]]:
-        """The name, dtype, shape and chunks of each tensor."""
-        for name, entry in self._entries(_TENSOR):
-            shape, chunks, properties = entry.get("size"), entry.get("chunks"), entry.get("properties")
-            if not are_sizes(shape) or not isinstance(chunks, list):
-                raise self._wrong(f"tensor '{name}' has no shape, or no chunks")
-            boxes = [self._chunk(name, chunk, shape) for chunk in chunks]
-            if not boxes:
-                raise self._wrong(f"tensor '{name}' has no chunks")
-            is_empty = 0 in shape
-            yield (
-                name,
-                (
-                    self._dtype(name, properties),
-                    shape,
-                    boxes[:1] if is_empty else [at for at in boxes if 0 not in at.shape],
-                ),
-            )
-
-    def _dtype(self, name: str, properties: object) -> str:
-        state = (
-            properties.state
-            if isinstance(properties, Inert) and properties.path in (_PROPERTIES, _OLD_PROPERTIES)
-            else None
-        )
-        fields = [*state.values()] if isinstance(state, dict) else state
-        if not isinstance(fields, (list, tuple)) or len(fields) < 2 or not isinstance(fields[0], Global):
-            raise self._wrong(f"tensor '{name}' has no dtype")
-        if fields[1] != "torch.strided":
-            raise self._wrong(f"tensor '{name}' is not stored row by row ({quote(fields[1])})")
-        dtype = DTYPES.get(fields[0].path)
-        if dtype is None:
-            raise self._wrong(f"tensor '{name}' is {fields[0].path}, which is not read here")
-        return dtype
-
-    def _chunk(self, name: str, chunk: object, shape: tuple[int, ...]) -> Chunk:
-        extent = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) and chunk.path == _CHUNK else ()
-        if len(extent) != 2 or not all(are_sizes(sizes) and len(sizes) == len(shape) for sizes in extent):
-            raise self._wrong(f"tensor '{name}' of shape {list(shape)} has a chunk that is none of it")
-        at = Chunk(*extent)
+def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ...], list[Chunk]]:
+    """The dtype, shape and chunks of a tensor; of one without elements, one chunk."""
+    shape, chunks, properties = entry.get("size"), entry.get("chunks"), entry.get("properties")
+    if not are_sizes(shape) or not isinstance(chunks, list):
+        raise _wrong(path, f"tensor '{name}' has no shape, or no chunks")
+    boxes = list[Chunk]()
+    for chunk in chunks:
+        is_chunk = isinstance(chunk, Inert) and chunk.path == _CHUNK
+        extent = (chunk.get("offsets"), chunk.get("sizes")) if is_chunk else (None, None)
+        if not all(are_sizes(sizes) and len(sizes or ()) == len(shape) for sizes in extent):
+            raise _wrong(path, f"tensor '{name}' of shape {list(shape)} has a chunk that is none of it")
+        boxes.append(at := Chunk(*extent))
         if any(end > length for end, length in zip(at.end, shape, strict=True)):
-            raise self._wrong(f"a chunk of tensor '{name}' ends at {list(at.end)}, outside its shape {list(shape)}")
-        return at
-
-    def objects(self) -> Iterator[str]:
-        """The names of what is no tensor."""
-        return (name for name, _ in self._entries(_BYTES))
-
-    def _entries(self, path: str) -> Iterator[tuple[str, Inert]]:
-        for name, entry in self._named.items():
-            if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
-                raise self._wrong(f"its entry for {quote(name)} is a {kind_of(entry)}")
-            if entry.path == path:
-                yield name, entry
-
-    def keys(self) -> dict[str, tuple[str | int, ...]]:
-        """The keys that led to each name, where the planner says them."""
-        planned = self._root.get("planner_data")
-        entries = planned.items() if isinstance(planned, dict) else ()
-        return {
-            name: keys
-            for name, keys in entries
-            if isinstance(name, str) and isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
-        }
+            raise _wrong(path, f"a chunk of tensor '{name}' ends at {list(at.end)}, outside its shape {list(shape)}")
+    if not boxes:
+        raise _wrong(path, f"tensor '{name}' has no chunks")
+    is_known = isinstance(properties, Inert) and properties.path in (_PROPERTIES, _OLD_PROPERTIES)
+    state = properties.state if is_known else None
+    fields = [*state.values()] if isinstance(state, dict) else state
+    if not isinstance(fields, (list, tuple)) or len(fields) < 2 or not isinstance(fields[0], Global):
+        raise _wrong(path, f"tensor '{name}' has no dtype")
+    if fields[1] != "torch.strided":
+        raise _wrong(path, f"tensor '{name}' is not stored row by row ({quote(fields[1])})")
+    if (dtype := DTYPES.get(fields[0].path)) is None:
+        raise _wrong(path, f"tensor '{name}' is {fields[0].path}, which is not read here")
+    return dtype, shape, boxes[:1] if 0 in shape else [at for at in boxes if 0 not in at.shape]
 
 
-# -------------------------------------------------------------------------------------------------------- the files
+class _Part(NamedTuple):
+    """A range of a file, and what should be in it: a chunk of a tensor, with its dtype and shape, or an object."""
 
-
-class _Request(NamedTuple):
-    """A range of a file, and what should be in it: a chunk of a tensor, or an object (``at`` is None)."""
-
-    offset: int
+    file: str
+    begin: int
     length: int
     name: str
-    number: int | None
-    dtype: str
-    at: Chunk | None
+    number: int
+    kind: tuple[str, tuple[int, ...]] | None
 
 
 def _look_into(
-    path: FilePath,
-    requests: Sequence[_Request],
-    contents: dict[tuple[str, int | None], TensorInfo | Blob],
-    pickles: dict[bytes, object],
+    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], Any], pickles: dict[bytes, object]
 ) -> int:
     """Find what lies in a file, by name and number; returns its size in bytes. ``pickles`` are those read before.
 
@@ -302,68 +251,52 @@ def _look_into(
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: {METADATA} says that it holds '{requests[0].name}'",
+            f"{path} is missing: {METADATA} says that it holds '{parts[0].name}'",
             "bring the files of all ranks into one folder",
         )
+    header: Header | None = None
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
-            for request in requests:
-                begin, end = request.offset, request.offset + request.length
-                if end > size:
+            for _, begin, length, name, number, kind in parts:
+                if begin + length > size:
                     raise CheckpointError(
-                        f"{path}: '{request.name}' should be bytes {begin:,} to {end:,}, the file has {size:,}",
+                        f"{path}: '{name}' should be bytes {begin:,} to {begin + length:,}, the file has {size:,}",
                         "the file is still incomplete, or of another checkpoint: fetch or copy it again",
                     )
-                key = (request.name, request.number)
-                if request.at is None:
-                    contents[key] = Blob(path, request.offset, request.length)
-                elif os.pread(file.fileno(), 2, request.offset) == b"PK":
-                    contents[key] = _of_archive(path, file, request, pickles)
-                else:
-                    contents[key] = _of_safetensors(path, request)
+                if kind is None:
+                    contents[name, number] = Blob(path, begin, length)
+                    continue
+                file.seek(begin)
+                if file.read(2) == b"PK":
+                    archive = open_archive(path, file, begin, length, f"{path}: tensor '{name}'")
+                    pickled = archive.record("data.pkl")
+                    if pickled not in pickles:  # chunks of one shape have equal pickles
+                        pickles[pickled] = archive.read(TENSORS, "plain tensors are read")
+                    saved = pickles[pickled]
+                    if not isinstance(saved, Tensor):
+                        raise _wrong(path, f"tensor '{name}' is stored as a {kind_of(saved)}")
+                    info = archive.place(name, saved)
+                else:  # a file that torch wrote as safetensors: .metadata's ranges say nothing of it
+                    header = header or read_header(path)
+                    if name not in header.tensors:
+                        raise _wrong(path, f"tensor '{name}' is not in this file")
+                    info = header.tensors[name]
+                if (info.dtype, info.shape) != kind:
+                    what = f"{info.dtype} {list(info.shape)}, {METADATA} says {kind[0]} {list(kind[1])}"
+                    raise _wrong(path, f"a chunk of tensor '{name}' is {what}")
+                contents[name, number] = info
             return size
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _of_archive(path: FilePath, file: IO[bytes], request: _Request, pickles: dict[bytes, object]) -> TensorInfo:
-    """Where the elements of a chunk lie in its archive. Raises CheckpointError if it is not what .metadata says."""
-    archive = open_archive(f"{path}: tensor '{request.name}'", file, request.offset, request.length)
-    pickled = archive.record("data.pkl")
-    if pickled not in pickles:  # chunks of one shape have equal pickles
-        pickles[pickled] = archive.read(TENSORS, "plain tensors are read")
-    saved = pickles[pickled]
-    if not isinstance(saved, Tensor):
-        raise CheckpointError(f"{path}: tensor '{request.name}' is stored as a {kind_of(saved)}", _DAMAGED)
-    _check(path, request, saved.dtype, saved.shape)
-    return place_of(path, path, request.name, saved, *archive.locate(saved.storage))
-
-
-def _of_safetensors(path: FilePath, request: _Request) -> TensorInfo:
-    """A chunk in a file that torch wrote as safetensors: .metadata's ranges say nothing of it."""
-    info = read_header(path).tensors.get(request.name)
-    if info is None:
-        raise CheckpointError(f"{path}: tensor '{request.name}' is not in this file", _DAMAGED)
-    _check(path, request, info.dtype, info.shape)
-    return info
-
-
 def read_object(blob: Blob | bytes) -> object:
     """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
     if isinstance(blob, bytes):
-        return open_archive("", BytesIO(blob), 0, len(blob)).read(TENSORS, "plain settings are read")
+        return open_archive(Path(), BytesIO(blob), 0, len(blob), "").read(TENSORS, "plain settings are read")
     with open_file(blob.file) as file:
         return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
-
-
-def _check(path: FilePath, request: _Request, dtype: str, shape: tuple[int, ...]) -> None:
-    if request.at is not None and (dtype, shape) != (request.dtype, request.at.shape):
-        raise CheckpointError(
-            f"{path}: a chunk of tensor '{request.name}' is {dtype} {list(shape)}, {METADATA} says {request.dtype} "
-            f"{list(request.at.shape)}",
-            _DAMAGED,
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -378,17 +311,10 @@ class NewChunk(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class ChunkFile(Archive):
-    """The layout of a ``.distcp`` file. ``ranges`` has offset and length of the archive of each tensor and object."""
-
-    ranges: Mapping[str, tuple[int, int]]
-
-
 _ALIGNMENT = 64
 
 
-def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> ChunkFile:
+def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> Archive:
     """The layout of a file of chunks, at most one of each tensor, and of objects: archives of torch.save.
 
     Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
@@ -410,27 +336,19 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
             Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
         ]
         end = begin + archive.size
-    return ChunkFile(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
+    return Archive(end, tuple(places), tuple(fixed), tuple(crcs), ranges)
 
 
-def object_bytes(value: object) -> bytes:
-    """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``)."""
-    return filled(archive_of(value), b"")
-
-
-def tensor_bytes(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
-    """What torch.save writes of a tensor of these bytes."""
-    return filled(tensor_archive(dtype, shape, len(content)), content)
-
-
-def filled(archive: Archive, content: bytes) -> bytes:
-    """The bytes of an archive with at most one tensor."""
+def object_bytes(value: object, content: bytes | None = None) -> bytes:
+    """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``); a tensor among
+    them, of key 0, has this ``content``.
+    """
+    archive = archive_of(value, [("", len(content))] if content is not None else [])
     data = bytearray(archive.size)
-    for offset, part in (*archive.fixed, *((offset, content) for _, offset in archive.places)):
+    for offset, part in (*archive.fixed, *((offset, content or b"") for _, offset in archive.places)):
         data[offset : offset + len(part)] = part
-    for crc in archive.crcs:
-        for offset in crc.places:
-            data[offset : offset + 4] = zlib.crc32(content).to_bytes(4, "little")
+    for offset in (offset for crc in archive.crcs for offset in crc.places):
+        data[offset : offset + 4] = zlib.crc32(content or b"").to_bytes(4, "little")
     return bytes(data)
 
 

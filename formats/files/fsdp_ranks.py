@@ -15,32 +15,36 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.chunks import Chunk, from_list
+from formats.files.chunks import Chunk, from_list, list_range
 from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
+from formats.files.torch_bin import BESIDE, TorchArchive, torch_file
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath
 
 _NAMES = SHARDS.with_classes(*BESIDE)
 
 
+Chunks = list[tuple[Chunk, TensorInfo]]
+
+
 class Part(NamedTuple):
-    """What a rank has of a tensor of ``shape``: chunks, and their tensors in its file.
+    """What a rank has of a tensor of ``shape``: chunks, and where they lie in its file.
 
     ``place`` is the rank's in the ``mesh``, ``is_first`` whether no rank before it has the same. A plain tensor has
     none.
     """
 
     shape: tuple[int, ...]
-    chunks: list[tuple[Chunk, Tensor]]
+    chunks: Chunks
     place: tuple[int, ...] | None = None
     is_first: bool = True
     mesh: str = ""
@@ -52,8 +56,7 @@ class _Rank:
 
     path: FilePath
     parts: dict[str, Part]
-    infos: dict[str, list[tuple[Chunk, TensorInfo]]]
-    states: dict[Any, dict[str, tuple[Part, list[tuple[Chunk, TensorInfo]]]]] = field(default_factory=dict)
+    states: dict[Any, dict[str, Part]] = field(default_factory=dict)
     groups: Any = None
 
     @property
@@ -75,7 +78,7 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
             raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{other:.200}'", TOGETHER)
         for name, part in rank.parts.items():
             if rank is first or (part.is_first and part.place is not None):
-                gathered.add(("model", name), part.shape, rank.infos[name])
+                gathered.add(("model", name), part.shape, part.chunks)
             elif part.place is None and part.shape != first.parts[name].shape:
                 raise MismatchError(
                     f"{rank.path}: '{name}' is a plain tensor {list(part.shape)}, and {list(first.parts[name].shape)} "
@@ -97,8 +100,7 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
         state = archive.read(_NAMES, "tensors and their placements are read")
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary of tensors")
-        parts = {name: part for name, value in state.items() if (part := _part(value, number, world, path, name))}
-        rank = _Rank(path, parts, {name: _located(archive, path, name, part) for name, part in parts.items()})
+        rank = _Rank(path, dict(_parts(archive, state, number, world)))
     if optimizer is None:
         return rank
     with torch_file(optimizer) as archive:
@@ -108,33 +110,35 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
             raise CheckpointError(f"{optimizer}: holds a {kind_of(saved)}, not the state of an optimizer")
         rank.groups = saved.get("param_groups")
         for key, entry in state_of.items():
-            kinds = entry.items() if isinstance(entry, dict) else ()
-            parts = {str(kind): part for kind, value in kinds if (part := _part(value, number, world, optimizer, key))}
-            rank.states[key] = {kind: (part, _located(archive, optimizer, kind, part)) for kind, part in parts.items()}
+            kinds = entry if isinstance(entry, dict) else {}
+            rank.states[key] = {str(kind): part for kind, part in _parts(archive, kinds, number, world, key)}
     return rank
 
 
-def _located(archive: TorchArchive, path: FilePath, name: str, part: Part) -> list[tuple[Chunk, TensorInfo]]:
-    return [(at, place_of(path, path, name, tensor, *archive.locate(tensor.storage))) for at, tensor in part.chunks]
+def _parts(
+    archive: TorchArchive, state: Mapping[Any, object], number: int, world: int, parameter: object = None
+) -> Iterator[tuple[Any, Part]]:
+    """What the tensors among the values of a state dict, or of the state of a ``parameter``, are parts of."""
+    for name, value in state.items():
+        place = partial(archive.place, str(name))
+        if isinstance(value, Tensor):
+            yield name, Part(value.shape, [(Chunk((0,) * len(value.shape), value.shape), place(value))])
+        elif isinstance(value, Inert) and value.path in (*DTENSORS, SHARDED_TENSOR):
+            shape: Any = value.arguments[2] if len(value.arguments) > 2 else None
+            try:
+                if not are_sizes(shape):
+                    raise ValueError("it has no shape")
+                read = _of_dtensor if value.path in DTENSORS else _of_shards
+                yield name, read(value, shape, number, world, place)
+            except (PlanError, ValueError, TypeError) as error:
+                tensor = quote(name if parameter is None else parameter)
+                raise MismatchError(f"{archive.path}: tensor {tensor}: {error!s:.300}", TOGETHER) from None
 
 
-def _part(value: object, number: int, world: int, path: FilePath, name: object) -> Part | None:
-    """What a value of a state dict is a part of; None if it is no tensor."""
-    if isinstance(value, Tensor):
-        return Part(value.shape, [(Chunk((0,) * len(value.shape), value.shape), value)])
-    if not isinstance(value, Inert) or value.path not in (*DTENSORS, SHARDED_TENSOR):
-        return None
-    shape: Any = value.arguments[2] if len(value.arguments) > 2 else None
-    try:
-        if not are_sizes(shape):
-            raise ValueError("it has no shape")
-        part = _of_dtensor if value.path in DTENSORS else _of_shards
-        return part(value, shape, number, world)
-    except (PlanError, ValueError, TypeError) as error:
-        raise MismatchError(f"{path}: tensor {quote(name)}: {error!s:.300}", TOGETHER) from None
+Place = Callable[[Tensor], TensorInfo]
 
 
-def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
+def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
     local, spec = value.get("_local_tensor"), value.get("_spec")
     mesh = spec.get("mesh") if isinstance(spec, Inert) else None
     if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
@@ -151,11 +155,11 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int) -
     split = max((dim for dim, dim_runs in enumerate(runs) if len(dim_runs) > 1), default=0)
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
-    step, begin, chunks = (local.strides or (1,))[split], local.offset, list[tuple[Chunk, Tensor]]()
+    info, begin, chunks = place_of(local), 0, Chunks()
     for box in itertools.product(*runs):
         at = Chunk(tuple(run.offset for run in box), tuple(run.length for run in box))
-        chunks.append((at, Tensor(local.storage, begin, at.shape, local.strides, local.dtype)))
-        begin += at.shape[split] * step if at.shape else 0
+        chunks.append((at, list_range(info, begin, math.prod(at.shape))._replace(shape=at.shape)))
+        begin += math.prod(at.shape)
     copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
     names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
@@ -186,7 +190,7 @@ def _placement(placement: Inert, dims: int) -> Cut | None:
     return Cut(dim % dims, placement.get("split_factor") if kind == "_StridedShard" else 1)
 
 
-def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) -> Part:
+def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
     rank, size = (
@@ -194,13 +198,13 @@ def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int) ->
     )
     if (rank, size) != (number, world):
         raise ValueError(f"the file is of rank {quote(rank)} of {quote(size)}, its name says rank {number} of {world}")
-    chunks = []
+    chunks = Chunks()
     for shard in shards:
         tensor, at = shard.get("tensor"), shard.get("metadata")
         chunk = Chunk(*(tuple(at.get(key)) for key in ("shard_offsets", "shard_sizes")))
         if not all(map(are_sizes, chunk)) or tensor.shape != chunk.shape or len(chunk.offset) != len(shape):
             raise ValueError(f"the part {list(tensor.shape)} is said to be {list(chunk.shape)}")
-        chunks.append((chunk, tensor))
+        chunks.append((chunk, place_of(tensor)))
     return Part(shape, chunks, (number,))
 
 
@@ -211,61 +215,56 @@ def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
     """Add the states of the optimizer, by name if the order of the parameters is known, else by number."""
     first = next((key for rank in ranks for key in rank.states), None)
     steps = [rank.states[first]["step"] for rank in ranks if "step" in rank.states.get(first, ())]
-    check_steps((info.file, info) for part, infos in steps if not part.shape for _, info in infos)
+    check_steps((info.file, info) for part in steps if not part.shape for _, info in part.chunks)
     groups = [
         group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
     ]
     numbers = [group["params"] for group in groups]
-    kinds = {(key, kind): None for rank in ranks for key, rows in rank.states.items() for kind in rows}
+    stored = {
+        (key, kind): _stored(ranks, key, kind) for rank in ranks for key, of in rank.states.items() for kind in of
+    }
     shapes = {name: part.shape for name, part in ranks[0].parts.items()}
-    ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in kinds if isinstance(key, str)}]
+    ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in stored if isinstance(key, str)}]
     if not ways[0]:
         ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
-    names: dict[Any, list[str]] = {}
-    states = [(key, kind, _numbered(ranks, key, kind)) for key, kind in kinds]
-    for way in ways:  # the first that fits; if none does, numbers stay
-        named = [(key, kind, _states(ranks, key, kind, way.get(key, []), shapes)) for key, kind in kinds]
-        if all(rows for _, _, rows in named):
-            names, states = way, named
+    for names in ways:  # the first that fits
+        named = {at: [*_named(state, names.get(at[0], []), shapes, len(ranks))] for at, state in stored.items()}
+        if all(named.values()):
             break
-    for key, kind, rows in states:
-        for name, shape, chunks in rows:
-            gathered.add((*STATE, name or key, kind), shape, chunks)
+    else:
+        names, named = {}, {at: [(at[0], *state)] for at, state in stored.items()}
+    for (_, kind), states in named.items():
+        for name, shape, chunks in states:
+            gathered.add((*STATE, name, kind), shape, chunks)
     gathered.add_groups(groups, [[name for number in rows for name in names.get(number, [number])] for rows in numbers])
 
 
-_States = list[tuple[str | None, tuple[int, ...], list[tuple[Chunk, TensorInfo]]]]
-"""The name of a parameter, the shape of its state, and the chunks of it."""
+State = tuple[tuple[int, ...], Chunks]
+"""The shape of a parameter's state, and the chunks of it."""
 
 
-def _states(
-    ranks: Sequence[_Rank], key: object, kind: str, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> _States:
-    """A kind of state of one parameter, or of all those of a unit; nothing if it does not fit them."""
-    shape, chunks = _numbered(ranks, key, kind)[0][1:]
-    sizes = {name: shapes.get(name, ()) for name in names}
-    if not shape:
-        return [(name, shape, chunks) for name in names]
-    if [*sizes.values()] == [shape]:
-        return [(name, shape, chunks) for name in names]
-    total, parts = sum(map(math.prod, sizes.values())), [info for _, info in chunks]
-    if not names or len(shape) > 1 or not 0 <= shape[0] - total < len(ranks):
-        return []
-    return [(name, sizes[name], chunks) for name, chunks in from_list(sizes, parts)]
-
-
-def _numbered(ranks: Sequence[_Rank], key: object, kind: str) -> _States:
+def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> State:
     """A kind of state as it is stored; what each rank has a plain list of is one list."""
-    entries = [(rank, *rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
-    _, part, infos = entries[0]
-    if part.place is not None:
-        return [(None, part.shape, [chunk for _, part_of, infos in entries if part_of.is_first for chunk in infos])]
-    if len(part.shape) != 1:
-        return [(None, part.shape, infos)]
-    parts = [info for rank, _, infos in entries if rank.is_first for _, info in infos]
-    begins = [*itertools.accumulate((info.shape[0] for info in parts), initial=0)]
-    chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, parts, strict=False)]
-    return [(None, (begins[-1],), chunks)]
+    parts = [(rank, rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
+    first = parts[0][1]
+    if first.place is not None:
+        return first.shape, [chunk for _, part in parts if part.is_first for chunk in part.chunks]
+    if len(first.shape) != 1:
+        return first.shape, first.chunks
+    infos = [info for rank, part in parts if rank.is_first for _, info in part.chunks]
+    begins = [*itertools.accumulate((info.shape[0] for info in infos), initial=0)]
+    return (begins[-1],), [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
+
+
+def _named(
+    state: State, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
+) -> Iterator[tuple[str | int, tuple[int, ...], Chunks]]:
+    """The state of one parameter, or of all those of a unit, each with its name; nothing if it does not fit them."""
+    (shape, chunks), sizes = state, {name: shapes.get(name, ()) for name in names}
+    if not shape or [*sizes.values()] == [shape]:
+        yield from ((name, shape, chunks) for name in names)
+    elif names and len(shape) == 1 and 0 <= shape[0] - sum(map(math.prod, sizes.values())) < ranks:
+        yield from ((name, sizes[name], parts) for name, parts in from_list(sizes, [info for _, info in chunks]))
 
 
 def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
@@ -278,8 +277,8 @@ def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
     is_sharded = any(part.place is not None for part in rank.parts.values())
     for name, part in rank.parts.items():
         if part.place is not None or not is_sharded:
-            tensor = next((tensor for _, tensor in part.chunks if tensor.nbytes), None)
-            firsts.setdefault((tensor.storage.key, tensor.offset) if tensor else name, name)
+            offset = next((info.offset for _, info in part.chunks if info.nbytes), None)
+            firsts.setdefault(name if offset is None else offset, name)
     for names in ([*firsts.values()], [name for name in firsts.values() if not name.endswith("lm_head.weight")]):
         yield [[name] for name in names]
         yield _units(names)

@@ -13,6 +13,7 @@ Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickletools
 import struct
@@ -269,79 +270,61 @@ _INSTRUCTIONS: dict[bytes, tuple[str, Callable[[BytesIO], Any]]] = {
 
 
 def write_pickle(value: object) -> bytes:
-    """The pickle (protocol 2) of plain data and stand-ins.
+    """The pickle (protocol 2) of plain data and stand-ins. Names and texts that come again are taken from the memo.
 
     An ``Inert`` with a state is made without its ``__init__`` and given the state; one without is a call. Raises
     TypeError for anything else.
     """
-    writer = _Writer()
-    writer.write(value)
-    return b"\x80\x02" + b"".join(writer.parts) + b"."
+    parts, memo = [b"\x80\x02"], dict[str | Global, int]()
+    put, number = parts.append, struct.Struct("<i").pack
 
-
-class _Writer:
-    """Collects the parts of a pickle. Names and texts that come again are taken from the memo."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self._memo: dict[str | Global, int] = {}
-
-    def write(self, value: object) -> None:
-        """Append the instructions that make a value."""
-        put, kind = self.parts.append, type(value)
-        if kind is str or kind is Global:
-            self._once(value)  # type: ignore[arg-type]
-        elif isinstance(value, bool) or value is None:
+    def write(value: Any) -> None:
+        kind = type(value)
+        if kind is int and -(1 << 31) <= value < 1 << 31:
+            put(b"J" + number(value))
+        elif kind is str or kind is Global:
+            short, long, place = b"h", b"j", memo.get(value)
+            if place is None:
+                short, long, place = b"q", b"r", len(memo)
+                memo[value] = place
+                if kind is Global:
+                    put("c{0}\n{2}\n".format(*value.path.rpartition(".")).encode())
+                else:
+                    content = value.encode("utf-8", "surrogatepass")
+                    put(b"X" + struct.pack("<I", len(content)) + content)
+            put(short + bytes([place]) if place < 256 else long + struct.pack("<I", place))
+        elif kind is bool or value is None:
             put(b"N" if value is None else b"\x88" if value else b"\x89")
-        elif isinstance(value, int):
-            put(_written_number(value))
-        elif isinstance(value, float):
+        elif kind is int:
+            content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            put(b"\x8a" + bytes([len(content)]) + content)
+        elif kind is float:
             put(b"G" + struct.pack(">d", value))
-        elif isinstance(value, tuple):
-            self._items(b"(", value, b"t")
-        elif isinstance(value, list):
-            self._items(b"](", value, b"e")
-        elif isinstance(value, dict):
-            self._items(b"}(", [part for item in value.items() for part in item], b"u")
-        elif isinstance(value, Persistent):
-            self.write(value.id)
+        elif kind in _WRITTEN:
+            begin, end = _WRITTEN[kind]
+            put(begin)
+            for item in itertools.chain.from_iterable(value.items()) if kind is dict else value:
+                write(item)
+            put(end)
+        elif kind is Persistent:
+            write(value.id)
             put(b"Q")
-        elif isinstance(value, Inert):
-            self._once(Global(value.path))
-            self.write(value.arguments)
+        elif kind is Inert:
+            write(Global(value.path))
+            write(value.arguments)
             put(b"R" if value.state is None else b"\x81")
             if value.state is not None:
-                self.write(value.state)
+                write(value.state)
                 put(b"b")
         else:
             raise TypeError(f"a {kind.__name__} is not written to a pickle")
 
-    def _items(self, begin: bytes, items: tuple[object, ...] | list[object], end: bytes) -> None:
-        self.parts.append(begin)
-        for item in items:
-            self.write(item)
-        self.parts.append(end)
-
-    def _once(self, value: str | Global) -> None:
-        place = self._memo.get(value)
-        if place is not None:
-            self.parts.append(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
-            return
-        place = self._memo[value] = len(self._memo)
-        if isinstance(value, Global):
-            module, _, name = value.path.rpartition(".")
-            self.parts.append(f"c{module}\n{name}\n".encode())
-        else:
-            content = value.encode("utf-8", "surrogatepass")
-            self.parts.append(b"X" + struct.pack("<I", len(content)) + content)
-        self.parts.append(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
+    write(value)
+    return b"".join((*parts, b"."))
 
 
-def _written_number(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(content)]) + content
+_WRITTEN: dict[Any, tuple[bytes, bytes]] = {tuple: (b"(", b"t"), list: (b"](", b"e"), dict: (b"}(", b"u")}
+"""What begins and ends values that hold others."""
 
 
 DTYPES: Mapping[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
@@ -419,7 +402,10 @@ def _load(persistent: Any) -> Storage:
     return Storage(key, STORAGES[storage.path], numel)
 
 
-def _tensor(storage: object, offset: Any, shape: Any, strides: Any, dtype: str | None, metadata: object) -> Tensor:
+def _rebuild_v2(
+    storage: object, offset: Any, shape: Any, strides: Any, _grad: object = None, _hooks: object = None,
+    metadata: object = None, *, dtype: str | None = None,
+) -> Tensor:  # fmt: skip
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
     if not (are_sizes((offset,)) and are_sizes(shape) and are_sizes(strides) and len(shape) == len(strides)):
@@ -429,24 +415,13 @@ def _tensor(storage: object, offset: Any, shape: Any, strides: Any, dtype: str |
     return Tensor(storage, offset, shape, strides, dtype or storage.dtype)
 
 
-def _rebuild_v2(
-    storage: object, offset: object, shape: object, strides: object, _grad: object = None, _hooks: object = None,
-    metadata: object = None,
-) -> Tensor:  # fmt: skip
-    return _tensor(storage, offset, shape, strides, None, metadata)
-
-
 def _rebuild_v3(
-    storage: object, offset: object, shape: object, strides: object, _grad: object, _hooks: object, dtype: object,
+    storage: object, offset: object, shape: object, strides: object, grad: object, hooks: object, dtype: object,
     metadata: object = None,
 ) -> Tensor:  # fmt: skip
     if not isinstance(dtype, Global) or dtype.path not in DTYPES:
         raise RefusedError(f"a tensor of dtype {kind_of(dtype)}")
-    return _tensor(storage, offset, shape, strides, DTYPES[dtype.path], metadata)
-
-
-def _rebuild_parameter(data: object, *_: object) -> object:
-    return data
+    return _rebuild_v2(storage, offset, shape, strides, grad, hooks, metadata, dtype=DTYPES[dtype.path])
 
 
 def _rebuild_from_type(function: object, kind: object, arguments: Any, state: object) -> object:
@@ -485,8 +460,8 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _rebuild_v2,
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "collections.OrderedDict": empty_dict,
     "torch.Size": size_of,

@@ -39,7 +39,7 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """
     with torch_file(path) as archive:
         state = archive.read(TENSORS, "plain tensors are read (weights_only)")
-        return _locate(path, _state_dict(path, state), archive.locate)
+        return _locate(archive, _state_dict(path, state))
 
 
 class Saved(NamedTuple):
@@ -64,7 +64,7 @@ def read_saved(path: FilePath, is_wanted: Callable[[str], bool]) -> Saved:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        located = {n: _locate(path, _state_dict(path, at), archive.locate) for n, at in entries.items() if is_wanted(n)}
+        located = {n: _locate(archive, _state_dict(path, at)) for n, at in entries.items() if is_wanted(n)}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
     return Saved({n: at[0] for n, at in located.items()}, {n: at[1] for n, at in located.items()}, plain)
 
@@ -83,20 +83,15 @@ BESIDE = (
 """What training programs save beside tensors (Megatron-Core, core/safe_globals.py, and what its fields are of)."""
 
 
-def _refuse_foreign(path: FilePath, file: IO[bytes]) -> None:
-    file.seek(0)
-    if file.read(8) == b"version ":
-        raise CheckpointError(f"{path}: this is not a PyTorch file but a git-lfs pointer", "run 'git lfs pull'")
-    raise CheckpointError(f"{path}: not a zip archive, as torch.save writes since PyTorch 1.6", _RESAVE)
-
-
 @dataclass(frozen=True)
 class TorchArchive:
     """An archive that torch.save wrote: a whole file, or a range of one, from byte ``begin`` on.
 
-    ``where`` is what messages begin with. ``entries`` are without the name of the folder that torch puts them in.
+    ``where`` is what messages about the archive begin with. ``entries`` are without the name of the folder that torch
+    puts them in.
     """
 
+    path: FilePath
     where: str
     file: IO[bytes]
     begin: int
@@ -117,13 +112,27 @@ class TorchArchive:
         """What was saved, on stand-ins (see ``formats.files.pickles``)."""
         return read_pickle(self.record("data.pkl"), names, self.where, may)
 
-    def locate(self, storage: Storage) -> tuple[int, int]:
-        """Offset in the file and size (bytes) of a storage's data."""
-        entry = self.entries.get(f"data/{storage.key}")
+    def place(self, name: str, tensor: Tensor) -> TensorInfo:
+        """The bytes of a tensor. Raises CheckpointError if they are not contiguous or not all there."""
+        entry = self.entries.get(f"data/{tensor.storage.key}")
         if entry is None:
-            key = f"{storage.key!r:.100}"
+            key = f"{tensor.storage.key!r:.100}"
             raise CheckpointError(f"{self.where}: the data of storage {key} is missing from the archive", _DAMAGED)
-        return self._find(entry)
+        base, size = self._find(entry)
+        if not tensor.is_contiguous:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is not contiguous: shape {list(tensor.shape)}, strides "
+                f"{list(tensor.strides)}",
+                "save it again after .contiguous()",
+            )
+        begin, nbytes, stored = tensor.begin, tensor.nbytes, tensor.storage.nbytes
+        if stored > size or begin + nbytes > stored:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is said to be bytes {begin} to {begin + nbytes} of a storage of "
+                f"{stored}, of which the file has {size}",
+                _DAMAGED,
+            )
+        return TensorInfo(name, tensor.dtype, tensor.shape, self.path, base + begin, nbytes)
 
     def _find(self, entry: ZipInfo) -> tuple[int, int]:
         if entry.compress_type != ZIP_STORED or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
@@ -149,14 +158,17 @@ def torch_file(path: FilePath) -> Iterator[TorchArchive]:
     """A whole file of torch.save, open. Raises CheckpointError if it is none, or not readable."""
     try:
         with open_file(path) as file:
-            if file.read(2) != b"PK":
-                _refuse_foreign(path, file)
+            begin = file.read(8)
+            if begin == b"version ":
+                raise CheckpointError(f"{path}: this is not a PyTorch file but a git-lfs pointer", "run 'git lfs pull'")
+            if begin[:2] != b"PK":
+                raise CheckpointError(f"{path}: not a zip archive, as torch.save writes since PyTorch 1.6", _RESAVE)
             yield open_archive(path, file, 0, file.seek(0, 2))
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) -> TorchArchive:
+def open_archive(path: FilePath, file: IO[bytes], begin: int, size: int, where: str | None = None) -> TorchArchive:
     """An archive of torch.save in ``size`` bytes of a file. Raises CheckpointError if it is none, or not readable."""
 
     def read_range(first: int, last: int) -> bytes:
@@ -165,6 +177,7 @@ def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) 
         file.seek(begin + first)
         return file.read(last - first)
 
+    where = str(path) if where is None else where
     try:
         infos = ZipFile(RangeFile(read_range, size)).infolist()
         directory = {info.filename: info for info in infos}
@@ -179,7 +192,7 @@ def open_archive(where: FilePath | str, file: IO[bytes], begin: int, size: int) 
     entries = {name.removeprefix(root): entry for name, entry in directory.items() if name.startswith(root)}
     if "constants.pkl" in entries:
         raise CheckpointError(f"{where}: a TorchScript program, which is code, not a state dict", _RESAVE)
-    archive = TorchArchive(str(where), file, begin, size, entries)
+    archive = TorchArchive(path, where, file, begin, size, entries)
     order = archive.record("byteorder") or b"little"
     if order != b"little":
         raise CheckpointError(f"{where}: its bytes are in {order[:20]!r} order, not little-endian", _RESAVE)
@@ -215,40 +228,14 @@ def _holds_tensor(value: object) -> bool:
     return False
 
 
-def _locate(
-    path: FilePath, state: dict[str, Tensor], find: Callable[[Storage], tuple[int, int]]
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Bytes of each tensor. ``find`` gives offset and size (bytes) of a storage."""
+def _locate(archive: TorchArchive, state: dict[str, Tensor]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Where the bytes of each tensor are, and the names of those that are the same bytes."""
     first_of: dict[tuple[int, str, tuple[int, ...]], TensorInfo] = {}
     aliases: dict[str, str] = {}
-    places: dict[str, tuple[int, int]] = {}
     for name, tensor in state.items():
-        key = tensor.storage.key
-        if key not in places:
-            places[key] = find(tensor.storage)
-        info = place_of(path, path, name, tensor, *places[key])
+        info = archive.place(name, tensor)
         same = info.offset if info.nbytes else -len(first_of)  # empty tensors are never tied
         first = first_of.setdefault((same, info.dtype, info.shape), info)
         if first is not info:
             aliases[name] = first.name
     return {info.name: info for info in sorted(first_of.values(), key=lambda info: info.offset)}, aliases
-
-
-def place_of(where: FilePath | str, file: FilePath, name: str, tensor: Tensor, base: int, size: int) -> TensorInfo:
-    """The bytes of a tensor whose storage is said to be the ``size`` bytes from byte ``base`` of ``file``.
-
-    Raises CheckpointError, which begins with ``where``, if they are not contiguous or not all there.
-    """
-    if not tensor.is_contiguous:
-        raise CheckpointError(
-            f"{where}: tensor {name!r} is not contiguous: shape {list(tensor.shape)}, strides {list(tensor.strides)}",
-            "save it again after .contiguous()",
-        )
-    begin, nbytes, stored = tensor.begin, tensor.nbytes, tensor.storage.nbytes
-    if stored > size or begin + nbytes > stored:
-        raise CheckpointError(
-            f"{where}: tensor {name!r} is said to be bytes {begin} to {begin + nbytes} of a storage of {stored}, "
-            f"of which the file has {size}",
-            _DAMAGED,
-        )
-    return TensorInfo(name, tensor.dtype, tensor.shape, file, base + begin, nbytes)

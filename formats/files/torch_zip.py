@@ -2,8 +2,8 @@
 
 The archive has stored entries only: ``data.pkl``, a pickle of a dict of tensors, ``byteorder``, ``version``, and one
 entry for the bytes of each tensor, which begin at a multiple of 64 bytes as torch's own writer puts them. All bytes but
-the tensors' and the CRC-32 of their entries are known from names, dtypes and shapes. Neither torch nor pickle is
-needed. ``torch.load`` does not compare the CRC-32, ``zipfile`` and ``unzip`` do.
+the tensors' and the CRC-32 of their entries are known from names, dtypes and shapes: ``zipfile`` makes the headers.
+Neither torch nor pickle is needed. ``torch.load`` does not compare the CRC-32, ``zipfile`` and ``unzip`` do.
 
 Source: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc`` of PyTorch 2.4 to 2.13; PKWARE's
 APPNOTE.TXT 6.3.10, 4.3 to 4.5.
@@ -13,75 +13,36 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from zipfile import ZipFile, ZipInfo
 
 from formats.errors import PlanError
 from formats.files.checksum import Crc
 from formats.files.pickles import STORAGES, Global, Inert, Persistent, write_pickle
 from formats.files.safetensors import DTYPE_BITS, TORCH_NAMES
 
-_ROOT = "archive"
 _ALIGNMENT = 64
 _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
-_MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s."""
+    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s.
+
+    A ``.distcp`` file has an archive for each tensor and object: ``ranges`` has their offsets and lengths.
+    """
 
     size: int
     places: tuple[tuple[str, int], ...]
     fixed: tuple[tuple[int, bytes], ...]
     crcs: tuple[Crc, ...]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """An entry; ``content`` is None for the bytes of a tensor. ``at`` is the offset of its header."""
-
-    name: bytes
-    size: int
-    content: bytes | None
-    at: int
-
-    @property
-    def crc(self) -> int:
-        return 0 if self.content is None else zlib.crc32(self.content)
-
-    @property
-    def is_large(self) -> bool:
-        return self.size >= _MOST_32
-
-    @property
-    def local(self) -> bytes:
-        """The header before the data, with as much padding as the data needs to be aligned."""
-        large = struct.pack("<HHQQ", 1, 16, self.size, self.size) if self.is_large else b""
-        begin = self.at + 30 + len(self.name) + len(large) + 4
-        padding = -begin % _ALIGNMENT
-        extra = large + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        return self._fields(b"PK\3\4", b"", extra, b"", self.at) + self.name + extra
-
-    @property
-    def central(self) -> bytes:
-        """The header in the directory at the end."""
-        numbers = [self.size, self.size] if self.is_large else []
-        numbers += [self.at] if self.at >= _MOST_32 else []
-        extra = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
-        behind = struct.pack("<HHHII", 0, 0, 0, 0, min(self.at, _MOST_32))
-        return self._fields(b"PK\1\2", b"\x2d\0", extra, behind, self.at) + self.name + extra
-
-    def _fields(self, signature: bytes, made_by: bytes, extra: bytes, behind: bytes, at: int) -> bytes:
-        version = 45 if self.is_large or (behind and at >= _MOST_32) else 20
-        size, day = min(self.size, _MOST_32), 0x21  # 1 January 1980: nothing depends on when it was written
-        sizes = struct.pack("<IIIHH", self.crc, size, size, len(self.name), len(extra))
-        return signature + made_by + struct.pack("<HHHHH", version, 0, 0, 0, day) + sizes + behind
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Where the CRC-32 stands in either header."""
+"""Where the CRC-32 stands in the header of an entry, and in its header in the directory at the end."""
 
 
 def build_archive(
@@ -110,67 +71,70 @@ def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
 
 def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
     """The layout of what torch.save writes: a pickle of ``saved``, and storages (name, bytes) with keys from 0 on."""
-    records = [("data.pkl", write_pickle(saved)), ("byteorder", b"little")]
-    entries: list[_Entry] = []
-    offset = 0
-    for name, content, size in [
-        *((name, content, len(content)) for name, content in records),
-        *((f"data/{i}", None, nbytes) for i, (_, nbytes) in enumerate(storages)),
-        ("version", b"3\n", 2),
-    ]:
-        entries.append(_Entry(f"{_ROOT}/{name}".encode(), size, content, offset))
-        offset += len(entries[-1].local) + size
-    return _layout([name for name, _ in storages], entries, offset)
+    infos, headers, tensors, offset = list[ZipInfo](), list[tuple[int, bytes]](), dict[int, tuple[int, int]](), 0
+    records: dict[str, bytes | int] = {"data.pkl": write_pickle(saved), "byteorder": b"little"}
+    records |= {f"data/{i}": nbytes for i, (_, nbytes) in enumerate(storages)} | {"version": b"3\n"}
+    for name, content in records.items():
+        info = ZipInfo(f"archive/{name}")  # of 1 January 1980: nothing depends on when it was written
+        info.create_system, info.create_version, info.header_offset = 0, 45, offset
+        data = b"" if isinstance(content, int) else content
+        info.CRC = zlib.crc32(data)
+        info.file_size = info.compress_size = content if isinstance(content, int) else len(data)
+        padding = -(offset + len(info.FileHeader()) + 4) % _ALIGNMENT
+        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        header, info.extra = info.FileHeader(), b""
+        begin = offset + len(header)
+        if isinstance(content, int):
+            tensors[len(infos)] = begin, begin + content
+        infos.append(info)
+        headers.append((offset, header + data))
+        offset = begin + info.file_size
+    directory = _Directory(offset)
+    with ZipFile(directory, "w") as archive:  # type: ignore[call-overload]
+        archive.filelist += infos
+    central = [at for at, part in directory.parts if part.startswith(b"PK\1\2")]
+    crcs = tuple(
+        Crc(*tensors[number], (info.header_offset + _LOCAL_CRC, central[number] + _CENTRAL_CRC))
+        for number, info in enumerate(infos)
+        if number in tensors
+    )
+    fixed = tuple(_fixed([*headers, *directory.parts], {place for crc in crcs for place in crc.places}))
+    places = tuple((name, begin) for (name, _), (begin, _) in zip(storages, tensors.values(), strict=True))
+    return Archive(directory.end, places, fixed, crcs)
 
 
-def _layout(names: Sequence[str], entries: Sequence[_Entry], directory: int) -> Archive:
-    fixed: list[tuple[int, bytes]] = []
-    crcs: list[Crc] = []
-    places: list[tuple[str, int]] = []
-    offset = directory
-    for entry in entries:
-        local, central = entry.local, entry.central
-        begin = entry.at + len(local)
-        if entry.content is None:
-            fixed += [*_around(entry.at, local, _LOCAL_CRC), *_around(offset, central, _CENTRAL_CRC)]
-            crcs.append(Crc(begin, begin + entry.size, (entry.at + _LOCAL_CRC, offset + _CENTRAL_CRC)))
-            places.append((names[len(places)], begin))
-        else:
-            fixed += [(entry.at, local + entry.content), (offset, central)]
-        offset += len(central)
-    end = _end(len(entries), offset - directory, directory, offset)
-    return Archive(offset + len(end), tuple(places), tuple(_joined([*sorted(fixed), (offset, end)])), tuple(crcs))
+class _Directory:
+    """Takes what ``zipfile`` writes behind the entries, from byte ``end`` on: parts, each with its offset."""
+
+    def __init__(self, end: int) -> None:
+        self.end, self.parts = end, list[tuple[int, bytes]]()
+
+    def tell(self) -> int:
+        return self.end
+
+    def write(self, content: bytes) -> None:
+        if content:
+            self.parts.append((self.end, content))
+            self.end += len(content)
+
+    def flush(self) -> None:
+        pass
 
 
-def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """The same bytes, with those that lie end to end in one piece."""
-    parts: list[bytes] = []
-    begin = end = 0
-    for offset, content in fixed:
-        if parts and offset != end:
-            yield begin, b"".join(parts)
-            parts = []
-        begin = begin if parts else offset
-        parts.append(content)
-        end = offset + len(content)
-    if parts:
-        yield begin, b"".join(parts)
-
-
-def _around(offset: int, header: bytes, hole: int) -> Iterator[tuple[int, bytes]]:
-    """A header without its CRC-32."""
-    yield offset, header[:hole]
-    yield offset + hole + 4, header[hole + 4 :]
-
-
-def _end(count: int, size: int, directory: int, end: int) -> bytes:
-    """The end of the archive: its directory's place, in 64 bits too if 32 do not hold it."""
-    large = b""
-    if count >= _MOST_16 or directory >= _MOST_32:
-        large = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, directory)
-        large += b"PK\6\7" + struct.pack("<IQI", 0, end, 1)
-    few, begin = min(count, _MOST_16), min(directory, _MOST_32)
-    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, size, begin, 0)
+def _fixed(parts: Iterable[tuple[int, bytes]], holes: Container[int]) -> Iterator[tuple[int, bytes]]:
+    """Parts in order, without the CRC-32s that begin at ``holes``; what lies end to end is one."""
+    whole, begin, end = list[bytes](), 0, 0
+    for at, part in parts:
+        hole = next((place for place in (_LOCAL_CRC, _CENTRAL_CRC) if at + place in holes), len(part))
+        for offset, content in ((at, part[:hole]), (at + hole + 4, part[hole + 4 :])):
+            if whole and content and offset != end:
+                yield begin, b"".join(whole)
+                whole = []
+            if content:
+                begin, end = begin if whole else offset, offset + len(content)
+                whole.append(content)
+    if whole:
+        yield begin, b"".join(whole)
 
 
 # ------------------------------------------------------------------------------------------------------- the pickle

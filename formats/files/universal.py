@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from formats.errors import MismatchError
-from formats.files.dcp import Distributed, filled, read_object
+from formats.files.dcp import Distributed, object_bytes, read_object
 from formats.files.pickles import Inert, write_pickle
-from formats.files.torch_zip import archive_of, pickled_tensor
+from formats.files.torch_zip import pickled_tensor
 from formats.store import read_ranges
 
 Shape = tuple[int, ...]
@@ -35,19 +35,11 @@ PLACES = {*_MODEL, "param_shapes", "shared_params"} - {"lr_scheduler", "data_sam
 
 
 class Step(NamedTuple):
-    """How many steps an optimizer has done: a number, or a tensor with its dtype, shape and bytes."""
+    """How many steps an optimizer has done, and what is saved of it: that number, or a tensor and its bytes."""
 
     number: float
-    dtype: str | None = None
-    shape: Shape = ()
-    content: bytes = b""
-
-    def saved_in(self, wrap: Any = lambda step: step) -> bytes:
-        """What torch.save writes of it, or of what ``wrap`` makes with it."""
-        if self.dtype is None:
-            return filled(archive_of(wrap(self.number)), b"")
-        state = wrap(pickled_tensor(0, "step", self.dtype, self.shape))
-        return filled(archive_of(state, [("step", len(self.content))]), self.content)
+    value: object
+    content: bytes | None = None
 
 
 def is_setting(name: str) -> bool:
@@ -77,16 +69,15 @@ def universal_documents(
         "shared_params": {**shared}, "global_steps": int(step.number) if step else 0,
     }  # fmt: skip
     for prefix in ("", "zero_pp_rank_0_"):
-        yield f"{prefix}mp_rank_00_model_states.pt", filled(archive_of(model | _plain(extras.get("model", {}))), b"")
+        yield f"{prefix}mp_rank_00_model_states.pt", object_bytes(model | _plain(extras.get("model", {})))
     own = _plain(extras.get("optimizer", {})) | {"ds_version": _MODEL["ds_version"], "param_groups": of_groups}
 
-    def with_step(value: object) -> object:
-        state = {0: {"step": value}} if step else {}
-        return own | {"optimizer_state_dict": {"state": state, "param_groups": of_groups}}
-
-    yield "zero/optimizer_state.pt", (step or Step(0)).saved_in(with_step)
-    content = step.saved_in() if step else b""
-    yield from ((f"zero/{name}/step.pt", content) for name in tensors if step and name in states)
+    state = {0: {"step": step.value}} if step else {}
+    settings = own | {"optimizer_state_dict": {"state": state, "param_groups": of_groups}}
+    yield "zero/optimizer_state.pt", object_bytes(settings, step and step.content)
+    if step:
+        saved_step = object_bytes(step.value, step.content)
+        yield from ((f"zero/{name}/step.pt", saved_step) for name in tensors if name in states)
 
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
@@ -105,12 +96,13 @@ def _step_of(saved: Distributed) -> Step | None:
     infos = [info for name, whole in saved.tensors.items() if _STEP.fullmatch(name) for _, info in whole.chunks]
     contents = read_ranges([(info.file, info.offset, info.offset + info.nbytes) for info in infos])
     steps = [
-        Step(struct.unpack(_NUMBERS[info.dtype], content)[0], info.dtype, info.shape, content)
+        Step(number, pickled_tensor(0, "step", info.dtype, info.shape), content)
         for info, content in zip(infos, contents, strict=True)
         if info.dtype in _NUMBERS and len(content) == struct.calcsize(_NUMBERS[info.dtype])
+        for (number,) in struct.iter_unpack(_NUMBERS[info.dtype], content)
     ]
     values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
-    steps += [Step(value) for value in values if isinstance(value, int | float)]
+    steps += [Step(value, value) for value in values if isinstance(value, int | float)]
     low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
     if low != high:
         why = f"its parameters have done {low:g} to {high:g} steps, and DeepSpeed has one number for all"

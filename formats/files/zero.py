@@ -18,7 +18,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
@@ -27,7 +26,7 @@ from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import TENSORS, Tensor, kind_of, quote
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_bin import BESIDE, TorchArchive, place_of, torch_file
+from formats.files.torch_bin import BESIDE, TorchArchive, torch_file
 from formats.files.universal import PLACES
 from formats.store import FilePath, glob
 
@@ -87,7 +86,10 @@ def read_zero(folder: FilePath) -> Distributed:
                 raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", TOGETHER)
             origins = {str(copy): str(first) for copy, first in main.table("shared_params").items()}  # others have none
             info = main.table(_CUTS) or own.get(_CUTS)
-            cuts = Cuts(folder, info, ranks) if ranks > 1 and not is_universal else None
+            cuts = info if ranks > 1 and not is_universal else None
+            if ranks > 1 and not is_universal and not isinstance(info, dict):
+                why = f"{ranks} model parallel ranks, and no file says how its tensors are cut ({_CUTS})"
+                raise CheckpointError(f"{folder} has {why}", _ELSE)
         for file in models:
             if file.content.get("global_steps") != main.content.get("global_steps"):
                 raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", TOGETHER)
@@ -108,7 +110,7 @@ def read_zero(folder: FilePath) -> Distributed:
     if cuts is not None:
         if (buffer := next(iter(main.content.get("buffer_names") or ()), None)) is not None:
             raise CheckpointError(f"{folder}: no file says how '{buffer}', a buffer, is cut", _ELSE)
-        parts[0].join(parts[1:], lambda name: cuts.dim_of(origins.get(name, name)))
+        parts[0].join(parts[1:], lambda name: _dim_of(folder, cuts, origins.get(name, name)))
         form += f", {len(parts)} model parallel ranks"
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
     saved = parts[0].finish(f"saved by DeepSpeed: {form}{step}", read)
@@ -116,35 +118,24 @@ def read_zero(folder: FilePath) -> Distributed:
     return replace(saved, extras=extras | {"optimizer": {key: own[key] for key in _CARRIED if key in own}})
 
 
-class Cuts:
-    """How tensor parallel ranks cut parameters: DeepSpeed's ``universal_checkpoint_info``, lists of expressions."""
+def _dim_of(folder: FilePath, info: Mapping[str, Any], name: str) -> int | None:
+    """The dimension of a parameter of which each tensor parallel rank has a part; None: each has all.
 
-    def __init__(self, folder: FilePath, info: Any, ranks: int) -> None:
-        if not isinstance(info, dict):
-            why = f"{ranks} model parallel ranks, and no file says how its tensors are cut ({_CUTS})"
-            raise CheckpointError(f"{folder} has {why}", _ELSE)
-        self._folder, self._info = folder, info
-
-    def dim_of(self, name: str) -> int | None:
-        """The dimension of which each rank has a part; None: each has all. Raises CheckpointError if it is not said."""
-        for key, dim in _PLAIN.items():
-            if any(map(partial(self._is_like, name), self._info.get(key) or ())):
-                return dim
-        other = next((key for key in _OTHERWISE if any(map(partial(self._is_like, name), self._patterns(key)))), None)
-        if other is not None:
-            raise CheckpointError(f"{self._folder}: '{name}' is cut in a way that is not read ({other})", _ELSE)
-        return 0
-
-    def _patterns(self, key: str) -> list[str]:
-        entries = self._info.get(key) or ()
-        return [text for entry in entries for text in (entry["patterns"] if isinstance(entry, dict) else (entry,))]
-
-    def _is_like(self, name: str, pattern: str) -> bool:
-        if not _SIMPLE.fullmatch(pattern):  # others may take forever
-            raise CheckpointError(
-                f"{self._folder}: {_CUTS} has the expression {quote(pattern)}, which is not read", _ELSE
-            )
-        return re.match(pattern, name) is not None
+    ``info`` is DeepSpeed's ``universal_checkpoint_info``, lists of expressions. Raises CheckpointError if it is not
+    said.
+    """
+    for key in (*_PLAIN, *_OTHERWISE):
+        for entry in info.get(key) or ():
+            for pattern in entry["patterns"] if isinstance(entry, dict) else (entry,):
+                if not _SIMPLE.fullmatch(pattern):  # others may take forever
+                    why = f"{_CUTS} has the expression {quote(pattern)}, which is not read"
+                    raise CheckpointError(f"{folder}: {why}", _ELSE)
+                if re.match(pattern, name) is None:
+                    continue
+                if key in _OTHERWISE:
+                    raise CheckpointError(f"{folder}: '{name}' is cut in a way that is not read ({key})", _ELSE)
+                return _PLAIN[key]
+    return 0
 
 
 # -------------------------------------------------------------------------------------------------------- the files
@@ -165,16 +156,16 @@ def _read(path: FilePath) -> _File:
         state = archive.read(_NAMES, "tensors and plain settings are read")
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary")
-        return _File(path, {str(key): _with_locations(archive, path, str(key), value) for key, value in state.items()})
+        return _File(path, {str(key): _with_locations(archive, str(key), value) for key, value in state.items()})
 
 
-def _with_locations(archive: TorchArchive, path: FilePath, name: str, value: object, depth: int = 0) -> Any:
+def _with_locations(archive: TorchArchive, name: str, value: object, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
-        return place_of(path, path, name, value, *archive.locate(value.storage))
+        return archive.place(name, value)
     if isinstance(value, dict) and depth < _DEEP:
-        return {key: _with_locations(archive, path, str(key), item, depth + 1) for key, item in value.items()}
+        return {key: _with_locations(archive, str(key), item, depth + 1) for key, item in value.items()}
     if isinstance(value, list) and depth < _DEEP:
-        return [_with_locations(archive, path, name, item, depth + 1) for item in value]
+        return [_with_locations(archive, name, item, depth + 1) for item in value]
     return value
 
 
@@ -344,7 +335,7 @@ def _add_universal(
                 continue
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a tensor")
-            info = place_of(path, path, path.parent.name, value, *archive.locate(value.storage))
+            info = archive.place(path.parent.name, value)
         name, kind = path.parent.name, path.name.removesuffix(".pt")
         keys = ("model", name) if kind == "fp32" else (*STATE, name, kind)
         is_flat = info.shape and not isinstance(state, dict)

@@ -24,7 +24,6 @@ from reshard.move.slabs import Route
 from reshard.placement.arrangement import Arrangement
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
-from reshard.store.retries import Traffic, tried_again
 from reshard.store.threads import Threads, result
 
 REQUESTS = 16
@@ -55,7 +54,8 @@ class Ahead:
         self._open: dict[SourceFile, Read] = {}
         self._steps: list[dict[SourceFile, Sequence[Part]]] = []
         """The parts that were requested for each step of the work, by file, in order."""
-        self._fetched, self._again = 0, tried_again()
+        self.fetched = 0
+        """Bytes that were requested so far."""
 
     def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
         """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out."""
@@ -66,11 +66,6 @@ class Ahead:
         self._steps.append({
             file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()
         })  # fmt: skip
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was requested so far."""
-        return Traffic(self._fetched, tried_again() - self._again)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +106,7 @@ class Ahead:
         assert file.remote is not None
         if file not in self._open:
             self._open[file] = file.remote.open()
-        self._fetched += file.remote.over_network(end - begin)
+        self.fetched += file.remote.over_network(end - begin)
         return Part(begin, end, self._threads.submit(self._open[file], begin, end))
 
 

@@ -135,7 +135,7 @@ class _Files:
 
     def take(self, account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
-        self._sums.traffic = self._sums.traffic.plus(account.traffic)
+        self._sums.fetched += account.fetched
         for (number, targets), part in account.read.items():
             self._sums.add(self.sources[number], targets, part)
         for number, runs in account.runs.items():

@@ -30,7 +30,6 @@ from reshard.move.reading import Bytes, Reader, TargetSet, pieces
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Moved
 from reshard.source.source import SourceFile, SourcePlace
-from reshard.store.retries import Traffic
 from reshard.store.threads import StoppedError
 from reshard.system import disk_error
 
@@ -135,8 +134,8 @@ class Account:
     """Sums of bytes written, by the target's number."""
     nbytes: int = 0
     """Bytes written."""
-    traffic: Traffic = field(default_factory=Traffic)
-    """What was requested of remote files."""
+    fetched: int = 0
+    """Bytes requested of remote files."""
     runs: dict[int, list[Run]] = field(default_factory=dict)
     """CRC-32s of bytes written, by the target's number, as far as they are needed."""
 
@@ -183,7 +182,7 @@ class Mover:
         self._summed_for: TargetSet | None = frozenset()
         self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
         self._account, self._shown = Account(), 0
-        self._traffic, self._reported = Traffic(), time.monotonic()
+        self._fetched, self._reported = 0, time.monotonic()
         self._arena = _Arena(self._sizes.piece)
 
     def carry_out(self, stretches: Sequence[Iterator[Sequence[Step]]]) -> None:
@@ -209,8 +208,8 @@ class Mover:
     def report(self) -> None:
         """Report what was moved since the last report."""
         account, self._account = self._account, Account()
-        now = self._reader.traffic
-        account.traffic, self._traffic = now.since(self._traffic), now
+        now = self._reader.fetched
+        account.fetched, self._fetched = now - self._fetched, now
         account.nbytes, self._shown = account.nbytes - self._shown, 0
         self._send(account)
         self._reported = time.monotonic()

@@ -14,7 +14,6 @@ from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_p
 from formats.store import read_into, unreadable
 from reshard.move.slabs import Region
 from reshard.source.source import SourceFile, SourcePlace
-from reshard.store.retries import Traffic
 
 if TYPE_CHECKING:
     from reshard.move.ahead import Ahead
@@ -47,8 +46,8 @@ class Sums:
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[TargetSet, PartialSum]] = {file: {} for file in files}
         self._of_target: dict[int, list[tuple[SourceFile, TargetSet]]] = {}
-        self.traffic = Traffic()
-        """What was requested of remote files."""
+        self.fetched = 0
+        """Bytes that were requested of remote files."""
         for file in self.of:
             for offset, content in [*([(0, file.header)] if file.header is not None else []), *file.rest]:
                 part = PartialSum(file.size)
@@ -132,9 +131,9 @@ class Reader:
         return part
 
     @property
-    def traffic(self) -> Traffic:
-        """What was requested of remote files."""
-        return self._ahead.traffic if self._ahead is not None else Traffic()
+    def fetched(self) -> int:
+        """Bytes that were requested of remote files."""
+        return self._ahead.fetched if self._ahead is not None else 0
 
     def close(self) -> None:
         """Close the files."""

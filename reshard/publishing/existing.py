@@ -22,7 +22,7 @@ from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
 from reshard.store.selection import modules
-from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, document_of, staging_of
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
 
 if TYPE_CHECKING:
     from formats.notation.format import Format
@@ -105,7 +105,7 @@ class Existing:
         A place that is marked as unfinished may have files of several outputs.
         """
         accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
-        manifest = document_of(self.read(MANIFEST))
+        manifest = json_of(self.read(MANIFEST))
         remaining = self.names - accounted - {MANIFEST, *_listed(manifest)}
         from formats.notation.format_file import all_formats  # rarely needed
 
@@ -150,10 +150,10 @@ def _listed(manifest: Mapping[str, Any]) -> Iterator[str]:
 def _named(read_file_of: Read) -> Iterator[str]:
     """The files that an index, or the configs as custom code, name."""
     for index in _INDICES:
-        named = document_of(read_file_of(index)).get("weight_map")
+        named = json_of(read_file_of(index)).get("weight_map")
         yield from (str(file) for file in (named.values() if isinstance(named, dict) else ()))
     for config in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        yield from (f"{module}.py" for module in modules(document_of(read_file_of(config)).get("auto_map")))
+        yield from (f"{module}.py" for module in modules(json_of(read_file_of(config)).get("auto_map")))
 
 
 def _is_of(format: Format, name: str) -> bool:

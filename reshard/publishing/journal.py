@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
-import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from formats.documents import document_of, items, reader_of
-from formats.files.checksum import Stamp, file_checksum
+from formats.documents import Record, structure
 from formats.files.sharded import FileRecord
-from reshard.store.staging_names import BUILT, JOURNAL, SUFFIX, not_begun, open_new
-from reshard.system import boot_id
+from reshard.store.staging_names import JOURNAL, SUFFIX, not_begun
 
 
 @dataclass(frozen=True)
@@ -54,14 +50,10 @@ class Finished:
         """The record of the file of this name in a manifest."""
         return FileRecord(name, self.size, self.checksum)
 
-    def to_document(self, name: str) -> dict[str, Any]:
-        """What a journal says of the file of this name."""
-        return {"name": name, "size": self.size, "checksum": self.checksum, "reads": _to_lists(self.reads)}
-
 
 def read_finished(entry: Mapping[str, Any]) -> Finished:
-    """A finished file, as a journal describes it. Raises ValueError, KeyError or TypeError."""
-    return Finished(entry["size"], entry["checksum"], _to_reads(entry["reads"]))
+    """A finished file, as a journal describes it. Raises ValueError."""
+    return structure(Finished, Record(entry, ""))
 
 
 @dataclass(frozen=True)
@@ -76,85 +68,6 @@ class Moved:
     size: int
     written: Mapping[str, str]
     reads: tuple[Read, ...] = ()
-
-
-def _to_lists(reads: Iterable[Read]) -> list[Any]:
-    return [[read.source, sorted(read.targets), read.sum] for read in reads]
-
-
-def _to_reads(lists: Iterable[Any]) -> tuple[Read, ...]:
-    return tuple(Read(source, frozenset(targets), total) for source, targets, total in lists)
-
-
-@dataclass(frozen=True)
-class Journals:
-    """The journals in a staging folder, one for each share of the files.
-
-    ``inputs`` are the states of the files that a run reads, ``planned`` the files of the output that it knows: a
-    finished file is taken only from a run of the same ``task`` that had the same.
-    """
-
-    work: Path
-    task: str
-    inputs: Sequence[Stamp]
-    planned: frozenset[str]
-
-    def path(self, label: str) -> Path:
-        """The journal of a share."""
-        return self.work / f"{JOURNAL}{label}"
-
-    def begin(self, share: FileShare) -> None:
-        """Begin a run in the journal of a share.
-
-        It is closed then: over NFS, others see it from now on.
-        """
-        begin: dict[str, Any] = {"inputs": document_of(self.inputs), "task": self.task}
-        begin |= {"folders": bool(share.folders), "files": sorted(share.files), "planned": sorted(self.planned)}
-        begin |= {"boot": boot_id(), "host": platform.node()}
-        with open_new(self.path(share.label), "a") as journal:
-            journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
-
-    def note(self, journal: IO[str], name: str, finished: Finished) -> None:
-        """Add a finished file to a journal."""
-        journal.write(json.dumps(finished.to_document(name) | {"state": _state(self.work / BUILT / name)}) + "\n")
-
-    def note_moved(self, journal: IO[str], moved: Moved) -> None:
-        """Add steps that are complete to a journal."""
-        entry = {"steps": moved.steps, "size": moved.size, "written": moved.written, "reads": _to_lists(moved.reads)}
-        journal.write(json.dumps(entry) + "\n")
-
-    def moved(self, wanted: Collection[str]) -> Iterator[Moved]:
-        """What runs with the same inputs and plan have written of the files ``wanted``; read as it is asked for."""
-        for _, entry in self._entries("steps"):
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                if not entry["written"].keys().isdisjoint(wanted):
-                    steps = tuple((job, slab) for job, slab in entry["steps"])
-                    yield Moved(steps, entry["size"], entry["written"], _to_reads(entry["reads"]))
-
-    def finished_files(self, names: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
-        """Which of the files ``names`` were finished by runs with the same inputs and plan, and are unchanged.
-
-        A file that was written before a restart of this machine must have its checksum. It is not known whether another
-        machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
-        """
-        for begin, entry in self._entries("name"):
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                if entry["name"] in names:
-                    is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
-                    file, expected = self.work / BUILT / entry["name"], entry["checksum"]
-                    is_untouched = file.is_file() and not file.is_symlink() and _state(file) == entry["state"]
-                    if is_untouched and (is_safe or (expected and file_checksum(file) == expected)):
-                        yield entry["name"], read_finished(entry)
-
-    def _entries(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
-        for path in journals_in(self.work):
-            for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    inputs = items(reader_of(Stamp))(begin["inputs"], "")
-                    is_same = begin["task"] == self.task and {*begin["planned"]} == self.planned
-                    if is_same and _are_same(inputs, self.inputs):
-                        yield from entries
 
 
 def journals_in(work: Path) -> list[Path]:
@@ -175,19 +88,6 @@ def read_journal(path: Path, *kinds: str) -> Iterator[tuple[dict[str, Any], dict
                         begin = json.loads(line)
                     if line.startswith(tuple(f'{{"{kind}"' for kind in kinds)):
                         yield begin, json.loads(line)
-
-
-def _state(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def _are_same(earlier: Sequence[Stamp], now: Sequence[Stamp]) -> bool:
-    """Whether files are the same; those that another machine saw, as far as can be told."""
-    return len(earlier) == len(now) and all(
-        one.closed_state == other.closed_state or (one.host != other.host and one.is_same(other))
-        for one, other in zip(earlier, now, strict=True)
-    )
 
 
 WHOLE = "output"

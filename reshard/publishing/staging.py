@@ -26,19 +26,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import json
 import os
+import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from formats.documents import Record, document_of, items, reader_of, structure
 from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.checksum import Stamp
+from formats.files.checksum import Stamp, file_checksum
 from reshard.publishing.existing import Existing, existing_in
-from reshard.publishing.journal import WHOLE, FileShare, Finished, Journals, Moved, Run, journals_in, runs_in
+from reshard.publishing.journal import (
+    WHOLE,
+    FileShare,
+    Finished,
+    Moved,
+    Run,
+    journals_in,
+    read_finished,
+    read_journal,
+    runs_in,
+)
 from reshard.store.staging_names import (
     BUILT,
     COMMON,
+    JOURNAL,
     STATE,
     check_staging,
     is_folder,
@@ -49,7 +64,7 @@ from reshard.store.staging_names import (
     staging_of,
     task_name,
 )
-from reshard.system import check_space, disk_errors
+from reshard.system import boot_id, check_space, disk_errors
 
 Check = Callable[[Existing], None]
 Documents = Callable[[], Mapping[str, bytes]]
@@ -91,12 +106,12 @@ class Staging:
         self.work = staging_of(out)
         self._built = self.work / BUILT
         self._name = task_name(task)
-        self._journals = Journals(self.work, self._name, tuple(inputs), frozenset(share.planned))
-        self._lock_of_share: IO[str] | None = None
+        self._inputs = tuple(inputs)
+        self._journal_of_share = self.work / f"{JOURNAL}{share.label}"
+        self._journal: IO[str] | None = None
         """The journal of this share, while it is locked."""
         self._common: IO[str] | None = None
         """The lock that each process takes to begin and to end, while it is held."""
-        self._journal: IO[str] | None = None
         self._may_hold_others = share.has_others
         """Whether other processes build their files in this folder."""
         self._is_last = False
@@ -121,8 +136,8 @@ class Staging:
         give_up = time.monotonic() + PATIENCE
         while True:
             self._hold()
-            self._lock_of_share = lock(self._journals.path(self.share.label), wait=False)
-            if self._lock_of_share is not None:
+            self._journal = lock(self._journal_of_share, wait=False)
+            if self._journal is not None:
                 break
             self._release()
             if time.monotonic() > give_up:
@@ -135,24 +150,30 @@ class Staging:
         self.check()
         self._adopt_or_clear()
         self._built.mkdir(exist_ok=True)
-        self._journals.begin(self.share)
+        begin = {
+            "inputs": document_of(self._inputs), "task": self._name, "folders": bool(self.share.folders),
+            "files": sorted(self.share.files), "planned": sorted(self.share.planned),
+            "boot": boot_id(), "host": platform.node(),
+        }  # fmt: skip
+        with open_new(self._journal_of_share, "a") as journal:  # it is closed: over NFS, others see it from now on
+            journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
         self._release()
 
     def _end(self, error: object) -> None:
         """Unlock this share; before that, remove what cannot be trusted, and a folder that nobody needs."""
         try:
-            if self._lock_of_share is not None and is_there(self._lock_of_share):
+            if self._journal is not None and is_there(self._journal):
                 with disk_errors(self.work):
                     self._hold()
                     if isinstance(error, MismatchError):
                         self._clear()
                     if error is None and not (self._is_last or self.share.folders):  # others have yet to end
-                        self._lock_of_share.write('{"ended": true}\n')
+                        self._journal.write('{"ended": true}\n')
                     elif not self._is_built() and not any(run.is_at_work for run in self._runs()):
                         remove_tree(self.work)
         finally:
-            self._release(self._journal, self._lock_of_share)
-            self._journal = self._lock_of_share = None
+            self._release(self._journal)
+            self._journal = None
 
     # -- what is there already
 
@@ -230,7 +251,7 @@ class Staging:
             return
         if self._may_hold_others and self._is_built():
             raise self._begun_by_others(str(self.work))
-        others = [path for path in journals_in(self.work) if path != self._journals.path(self.share.label)]
+        others = [path for path in journals_in(self.work) if path != self._journal_of_share]
         for entry in (self._built, *others):
             remove_tree(entry)
 
@@ -242,11 +263,54 @@ class Staging:
 
     def _begin(self) -> None:
         """Keep this share's files that earlier runs have finished, and go on with the journal."""
-        self.finished |= self._journals.finished_files(self.share.files)
-        self._journal = open_new(self._journals.path(self.share.label), "a")
-        for name, finished in self.finished.items():
-            self._journals.note(self._journal, name, finished)
-        self._journal.flush()
+        self.finished |= self._finished_files(self.share.files)
+        self._note(*map(self._entry, self.finished))
+
+    def _finished_files(self, names: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
+        """Which of the files ``names`` were finished by runs with the same inputs and plan, and are unchanged.
+
+        A file that was written before a restart of this machine must have its checksum. It is not known whether another
+        machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
+        """
+        for begin, entry in self._earlier("name"):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                if entry["name"] in names:
+                    is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
+                    file, expected = self._built / entry["name"], entry["checksum"]
+                    is_untouched = file.is_file() and not file.is_symlink() and _state(file) == entry["state"]
+                    if is_untouched and (is_safe or (expected and file_checksum(file) == expected)):
+                        yield entry["name"], read_finished(entry)
+
+    def moved(self, files: Collection[str]) -> Iterator[Moved]:
+        """What runs with the same inputs and plan have written of unfinished files; read as it is asked for."""
+        for _, entry in self._earlier("steps"):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                if not entry["written"].keys().isdisjoint(files):
+                    yield structure(Moved, Record(entry, ""))
+
+    def _earlier(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
+        for path in journals_in(self.work):
+            for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    inputs = zip(items(reader_of(Stamp))(begin["inputs"], ""), self._inputs, strict=True)
+                    are_same = all(  # what another machine saw, as far as can be told
+                        one.closed_state == other.closed_state or (one.host != other.host and one.is_same(other))
+                        for one, other in inputs
+                    )
+                    if are_same and (begin["task"], {*begin["planned"]}) == (self._name, {*self.share.planned}):
+                        yield from entries
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        """What the journal says of a finished file."""
+        return {"name": name, **document_of(self.finished[name]), "state": _state(self._built / name)}
+
+    def _note(self, *entries: Mapping[str, Any]) -> None:
+        """Add lines to the journal."""
+        assert self._journal is not None
+        with disk_errors(self.work):
+            self._journal.write("".join(json.dumps(entry) + "\n" for entry in entries))
+            self._journal.flush()
 
     def _clear(self) -> None:
         """Remove what was built, because it cannot be trusted: this share, or all if it is the last of them."""
@@ -254,7 +318,7 @@ class Staging:
             cleared = [self._built, *journals_in(self.work)]
         else:
             names = (*self.share.files, *self.share.folders)
-            cleared = [*(self._built / name for name in names), self._journals.path(self.share.label)]
+            cleared = [*(self._built / name for name in names), self._journal_of_share]
         for path in cleared:
             remove_tree(path)
 
@@ -272,22 +336,12 @@ class Staging:
 
     def note_finished(self, name: str, finished: Finished) -> None:
         """Add a completed file to the journal."""
-        assert self._journal is not None
         self.finished[name] = finished
-        with disk_errors(self.work):
-            self._journals.note(self._journal, name, finished)
-            self._journal.flush()
+        self._note(self._entry(name))
 
     def note_moved(self, moved: Moved) -> None:
         """Add complete steps to the journal."""
-        assert self._journal is not None
-        with disk_errors(self.work):
-            self._journals.note_moved(self._journal, moved)
-            self._journal.flush()
-
-    def moved(self, files: Collection[str]) -> Iterator[Moved]:
-        """What earlier runs have written of unfinished files, as far as these still have it."""
-        return self._journals.moved(files)
+        self._note(document_of(moved))
 
     # -- publishing
 
@@ -303,7 +357,7 @@ class Staging:
         left, is_alone = planned - self.share.files, True
         if left or self.share.has_others:
             self._hold()
-            self.finished |= self._journals.finished_files(left, is_last=True)
+            self.finished |= self._finished_files(left, is_last=True)
             runs = self._runs()
             is_alone = not any(run.is_at_work for run in runs)
             left = left.difference(*(run.begin["files"] for run in runs if run.has_ended))
@@ -369,6 +423,11 @@ class Staging:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _state(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _appeared(out: Path) -> CheckpointError:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import Distributed, tensor_bytes
+from formats.files.dcp import Distributed, object_bytes
 from formats.files.safetensors import Header, TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
+from formats.files.torch_zip import pickled_tensor
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers
@@ -448,7 +449,9 @@ class Training:
             for at, path, offset, length in places:
                 with open_file(path) as file:
                     content = os.pread(file.fileno(), length, offset)
-                yield name, at, content if whole is None or at is None else tensor_bytes(whole.dtype, at.shape, content)
+                if whole is not None and at is not None:
+                    content = object_bytes(pickled_tensor(0, name, whole.dtype, at.shape), content)
+                yield name, at, content
 
 
 LARGEST = 256 << 20

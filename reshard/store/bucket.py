@@ -1,27 +1,209 @@
-"""Opens a checkpoint in a bucket or behind a URL: lists it, and opens it as a store."""
+"""A folder in a bucket, or behind a URL: its requests, and a checkpoint there, listed and opened as a store."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
-from formats.files.checkpoint import is_usable, refuse_foreign
 from reshard.store.range_store import Content, RangeStore, make_once, with_headers
-from reshard.store.remote import StoredFile, ask, content, etag_of, explain, listing, open_store
-from reshard.store.selection import Weights, left_out, modules, needed_to_plan, side_files, weight_files
-from reshard.store.staging_names import JOURNAL, UNFINISHED, document_of, not_begun
+from reshard.store.remote import Remote, StoredFile, etag_of, explain, open_store
+from reshard.store.retries import patience, patiently
+from reshard.store.selection import Weights, is_url, modules, select
+from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+_FIRST_PATIENCE = 10.0
+_SINGLE = 8 << 20
+"""An object of at most so many bytes is written by one request."""
+_SECOND = len("2026-01-01 00:00:00")
+"""The length of a time to the second: HTTP headers have no fractions."""
+TASK = "reshardtask"
+"""The key of an object's metadata that names the task; Azure's have no hyphens."""
+
+
+class Small(NamedTuple):
+    """A small object: its content, the task that was put with it, and its state."""
+
+    content: bytes
+    task: str
+    version: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A folder of a bucket, or (to read) one behind a URL. Requests of it are repeated until they succeed."""
+
+    url: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return redacted(self.url).rstrip("/")
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """What makes each request once."""
+        return open_store(self.url, once=True)
+
+    def ask(self, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False) -> T:
+        """The result of a request for an object (without ``key``: for the place itself), repeated until it succeeds.
+
+        The first contact is given up early, because the name may be wrong. Raises CheckpointError.
+        """
+        seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
+        try:
+            return patiently(request, seconds)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
+                raise
+            raise explain(error, f"{self.name}/{key}" if key else self.name, doing) from None
+
+    def listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
+        """What ``obstore`` says of each object. Raises CheckpointError."""
+        from obstore import list as listed
+
+        return self.ask("", lambda: [meta for metas in listed(self.store) for meta in metas], is_first=is_first)
+
+    def small(self, key: str) -> Small | None:
+        """A small object; None, if it is not there. Raises CheckpointError."""
+        from obstore import get
+
+        def request() -> Small | None:
+            try:
+                answer = get(self.store, key)
+            except FileNotFoundError:
+                return None
+            states = {name: answer.meta.get(name) for name in ("e_tag", "version")}
+            version = {name: str(value) for name, value in states.items() if value is not None}
+            return Small(bytes(answer.bytes()), answer.attributes.get(TASK, ""), version)
+
+        return self.ask(key, request)
+
+    def content(self, key: str) -> bytes | None:
+        """The content of a small object; None, if it is not there. Raises CheckpointError."""
+        return there.content if (there := self.small(key)) is not None else None
+
+    def check_apart(self, location: str, remotes: Iterable[Remote]) -> None:
+        """Raise CheckpointError if a source is or holds this place, or lies in it, by whatever URL.
+
+        ``location`` is the source's, ``remotes`` the files that are read of it.
+        """
+        stored = [remote for remote in remotes if isinstance(remote, StoredFile)]
+        for url in filter(is_url, {file.store for file in stored} or {location}):
+            here, there = _parts(self.url), _parts(url)
+            depth = min(len(here), len(there))
+            if here[:depth] == there[:depth] or any(self._source_keys(stored)):
+                raise CheckpointError(
+                    f"{self.name} and {Bucket(url).name} are the same place, or one lies in the other",
+                    "choose another place",
+                )
+
+    def _source_keys(self, stored: Iterable[StoredFile]) -> Iterator[str]:
+        """The keys of source files that are stored in this bucket, by etag and time, whichever URL names them."""
+        keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
+        for meta in self.listing() if keys else ():
+            key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
+            if key is not None and f"/{meta['path']}".endswith(f"/{key}"):
+                yield key
+
+    def objects(self, *, is_first: bool = False) -> dict[str, str | None]:
+        """The objects below the place, with their etags. Raises CheckpointError."""
+        return {meta["path"]: etag_of(meta) for meta in self.listing(is_first=is_first)}
+
+    def task(self, key: str) -> str | None:
+        """The task that the metadata of a small object name; None, if it is not there."""
+        return there.task if (there := self.small(key)) is not None else None
+
+    def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
+        """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
+
+        A small one may say of which ``task`` it is.
+        """
+        from obstore import head, put
+
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if size > _SINGLE:  # the store itself sends a part that fails again, not the whole file
+            store = open_store(self.url)
+            answer: Mapping[str, Any] = self.ask(key, lambda: put(store, key, content), "writing")
+        else:
+            answer = self.note(key, content, task)
+        meta = self.ask(key, lambda: head(self.store, key), "writing")
+        if meta["size"] != size:
+            raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
+        return etag_of(answer) or etag_of(meta)  # what is there may be another's by now
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there. Raises CheckpointError."""
+        from obstore import delete
+
+        def request() -> None:
+            with suppress(FileNotFoundError):
+                delete(self.store, key)
+
+        self.ask(key, request, "removing")
+
+    def note(self, key: str, content: bytes | Path, task: str = "") -> Mapping[str, Any]:
+        """Write a small object, which others may replace at any time. Raises CheckpointError."""
+        from obstore import put
+
+        attributes = {TASK: task} if task else None
+        return self.ask(
+            key, lambda: put(self.store, key, content, attributes=attributes, use_multipart=False), "writing"
+        )
+
+    def begin(self, task: str, over: Small | None = None) -> None:
+        """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it
+        replaces.
+        """
+        from obstore import put
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        says = "reshard writes here; the same command again finishes it"
+        content = json_bytes({"task": task, "says": says})
+
+        def request() -> None:
+            mode: Any = "create" if over is None else dict(over.version)
+            try:
+                put(self.store, UNFINISHED, content, attributes={TASK: task}, mode=mode)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+                return
+            except NotSupportedError:
+                put(self.store, UNFINISHED, content, attributes={TASK: task})
+
+        self.ask(UNFINISHED, request, "writing")
+
+
+def _parts(url: str) -> list[str]:
+    """What a URL stands for, however it is spelled: the kind of store, the bucket, and the parts of the key."""
+    from obstore.store import HTTPStore
+
+    store: Any = open_store(url)
+    if isinstance(store, HTTPStore):
+        return ["http", *redacted(url).split("/")]
+    config = store.config
+    account = config.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    container = config.get("bucket") or f"{account}/{config.get('container_name')}"
+    return [type(store).__name__, container, *(part for part in str(store.prefix or "").split("/") if part)]
+
+
+# --- a checkpoint there -------------------------------------------------------------------------------------------
 
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
@@ -49,63 +231,55 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     """
     from obstore.store import HTTPStore
 
-    store, name = open_store(url, once=True), redacted(url).rstrip("/")
-    listed = _entries(store, url)
+    bucket = Bucket(url)
+    listed, name = _entries(bucket), bucket.name
     entries = {
         file: entry for file, entry in listed.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
     }
     if any(file.startswith((UNFINISHED, JOURNAL)) for file in entries):
         raise CheckpointError(
-            f"{name} is unfinished output{_progress(store, entries, url)}",
+            f"{name} is unfinished output{_progress(bucket, entries)}",
             "run the command that wrote it again: it goes on",
         )
-    sizes = {file: entry.size for file, entry in entries.items()}
-    side = side_files(sizes)
-    if scope is Weights.HEADERS:
-        side = needed_to_plan(side, sizes)
     states = json.dumps([url, *sorted((file, stat.size, stat.etag, stat.modified) for file, stat in entries.items())])
     folder = cache / "reshard" / scope.value / hashlib.sha256(states.encode()).hexdigest()[:32]
+    sizes = {file: entry.size for file, entry in entries.items()}
+
+    def copy(side: list[str]) -> Path:
+        return make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(bucket, bucket.store, side, at))
+
+    def fill(at: Path) -> None:
+        shutil.copytree(sides, at, dirs_exist_ok=True)
+        _copy(bucket, open_store(url), weights, at)
+
     with disk_errors(folder):
-        sides = make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(store, side, at, url))
-        weights = [file for file in weight_files(sizes, sides) if file in sizes]
-        if not any(is_usable(file, sizes) for file in weights):
-            refuse_foreign(name, sizes)
-        if not weights:
-            raise CheckpointError(
-                f"{name} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
-                "give the URL of a folder with a checkpoint",
-            )
-        others = None if isinstance(store, HTTPStore) else left_out(listed, side, weights)
-        files: dict[str, Content] = {file: sides / file for file in side}
-        if scope is not Weights.FILES and all(file.endswith(".safetensors") for file in weights):
-            files |= {file: entries[file] for file in weights}
-            found_there = RangeStore(name, files, others=others)
-            return with_headers(found_there, folder, sampled=scope is Weights.RANGES)
+        hint = "give the URL of a folder with a checkpoint"
+        sides, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
+        others = None if isinstance(bucket.store, HTTPStore) else tuple(sorted(listed.keys() - {*side, *weights}))
+        if by_ranges:
+            files: dict[str, Content] = {file: sides / file for file in side}
+            store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
+            return with_headers(store, folder, sampled=scope is Weights.RANGES)
         check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
-
-        def fill(at: Path) -> None:
-            shutil.copytree(sides, at, dirs_exist_ok=True)
-            _copy(open_store(url), weights, at, url)
-
         make_once(folder, fill)
     return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
 
 
-def _entries(store: ObjectStore, url: str) -> Mapping[str, StoredFile]:
+def _entries(bucket: Bucket) -> Mapping[str, StoredFile]:
     """The files of a folder of a store. Raises CheckpointError."""
     from obstore.store import HTTPStore
 
-    if isinstance(store, HTTPStore):
-        return _probed(store, url)
-    return {meta["path"]: _entry(url, meta["path"], meta) for meta in listing(store, url, is_first=True)}
+    if isinstance(bucket.store, HTTPStore):
+        return _probed(bucket)
+    return {meta["path"]: _entry(bucket, meta["path"], meta) for meta in bucket.listing(is_first=True)}
 
 
-def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
+def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
     """The progress of all writers, from their journals, as a suffix: ``: part-0-of-4 has 3 of its 8 files``."""
     counts: dict[str, tuple[set[str], int]] = {}
-    owner = document_of(content(store, url, UNFINISHED)).get("task")
+    owner = json_of(bucket.content(UNFINISHED)).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):
-        journal = document_of(content(store, url, key))
+        journal = json_of(bucket.content(key))
         if journal.get("task") != owner:
             continue
         with suppress(ValueError, KeyError, TypeError):
@@ -116,19 +290,19 @@ def _progress(store: ObjectStore, entries: Iterable[str], url: str) -> str:
     return ": " + ", ".join([*texts, *(f"{label} has none" for label in not_begun(counts))]) if texts else ""
 
 
-def _probed(store: ObjectStore, url: str) -> Mapping[str, StoredFile]:
+def _probed(bucket: Bucket) -> Mapping[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
-    heads = _heads(store, _LISTED_BY_NAME, url)
+    heads = _heads(bucket, _LISTED_BY_NAME)
 
     def names_in(file: str) -> set[str]:
         try:
-            return _named(json.loads(content(store, url, file) or b""))
+            return _named(json.loads(bucket.content(file) or b""))
         except ValueError as error:
-            raise explain(error, f"{redacted(url).rstrip('/')}/{file}") from None
+            raise explain(error, f"{bucket.name}/{file}") from None
 
     with Threads(len(_NAMING)) as threads:
         named = set[str]().union(*threads.map(names_in, sorted(_NAMING & heads.keys())))
-    return {**heads, **_heads(store, named - heads.keys(), url)}
+    return {**heads, **_heads(bucket, named - heads.keys())}
 
 
 def _named(document: object) -> set[str]:
@@ -147,26 +321,26 @@ def _named(document: object) -> set[str]:
     return names
 
 
-def _heads(store: ObjectStore, names: Iterable[str], url: str) -> dict[str, StoredFile]:
+def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:
     """Those of the files that are there."""
     from obstore import head
 
     def look(file: str) -> StoredFile | None:
         try:
-            return _entry(url, file, head(store, file))
+            return _entry(bucket, file, head(bucket.store, file))
         except FileNotFoundError:
             return None
 
     with Threads(_REQUESTS) as threads:
-        entries = threads.map(lambda file: ask(url, file, lambda: look(file), is_first=True), names)
+        entries = threads.map(lambda file: bucket.ask(file, lambda: look(file), is_first=True), names)
         return {entry.key: entry for entry in entries if entry is not None}
 
 
-def _entry(url: str, key: str, meta: Mapping[str, object]) -> StoredFile:
-    return StoredFile(url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
+def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
+    return StoredFile(bucket.url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
-def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> None:
+def _copy(bucket: Bucket, store: ObjectStore, names: Iterable[str], folder: Path) -> None:
     """Download files into a folder."""
     from obstore import get
 
@@ -179,7 +353,7 @@ def _copy(store: ObjectStore, names: Iterable[str], folder: Path, url: str) -> N
                 for chunk in get(store, file).stream():
                     opened.write(chunk)
 
-        ask(url, file, request)
+        bucket.ask(file, request)
 
     with Threads(_REQUESTS) as threads:
         threads.map(copy, names)

@@ -14,24 +14,19 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.files.checkpoint import is_usable, refuse_foreign
 from formats.hub_cache import begun_bytes, cache_of
 from formats.store import FilePath, StoredPath
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_sizes, with_headers
-from reshard.store.remote import HubFile
-from reshard.store.selection import Weights, is_url, left_out, needed_to_plan, side_files, weight_files
+from reshard.store.remote import HubFile, first_line
+from reshard.store.selection import Weights, is_url, select, side_files, weight_files
 from reshard.system import check_space
 from reshard.text import plural
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # huggingface_hub uses one of these
@@ -133,66 +128,51 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
         return _from_cache(request, scope, error)
     siblings = {file.rfilename: file for file in info.siblings or []}
     sizes = {name: file.size or 0 for name, file in siblings.items()}
-    side = side_files(sizes)
-    if scope is Weights.HEADERS:
-        side = needed_to_plan(side, sizes)
-    with _bars_off():
-        folder = request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
-    weights = [name for name in weight_files(sizes, folder) if name in sizes]
-    if not any(is_usable(name, sizes) for name in weights):
-        refuse_foreign(request.repo, sizes)
-    if not weights:
-        raise CheckpointError(
-            f"{request.repo} holds no checkpoint: no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top",
-            "give a repository of a model that transformers can load",
-        )
+
+    def copy(side: list[str]) -> Path:
+        with _bars_off():
+            return request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
+
+    hint = "give a repository of a model that transformers can load"
+    folder, side, weights, by_ranges = select(request.repo, sizes, scope, copy, hint)
     missing = [name for name in weights if not (folder / name).exists()]
-    in_ranges = scope is not Weights.FILES and all(name.endswith(".safetensors") for name in weights)
     files: dict[str, Content] = {name: folder / name for name in (*side, *weights)}
-    files |= {name: _remote(request, folder.name, siblings[name]) for name in missing if in_ranges}
-    if missing and not in_ranges:
+    if by_ranges:
+        for file in (siblings[name] for name in missing):
+            etag = (file.lfs.sha256 if file.lfs else file.blob_id) or f"{folder.name}:{file.rfilename}"  # as the cache
+            remote = HubFile(request.repo, file.rfilename, folder.name, file.size or 0, etag, request.token)
+            files[file.rfilename] = remote
+    elif missing:
         needed = sum(sizes.get(name, 0) for name in missing)  # unfinished downloads count as done
         hint = "give another place with --cache-dir (or HF_HOME)"
         check_space(cache_of(folder), needed - begun_bytes(folder), request.repo, hint)
         _say(request, f"downloading {plural(len(missing), 'file')} of {request.repo}, {needed / 1e9:.2f} GB")
         _persist(request, weights, folder.name)
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
-    others = left_out(sizes, side, weights)
+    others = tuple(sorted(sizes.keys() - files.keys()))
     store = RangeStore(request.repo, files, commit=folder.name, others=others, folder=folder)
     return with_headers(store, _headers_folder(request, folder.name, scope), sampled=scope is Weights.RANGES)
 
 
-def _remote(request: _Request, commit: str, file: RepoSibling) -> HubFile:
-    """Where a weight file is; its etag as the Hub's cache has it."""
-    etag = file.lfs.sha256 if file.lfs else file.blob_id
-    identity = etag or f"{commit}:{file.rfilename}"
-    return HubFile(request.repo, file.rfilename, commit, file.size or 0, identity, request.token)
-
-
 def _persist(request: _Request, files: list[str], commit: str) -> None:
-    """Download ``files``; try again after a lost connection while the Hub still answers.
+    """Download ``files``; try again after a lost connection while the Hub still answers, after one second.
 
     ``huggingface_hub`` itself resumes after a server closed the connection, but not after a reset.
     """
+    from huggingface_hub import HfApi
+
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             request.snapshot(files, revision=commit)
             return
         except Exception as error:
-            if attempt == _ATTEMPTS or not _is_outage(error) or not _answers(request):
+            if attempt == _ATTEMPTS or not _is_outage(error):
                 raise
-
-
-def _answers(request: _Request) -> bool:
-    """Whether the Hub answers after one second."""
-    from huggingface_hub import HfApi
-
-    time.sleep(1)
-    try:
-        HfApi(token=request.token).model_info(request.repo)
-    except Exception:
-        return False
-    return True
+            time.sleep(1)
+            try:
+                HfApi(token=request.token).model_info(request.repo)
+            except Exception:
+                raise error from error.__cause__
 
 
 def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeStore:
@@ -282,72 +262,60 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _explain(error: Exception, request: _Request) -> CheckpointError:
-    """The error to show to the user for a failed download."""
+    """The error to show to the user for a failed download, or for a refusal by the Hub."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    repo, at = request.repo, f" at revision {request.revision}" if request.revision else ""
-    for cause in _causes(error):
-        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
-            return CheckpointError(
-                f"no space left (or a quota reached) while downloading {repo}",
-                "free some space, or give another place with --cache-dir (or HF_HOME), then run the same command again",
-            )
-        if isinstance(cause, HfHubHTTPError) and not _is_outage(cause):
-            return _explain_refusal(cause, request)
-        if isinstance(cause, OfflineModeIsEnabled):
-            return CheckpointError(
-                f"{repo}{at} is no folder here and not (or not wholly) in the Hub's cache, and HF_HUB_OFFLINE is set",
-                "unset HF_HUB_OFFLINE, or download it where there is a network: the cache can be copied",
-            )
-    if _is_outage(error):
-        return CheckpointError(
-            f"no folder {repo} is here, and the connection to the Hub ({constants.ENDPOINT}) failed while fetching "
-            f"{repo}{at}: {_first_line(error)}",
-            "check the network, then run the same command again: files that are complete are not downloaded twice",
-        )
-    return CheckpointError(
-        f"fetching {repo}{at} from the Hub failed: {_first_line(error)}",
-        "run the same command again: files that are complete are not downloaded twice",
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
-
-def _explain_refusal(error: Exception, request: _Request) -> CheckpointError:
-    """The error to show to the user for a refusal by the Hub."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
     repo, page = request.repo, f"{constants.ENDPOINT}/{request.repo}"
-    status = _status(error)
+    at = f" at revision {request.revision}" if request.revision else ""
     log_in = "give a token with --token (or HF_TOKEN), or run `hf auth login`"
-    if isinstance(error, GatedRepoError):
-        return CheckpointError(
-            f"{repo} is gated: access is for those who accepted its terms", f"accept them at {page}, then {log_in}"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(
-            f"{repo} has no revision {request.revision}",
-            "give a branch, a tag or a full commit hash, or leave --revision out",
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return CheckpointError(
-            f"no folder {repo} here, and no repository of that name on the Hub (or a private one)",
-            f"check the name; for a private repository {log_in}",
-        )
-    if status in (401, 403):
-        return CheckpointError(f"the Hub refuses access to {repo} with this token ({status})", f"{log_in}; see {page}")
-    if status == 429:
-        return CheckpointError(f"the Hub refuses {repo} for now: too many requests (429)", f"wait a while, or {log_in}")
-    return CheckpointError(f"the Hub did not deliver {repo}: {_first_line(error)}", "run the same command again later")
+    again = "run the same command again: files that are complete are not downloaded twice"
+    for cause in _causes(error):
+        status = _status(cause)
+        match cause:
+            case OSError() if cause.errno in _DISK_FULL:
+                what = f"no space left (or a quota reached) while downloading {repo}"
+                place = "give another place with --cache-dir (or HF_HOME)"
+                hint = f"free some space, or {place}, then run the same command again"
+            case OfflineModeIsEnabled():
+                missing = f"{repo}{at} is no folder here and not (or not wholly) in the Hub's cache"
+                what = f"{missing}, and HF_HUB_OFFLINE is set"
+                hint = "unset HF_HUB_OFFLINE, or download it where there is a network: the cache can be copied"
+            case HfHubHTTPError() if status >= 500:
+                continue
+            case GatedRepoError():
+                what = f"{repo} is gated: access is for those who accepted its terms"
+                hint = f"accept them at {page}, then {log_in}"
+            case RevisionNotFoundError():
+                what = f"{repo} has no revision {request.revision}"
+                hint = "give a branch, a tag or a full commit hash, or leave --revision out"
+            case RepositoryNotFoundError():
+                what = f"no folder {repo} here, and no repository of that name on the Hub (or a private one)"
+                hint = f"check the name; for a private repository {log_in}"
+            case HfHubHTTPError() if status in (401, 403):
+                what, hint = f"the Hub refuses access to {repo} with this token ({status})", f"{log_in}; see {page}"
+            case HfHubHTTPError() if status == 429:
+                what, hint = f"the Hub refuses {repo} for now: too many requests (429)", f"wait a while, or {log_in}"
+            case HfHubHTTPError():
+                what, hint = f"the Hub did not deliver {repo}: {first_line(cause)}", "run the same command again later"
+            case _:
+                continue
+        return CheckpointError(what, hint)
+    if _is_outage(error):
+        why = f"the connection to the Hub ({constants.ENDPOINT}) failed while fetching {repo}{at}: {first_line(error)}"
+        return CheckpointError(f"no folder {repo} is here, and {why}", f"check the network, then {again}")
+    return CheckpointError(f"fetching {repo}{at} from the Hub failed: {first_line(error)}", again)
 
 
 def _status(error: BaseException) -> int:
     """The HTTP status of the Hub's answer; 0 without an answer."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 # --- what is shown -------------------------------------------------------------------------------------------------
@@ -361,10 +329,7 @@ def _as_told(quiet: bool) -> Iterator[None]:
     if quiet:
         logger.setLevel(logging.ERROR)
     try:
-        if quiet or not sys.stderr.isatty():
-            with _bars_off():
-                yield
-        else:
+        with _bars_off() if quiet or not sys.stderr.isatty() else nullcontext():
             yield
     finally:
         logger.setLevel(level)

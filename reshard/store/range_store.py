@@ -17,14 +17,13 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
-from formats.files.safetensors import build_header, read_header
+from formats.files.safetensors import MAX_HEADER, build_header, read_header
 from formats.files.sharded import is_sharded
 from formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges
 from reshard.store.remote import Read, Remote
 from reshard.store.threads import Threads
 
 _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 _REQUESTS = 16
 
 Content = FilePath | Remote | bytes
@@ -175,7 +174,7 @@ def _header(file: Remote, read_range: Callable[[int, int], bytes]) -> bytes:
     """The header of a safetensors file."""
     data = read_range(0, min(_FIRST_READ, file.size)) if file.size else b""
     end = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < end <= min(file.size, _MAX_HEADER):
+    if not 8 < end <= min(file.size, MAX_HEADER):
         raise CheckpointError(
             f"{file.address} is not a safetensors file, or is cut off: the header does not fit",
             "ask its owner to upload it again",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
 from reshard.store.obstore_errors import sends_no_parts, status_of
@@ -22,12 +22,9 @@ from reshard.store.retries import patience, patiently
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
-
 _ADDRESSES = 8
 """So many addresses of a file are asked for before it is given up."""
 
-_FIRST_PATIENCE = 10.0
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
 
@@ -203,7 +200,9 @@ def _profile() -> dict[str, Any]:
     profile = os.environ.get("AWS_PROFILE")
     if "AWS_ACCESS_KEY_ID" in os.environ or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true"}:
         return {}
-    if profile is None and not any(path.is_file() for path in _profiles()):
+    places = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
+    files = (Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser() for variable, name in places)
+    if profile is None and not any(file.is_file() for file in files):
         return {}
     try:
         from boto3.session import Session
@@ -224,47 +223,6 @@ def _profile() -> dict[str, Any]:
             f"the profile {profile} (AWS_PROFILE) cannot be used: {first_line(error)}",
             "see 'aws configure list-profiles'",
         ) from None
-
-
-def _profiles() -> Iterator[Path]:
-    """The files in which profiles are."""
-    for variable, name in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
-        yield Path(os.environ.get(variable) or f"~/.aws/{name}").expanduser()
-
-
-def listing(store: ObjectStore, url: str, *, is_first: bool = False) -> list[Mapping[str, Any]]:
-    """What ``obstore`` says of each object of a store. Raises CheckpointError."""
-    from obstore import list as listed
-
-    return ask(url, "", lambda: [meta for metas in listed(store) for meta in metas], is_first=is_first)
-
-
-class Small(NamedTuple):
-    """A small object: its content, the attributes that were put with it, and its state."""
-
-    content: bytes
-    attributes: Mapping[str, str]
-    version: Mapping[str, str]
-
-
-def small(store: ObjectStore, url: str, key: str) -> Small | None:
-    """A small object of a store; None, if it is not there. Raises CheckpointError."""
-    from obstore import get
-
-    def request() -> Small | None:
-        try:
-            answer = get(store, key)
-        except FileNotFoundError:
-            return None
-        version = {name: str(value) for name in ("e_tag", "version") if (value := answer.meta.get(name)) is not None}
-        return Small(bytes(answer.bytes()), answer.attributes, version)
-
-    return ask(url, key, request)
-
-
-def content(store: ObjectStore, url: str, key: str) -> bytes | None:
-    """The content of a small object of a store; None, if it is not there. Raises CheckpointError."""
-    return there.content if (there := small(store, url, key)) is not None else None
 
 
 def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
@@ -320,22 +278,6 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error."""
-    return str(error).partition("\n")[0]
-
-
-def ask(url: str, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False) -> T:
-    """The result of a request for an object of a store (without ``key``: for the store itself), repeated until it
-    succeeds.
-
-    The first contact is given up early, because the name may be wrong. Raises CheckpointError.
-    """
-    seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
-    try:
-        return patiently(request, seconds)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
-            raise
-        name = redacted(url).rstrip("/")
-        raise explain(error, f"{name}/{key}" if key else name, doing) from None
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

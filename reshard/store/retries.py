@@ -12,28 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from formats.errors import CheckpointError
 from reshard.store.obstore_errors import is_broken_connection, status_of
 from reshard.store.threads import interruptible
 
 T = TypeVar("T")
-
-
-class Traffic(NamedTuple):
-    """The bytes that were requested of remote files, and how many requests were made again."""
-
-    fetched: int = 0
-    again: int = 0
-
-    def plus(self, other: Traffic) -> Traffic:
-        """Both together."""
-        return Traffic(self.fetched + other.fetched, self.again + other.again)
-
-    def since(self, earlier: Traffic) -> Traffic:
-        """The traffic since an earlier state."""
-        return Traffic(self.fetched - earlier.fetched, self.again - earlier.again)
 
 
 PATIENCE = "RESHARD_RETRY_SECONDS"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 
 from formats.documents import MAX_INDEX, json_object, read_document
 from formats.errors import CheckpointError
-from formats.files.checkpoint import METADATA, WEIGHT_SUFFIXES
+from formats.files.checkpoint import METADATA, WEIGHT_SUFFIXES, is_usable, refuse_foreign
 from formats.mesh import RANK_FOLDER
 from formats.store import FilePath
 
@@ -39,15 +40,10 @@ _NOT_SIDE_FILES = (
 
 def side_files(listing: Iterable[str]) -> list[str]:
     """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
-    listing = list(listing)
-    excluded = WEIGHT_SUFFIXES if _is_split(listing) else _NOT_SIDE_FILES  # of shards, the manifest lists the others
-    return sorted(
-        name
-        for name in listing
-        if _belongs(name, listing)
-        and not name.lower().endswith(excluded)
-        and (not name.endswith(".index.json") or name in _indices(listing))
-    )
+    names, is_split, indices = _belonging(listing)
+    excluded = WEIGHT_SUFFIXES if is_split else _NOT_SIDE_FILES  # of shards, the manifest lists the others
+    side = (name for name in names if not name.lower().endswith(excluded))
+    return sorted(name for name in side if not name.endswith(".index.json") or name in indices)
 
 
 def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
@@ -58,41 +54,38 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
     opening the checkpoint reports it.
     """
-    listing = [name for name in listing if _belongs(name, listing)]
-    indices = _indices(listing)
-    tensors = [name for name in listing if name.endswith(".safetensors")]
-    if _is_split(listing):
-        return sorted(name for name in listing if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
-    if METADATA in listing:
-        return sorted(name for name in listing if name.endswith(".distcp"))
+    names, is_split, indices = _belonging(listing)
+    if is_split:
+        return sorted(name for name in names if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
+    if METADATA in names:
+        return sorted(name for name in names if name.endswith(".distcp"))
+    tensors = [name for name in names if name.endswith(".safetensors")]
     named = {file for index in indices for file in _named_by_index(folder / index)}
-    whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or listing)
+    whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or names)
     if named or whole:
         return sorted(named | whole)
-    bins = [name for name in listing if re.fullmatch(r"pytorch_model.*\.bin", name)]
-    return sorted(tensors or bins or [name for name in listing if re.fullmatch(r"consolidated\.\d+\.pth", name)])
+    bins = [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return sorted(tensors or bins or [name for name in names if re.fullmatch(r"consolidated\.\d+\.pth", name)])
 
 
-def _belongs(name: str, listing: Iterable[str]) -> bool:
-    """Whether a file is part of the checkpoint, not a copy for another program (``original/``, ``onnx/``)."""
-    if name.startswith("."):
-        return name == METADATA
-    return "/" not in name or name.startswith("additional_chat_templates/") or _is_split(listing)
-
-
-def _is_split(listing: Iterable[str]) -> bool:
-    """Whether a repository has shards that ``reshard split`` wrote."""
-    return any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in listing)
-
-
-def _indices(listing: Iterable[str]) -> list[str]:
-    """The index files of the weights that are used."""
-    listing = list(listing)
-    if _is_split(listing):
-        return [name for name in listing if name.endswith(".safetensors.index.json")]
-    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in listing)
+def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
+    """The files that are part of a checkpoint, not a copy for another program (``original/``, ``onnx/``), whether they
+    are shards that ``reshard split`` wrote, and the index files of the weights that are used.
+    """
+    names = [*listing]
+    is_split = any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in names)
+    if is_split:
+        names = [name for name in names if not name.startswith(".") or name == METADATA]
+        return names, True, {name for name in names if name.endswith(".safetensors.index.json")}
+    names = [
+        name
+        for name in names
+        if name == METADATA
+        or (not name.startswith(".") and ("/" not in name or name.startswith("additional_chat_templates/")))
+    ]
+    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
     index = "model.safetensors.index.json" if has_safetensors else "pytorch_model.bin.index.json"
-    return [index] if index in listing else []
+    return names, False, {index} & {*names}
 
 
 def _named_by_index(index: FilePath) -> set[str]:
@@ -112,17 +105,25 @@ def modules(auto_map: object) -> Iterator[str]:
                 yield name.partition(".")[0]
 
 
-def left_out(listing: Iterable[str], *selected: Iterable[str]) -> tuple[str, ...]:
-    """The files of a repository or a bucket of which a folder here has none, sorted."""
-    return tuple(sorted(set(listing).difference(*selected)))
+def select(
+    name: str, sizes: Mapping[str, int], scope: Weights, copy: Callable[[list[str]], Path], hint: str
+) -> tuple[Path, list[str], list[str], bool]:
+    """Choose among the files of a repository or a bucket (sizes in bytes); ``copy`` brings the small ones here.
 
-
-def needed_to_plan(side: Iterable[str], listing: Iterable[str]) -> list[str]:
-    """The side files that are needed to plan. For shards that is all of them, because the manifest is compared with
-    them.
+    Returns the folder that it gives, the names of the small files and of the weights, and whether ranges of the weights
+    are enough. Raises CheckpointError if there is no checkpoint.
     """
-    ends = ("config.json", ".index.json", "reshard.json", METADATA)
-    return [name for name in side if _is_split(listing) or name.endswith(ends)]
+    side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
+    if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
+        side = [file for file in side if file.endswith(("config.json", ".index.json", METADATA))]
+    folder = copy(side)
+    weights = [file for file in weight_files(sizes, folder) if file in sizes]
+    if not any(is_usable(file, sizes) for file in weights):
+        refuse_foreign(name, sizes)
+    if not weights:
+        what = "no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top"
+        raise CheckpointError(f"{name} holds no checkpoint: {what}", hint)
+    return folder, side, weights, scope is not Weights.FILES and all(file.endswith(".safetensors") for file in weights)
 
 
 def is_url(source: str) -> bool:

@@ -123,7 +123,7 @@ def not_begun(labels: Collection[str]) -> list[str]:
     return [label for label in all_of if label not in labels]
 
 
-def document_of(content: bytes | None) -> dict[str, Any]:
+def json_of(content: bytes | None) -> dict[str, Any]:
     """A JSON object; empty if the content is not one."""
     with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(content or b"")

@@ -44,43 +44,35 @@ def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], 
     not run: ``work`` must do without them. Raises the first error. Then, and after Ctrl-C, the threads get a
     StoppedError when they report, and are waited for, but not for long.
     """
-    answers: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
-    stopped, threads = threading.Event(), list[threading.Thread]()
+    answers: SimpleQueue[tuple[T] | Future[None]] = SimpleQueue()
+    stopped = threading.Event()
 
     def report(value: T) -> None:
         if stopped.is_set():
             raise StoppedError
         answers.put((value,))
 
-    def run(number: int) -> None:
-        try:
-            work(number, report)
-            answers.put(None)
-        except BaseException as error:
-            answers.put(error)
-
     try:
-        with suppress(RuntimeError):  # the system allows no more
-            for number in range(count):
-                thread = threading.Thread(target=run, args=(number,), daemon=True)
-                thread.start()
-                threads.append(thread)
-        if not threads:
-            run(0)
-        running = max(1, len(threads))
-        while running:
-            with suppress(Empty):
-                match answers.get(timeout=WAKE):
-                    case None:
+        threads = Threads(count)
+    except RuntimeError:  # the system allows none
+        return work(0, take)
+    with threads:
+        working = [threads.submit(work, number, report) for number in range(threads.count)]
+        for future in working:
+            future.add_done_callback(answers.put)
+        running = len(working)
+        try:
+            while running:
+                with suppress(Empty):
+                    answer = answers.get(timeout=WAKE)
+                    if isinstance(answer, Future):
+                        answer.result()
                         running -= 1
-                    case BaseException() as error:
-                        raise error
-                    case (value,):
-                        take(value)
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join(WAKE / count)
+                    else:
+                        take(*answer)
+        finally:
+            stopped.set()
+            wait(working, WAKE)
 
 
 def result(future: Future[T]) -> T:
@@ -99,13 +91,18 @@ def interruptible(function: Callable[[], T]) -> T:
 
 
 class Threads:
-    """A few threads that call functions."""
+    """A few threads that call functions: ``count``, or as many as the system allows. Raises RuntimeError for none."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = 0
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         for _ in range(count):
-            threading.Thread(target=self._work, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+                self.count += 1
+            except RuntimeError:
+                if not self.count:
+                    raise
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have a thread call ``function(*arguments)``; its result or its error is that of the future."""
@@ -130,7 +127,7 @@ class Threads:
 
     def close(self) -> None:
         """End the threads, each after its current call."""
-        for _ in range(self._count):
+        for _ in range(self.count):
             self._calls.put(None)
 
     def __enter__(self) -> Threads:

@@ -31,7 +31,7 @@ from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
-from reshard.store.retries import Traffic, tried_again
+from reshard.store.retries import tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
@@ -184,7 +184,7 @@ def _where(summary: Summary) -> str:
 
 
 if TYPE_CHECKING:
-    from reshard.publishing.upload import Bucket
+    from reshard.store.bucket import Bucket
 
 
 @dataclass(frozen=True)
@@ -236,13 +236,13 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
         raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))
     if out.startswith("http"):
         raise CheckpointError(f"{out} is on a web server, which takes no files", "give a bucket's URL")
-    from reshard.publishing.upload import Bucket
+    from reshard.store.bucket import Bucket
     from reshard.store.hub import assets_folder
 
     folder = assets_folder(cache_dir) / "reshard" / "uploads"
     folder.mkdir(parents=True, exist_ok=True)
     built = folder / hashlib.sha256(out.rstrip("/").encode()).hexdigest()[:32]
-    return built, Bucket(out, built)
+    return built, Bucket(out)
 
 
 def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[int] | None = None) -> Summary:
@@ -280,8 +280,8 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     opening = written.began - start.at
     publishing = time.monotonic() - written.began - written.moving
     return replace(
-        summary, written=written.nbytes, complete=complete, fetched=written.traffic.fetched,
-        tried_again=summary.tried_again + written.traffic.again,
+        summary, written=written.nbytes, complete=complete, fetched=written.fetched,
+        tried_again=tried_again() - start.tried_again,
         error=new.source.error() if new.source.error is not None else None,
         spent=Spent(opening, written.moving, publishing),
     )  # fmt: skip
@@ -328,7 +328,7 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
         from reshard.publishing.upload import Uploading  # rarely needed
 
         bucket.check_apart(source.location, (file.remote for file in source.files.values() if file.remote is not None))
-        return Uploading(bucket, task, share, source.states, overwrite=request.overwrite, check=check)
+        return Uploading(bucket, start.folder, task, share, source.states, overwrite=request.overwrite, check=check)
     check_place(start.folder, source.local_inputs)
     return Staging(
         start.folder, task, share, source.states, fsync=request.fsync, overwrite=request.overwrite, check=check
@@ -387,7 +387,7 @@ class Written:
     """The bytes that this run wrote and fetched, and the sums of what it read of each file."""
 
     nbytes: int
-    traffic: Traffic
+    fetched: int
     sums: Sums
     read: Sequence[SourceFile]
     """The files of the source that hold what was moved."""
@@ -416,12 +416,12 @@ def write_files(
     targets_here = {target: file for target, file in targets.items() if file.name in staging.share.files}
     total = sum(file.size for file in targets_here.values())
     todo = sum(file.size for file in targets_here.values() if file.name not in staging.finished)
-    nbytes, traffic = total - todo, Traffic()
+    nbytes, fetched, before = total - todo, 0, tried_again()
 
     def moved(written: int) -> None:
         nonlocal nbytes
         nbytes += written
-        progress(State(nbytes, total, traffic.again + sums.traffic.again))
+        progress(State(nbytes, total, tried_again() - before))
 
     of_ranks = dict[int, list[NewFile]]()
     for each in files:
@@ -438,9 +438,9 @@ def write_files(
             earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
         )  # fmt: skip
         moving += time.monotonic() - start
-        traffic = traffic.plus(sums.traffic)
+        fetched += sums.fetched
     names = [job.name for job in jobs] if source.format.plain else None
-    return Written(todo, traffic, sums, source.files_of(names), began, moving)
+    return Written(todo, fetched, sums, source.files_of(names), began, moving)
 
 
 # --------------------------------------------------------------------------------------------------- publishing

@@ -28,8 +28,9 @@ from formats.errors import ReshardError
 from reshard.publishing import upload
 from reshard.publishing.journal import Finished
 from reshard.publishing.staging import Staging
-from reshard.publishing.upload import Bucket, Uploading
-from reshard.store import remote
+from reshard.publishing.upload import Uploading
+from reshard.store import bucket
+from reshard.store.bucket import Bucket
 from reshard.store.remote import explain
 
 Answers = tuple[Any, ...]
@@ -164,7 +165,19 @@ def _known(value: object) -> Any:
             return type(value)
 
 
-_UNCHANGED = {"out", "share", "work", "shown", "_bucket", "_built", "_check", "_journals", "_name", "_threads"}
+_UNCHANGED = {
+    "out",
+    "share",
+    "work",
+    "shown",
+    "_bucket",
+    "_built",
+    "_check",
+    "_inputs",
+    "_journal_of_share",
+    "_name",
+    "_threads",
+}
 
 
 @dataclass(frozen=True)
@@ -201,7 +214,7 @@ class _Threads:
         pass
 
 
-def _ask(_: str, key: str, request: Callable[[], Any], doing: str = "reading", **__: object) -> Any:
+def _ask(_: Bucket, key: str, request: Callable[[], Any], doing: str = "reading", **__: object) -> Any:
     try:
         return request()
     except FileNotFoundError as error:
@@ -245,12 +258,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(obstore, "put", _put)
     patch.setattr(obstore, "delete", lambda _, key: Run.current.ask("delete", key))
     patch.setattr(obstore, "list", lambda _: [[_meta(key, etag) for key, etag in Run.current.ask("list")]])
-    patch.setattr(Bucket, "_store", None)
-    for module in (remote, upload):
-        patch.setattr(module, "ask", _ask)
+    patch.setattr(Bucket, "store", None)
+    patch.setattr(Bucket, "ask", _ask)
     patch.setattr(upload, "os", SimpleNamespace(urandom=lambda count: Run.current.new_name(count)))
     patch.setattr(upload, "Threads", _Threads)
-    patch.setattr(upload, "Path", File)
+    patch.setattr(bucket, "Path", File)
     patch.setattr(upload, "check_space", lambda *_: None)
     patch.setattr(upload, "remove_tree", lambda _: None)
     patch.setattr(Staging, "_lock_share", lambda self: self.check())

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from formats.errors import ReshardError
-from reshard.publishing import journal, staging
+from reshard.publishing import staging
 from reshard.publishing.existing import Existing
 from reshard.store import staging_names
 
@@ -208,7 +208,7 @@ class Run:
         """
         of, known = self.staging, None
         if of is not None:
-            known = of._lock_of_share is not None, of._is_last, tuple(sorted(of.finished))
+            known = of._journal is not None, of._is_last, tuple(sorted(of.finished))
         return known, INTERRUPT in self.answers, self._where, tuple(self.answers[self._since :])
 
     def arrive(self, where: str) -> None:
@@ -265,8 +265,6 @@ class File:
     def __init__(self, name: Name, mode: str) -> None:
         self.run = Run.current
         self.name, self._text = name, ""
-        if name.name.startswith(staging_names.JOURNAL) and not self.run.has_common:
-            self.run.arrive("writing")
         self._handle = next(each for each in (str(name), f"{name}, again") if each not in self.run.handles)
         self._who = self.run.process, self._handle
         _call("open", self._who, str(name), mode)
@@ -287,6 +285,8 @@ class File:
 
     def flush(self) -> None:
         if self._text:
+            if self.name.name.startswith(staging_names.JOURNAL) and not self.run.has_common:
+                self.run.arrive("writing")
             _call("append", self._who, self._text)
             self._text = ""
 
@@ -409,7 +409,7 @@ def existing(out: Name) -> Existing:
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have the code that publishes an output run on a disk of this kind."""
-    for module in (staging, journal, staging_names):
+    for module in (staging, staging_names):
         patch.setattr(module, "open_new", File)
     for module in (staging, staging_names):
         patch.setattr(module, "is_there", File.is_there)

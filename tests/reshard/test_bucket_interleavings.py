@@ -18,7 +18,8 @@ import pytest
 from formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished
-from reshard.publishing.upload import Bucket, Uploading
+from reshard.publishing.upload import Uploading
+from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, task_name
 from tests.marks import thorough
 from tests.reshard.model_bucket import Answers, Object, Run, Store, install
@@ -47,8 +48,8 @@ class Process:
         return dict.fromkeys(self.share.planned, task_name(self.task).encode()) | self._documents()
 
     def __call__(self) -> bool:
-        bucket = Bucket("memory", Path("here"))
-        with Uploading(bucket, self.task, self.share, overwrite=self.overwrite, check=self._check) as staging:
+        there = Bucket("memory"), Path("here")
+        with Uploading(*there, self.task, self.share, overwrite=self.overwrite, check=self._check) as staging:
             for name in sorted(self.share.files - staging.finished.keys()):
                 staging.note_finished(name, Finished(1, None))
             if not staging.is_last():
@@ -145,7 +146,7 @@ class Explorer:
         if result is not None:
             return run.store, Place(result=result)
         at = self._places.setdefault(run.place, len(self._places))
-        return run.store, Place(at, tuple(run.answers), run.is_in("_upload", "_remove", "_put_in"))
+        return run.store, Place(at, tuple(run.answers), run.is_in("_upload", "_change"))
 
 
 def run_alone(process: Process, store: Store) -> tuple[str, Store]:

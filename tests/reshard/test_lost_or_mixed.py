@@ -379,7 +379,7 @@ def test_after_a_restart_of_the_machine_finished_files_are_read_again(tmp_path, 
     with lost.open("r+b") as file:
         file.write(b"\0" * before.st_size)
     os.utime(lost, ns=(before.st_atime_ns, before.st_mtime_ns))
-    monkeypatch.setattr("reshard.publishing.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("reshard.publishing.staging.boot_id", lambda: "another")
     split(source, tmp_path / "out", tp=2, max_shard_size=2500)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     assert inode in {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")}

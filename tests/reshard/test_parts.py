@@ -307,7 +307,7 @@ def test_a_journal_says_what_was_read(shards: Path, tmp_path: Path) -> None:
     begin, *lines = [json.loads(line) for line in journal(tmp_path / "out", 0, 2).splitlines() if line]
     assert begin["files"] == sorted(line["name"] for line in lines if "name" in line)
     assert (
-        all(read[2] for line in lines for read in line.get("reads", ()))
+        all(read["sum"] for line in lines for read in line.get("reads", ()))
         and "ended" in lines[-1]
         and any("steps" in line for line in lines)
     )

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError
 from formats.store import joined
 from reshard.publishing import upload as uploads
-from reshard.publishing.upload import Bucket
+from reshard.store.bucket import Bucket
 from reshard.store.remote import HubFile, StoredFile, open_store
 from reshard.store.staging_names import staging_of
 from tests.marks import thorough

@@ -15,11 +15,13 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
+from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
-from reshard.publishing.upload import TASK, Bucket, Uploading
+from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
 from reshard.store import retries
+from reshard.store.bucket import Bucket
 from reshard.store.remote import Read, StoredFile
 from reshard.store.staging_names import JOURNAL, UNFINISHED
 from reshard.system import Share
@@ -398,7 +400,7 @@ def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
     bucket.begin("a")
     bucket.begin("b")
     seen = bucket.small(UNFINISHED)
-    assert seen is not None and seen.attributes[TASK] == "a"
+    assert seen is not None and seen.task == "a"
     for task in ("b", "c"):
         bucket.begin(task, seen)
         assert bucket.task(UNFINISHED) == "b"
@@ -531,9 +533,9 @@ def test_two_commands_on_one_machine_for_one_place(
 
 
 def uploading(url: str, cache: Path) -> Uploading:
-    bucket = place_of(url, cache)[1]
+    folder, bucket = place_of(url, cache)
     assert isinstance(bucket, Bucket)
-    return Uploading(bucket, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
+    return Uploading(bucket, folder, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
 
 
 def test_what_cannot_begin_leaves_no_threads_and_no_lock(
@@ -619,6 +621,17 @@ def test_opening_and_uploading_wait_for_a_busy_server(store: StoreServer, access
     split(checkpoint, URL, tp=2, **access)
     assert store.refused >= 3
     assert retries.tried_again() > begun
+
+
+def test_a_request_made_again_is_counted_once_by_however_many_threads(
+    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
+) -> None:
+    four: dict[str, Any] = {**access, "workers": 4, "sizes": Sizes(step=600, small=1000)}
+    split(checkpoint, URL, tp=2, **access)
+    merge(URL, tmp_path / "first", **four)  # the headers are kept from now on
+    store.faults.extend([status(503)] * 3)
+    begun = retries.tried_again()
+    assert merge(URL, tmp_path / "merged", **four).tried_again == retries.tried_again() - begun == 3
 
 
 # --- constants of a program's format ---------------------------------------------------------------------------------

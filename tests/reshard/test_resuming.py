@@ -201,7 +201,7 @@ def test_after_a_restart_of_the_machine_only_what_reached_the_disk_is_kept(
     lost, *_ = incomplete(out)
     lost.write_bytes(lost.read_bytes()[:2000])
     (incomplete(out)[1]).unlink()
-    monkeypatch.setattr("reshard.publishing.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("reshard.publishing.staging.boot_id", lambda: "another")
     again()
     assert contents(out) == contents(sources / "of split")
 

@@ -183,7 +183,7 @@ def test_weights_that_are_none(weights: str, tmp_path: Path) -> None:
     whys = (
         "there are 3 checkpoints: give one for each",
         "they do not sum to 1",
-        "could not convert string to float",
+        "is no list of numbers such as 0.5,0.3,0.2",
     )
     assert any(why in done.stderr for why in whys)
 

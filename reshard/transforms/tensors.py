@@ -105,11 +105,16 @@ class LocalFile(Remote):
         self.check_unchanged()
 
         def read(start: int, stop: int) -> memoryview:
-            file, view = _opened(self), np.empty(stop - start, np.uint8).data  # it stays open until this read is done
-            read_into(self.path, file.fileno(), start, view)
+            view = np.empty(stop - start, np.uint8).data
+            self.fill(start, view)
             return view
 
         return read
+
+    def fill(self, start: int, view: memoryview) -> None:
+        """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
+        file = _opened(self)  # it stays open until this read is done
+        read_into(self.path, file.fileno(), start, view)
 
 
 @lru_cache(maxsize=_OPEN)
@@ -328,8 +333,12 @@ class _Gathering(Reader):
         self._opened, self._files = opened, files
 
     def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        content = self._opened(self._files[file.path])(offset, offset + len(view))
-        np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
+        remote = self._files[file.path]
+        if isinstance(remote, LocalFile):
+            remote.fill(offset, view)
+        else:
+            content = self._opened(remote)(offset, offset + len(view))
+            np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -215,7 +215,7 @@ MUTATIONS = (
              ("tests/reshard/test_converted_adapters.py::test_different_as_lie_side_by_side",)),
     Mutation("reshard/transforms", "matrix, along, rows, at)", "matrix, along, rows, 0)",
              ("tests/reshard/test_merged_adapters.py::test_it_is_merged_as_peft_merges_it",)),
-    Mutation("reshard/transforms", "data[begin - first * self.unit :]", "data[0:]",
+    Mutation("reshard/transforms", "data[begin - first * unit :]", "data[0:]",
              ("tests/reshard/test_merged_adapters.py::test_no_bit_depends_on_the_range_that_is_read",)),
     # ranks as threads
     Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),

@@ -79,9 +79,10 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def align(
-    cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = ()
-) -> list[str]:
-    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their beginning."""
+    cells: Sequence[Sequence[str]], *, right: Sequence[int], width: int | None, elastic: Sequence[int] = (),
+    keep_beginnings: bool = False,
+) -> list[str]:  # fmt: skip
+    """Lay cells out in columns, two spaces apart; if too wide, ``elastic`` ones lose their beginning, or their end."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
@@ -90,15 +91,17 @@ def align(
         widths[widest] -= 1
     lines = []
     for line in cells:
-        shortened = [shorten(cell, widths[i]) for i, cell in enumerate(line)]
+        shortened = [shorten(cell, widths[i], keep_beginning=keep_beginnings) for i, cell in enumerate(line)]
         padded = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(shortened)]
         lines.append("  ".join(padded).rstrip())
     return lines
 
 
-def shorten(text: str, width: int) -> str:
-    """The end of a text for which there is room."""
-    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
+def shorten(text: str, width: int, *, keep_beginning: bool = False) -> str:
+    """The end of a text for which there is room, or its beginning."""
+    if len(text) <= width:
+        return text
+    return f"{text[: width - 1]}…" if keep_beginning else f"…{text[len(text) - width + 1 :]}"
 
 
 def to_number(value: Any) -> float:

@@ -61,6 +61,8 @@ def test_names_are_completed() -> None:
         ("xyz", "No such command 'xyz'", "see 'reshard --help'"),
         ("split a b -tp 2", "No such option '-tp'", "did you mean '--tp'? see 'reshard split --help'"),
         ("split a b -tp=2", "No such option '-tp'", "did you mean '--tp'? see 'reshard split --help'"),
+        ("-tp 2 split a b", "No such option '-tp'", "--tp is an option of plan, profile, split, average;"),
+        ("average a b c --weights x", "Invalid value for '--weights': 'x' is no list of numbers such as 0.5", "see"),
         ("split a b -xy 2", "No such option '-xy'", "see 'reshard split --help'"),
         ("split a b --to vllm", "No such option '--to'", "did you mean '--as'?"),
         ("plan a --format vllm", "No such option '--format'", "did you mean '--as'?"),

@@ -13,6 +13,7 @@ import pytest
 from formats.files.safetensors import read_header
 from formats.notation.format_file import all_formats, format_of
 from reshard.cli.commands import COMMANDS, cli
+from reshard.text import shorten
 from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, command, contents, write_checkpoint
 
@@ -168,3 +169,15 @@ def test_a_config_that_transformers_refuses_is_one_line(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", config=LLAMA)
     done = command("plan", "model", "--tp-plan", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("Error: transformers cannot build a model of type 'llama'")
+
+
+def test_a_narrow_table_of_formats_keeps_the_beginnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names lose their beginning, and sentences and commands their end: what comes first says what they are."""
+    monkeypatch.setattr("reshard.cli.formats.terminal_width", lambda: 70)
+    cli.main(["formats"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    vllm = next(line for line in lines if line.startswith("vllm "))
+    assert len(vllm) <= 70 and re.search(r"  vllm serve.*…$", vllm)
+    assert shorten("model.layers", 7) == "…layers" and shorten("model.layers", 7, keep_beginning=True) == "model.…"

@@ -151,7 +151,8 @@ def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Se
     assert error.ctx is not None
     names = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
     word = next((word.partition("=")[0] for word in arguments if word.startswith(error.option_name)), error.option_name)
-    option, commands = synonym(word), [group.get_command(error.ctx, name) for name in group.list_commands(error.ctx)]
+    option = f"--{synonym(word).lstrip('-')}"
+    commands = [group.get_command(error.ctx, name) for name in group.list_commands(error.ctx)]
     owners = [str(other.name) for other in commands if other and any(option in param.opts for param in other.params)]
     elsewhere = f"{option} is an option of {', '.join(owners)}" if owners else ""
     hint = meaning(word, names) or elsewhere or nearest(word, names)

@@ -110,7 +110,7 @@ def _print_formats(chosen: Sequence[Format], as_json: bool) -> None:
     else:
         cells = [("--as", "loaded by", "with"), *((name, program, _load(load)) for name, program, _, load in rows)]
         print_lines(
-            *align(cells, right=(), width=terminal_width(), elastic=(1, 2)), "",
+            *align(cells, right=(), width=terminal_width(), elastic=(1, 2), keep_beginnings=True), "",
             "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' "
             "says which of them SOURCE can be written in.",
         )  # fmt: skip

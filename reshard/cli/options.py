@@ -173,6 +173,14 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def fractions(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them: ``0.5,0.3,0.2``. Raises ValueError."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(f"'{text}' is no list of numbers such as 0.5,0.3,0.2") from None
+
+
 def rank(text: str) -> int | None:
     """The number of a rank, or ``auto``, which becomes None. Raises ValueError."""
     if text != "auto" and re.fullmatch(r"-?\d{1,9}", text) is None:

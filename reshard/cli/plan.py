@@ -31,6 +31,7 @@ from reshard.cli.options import (
     speed,
 )
 from reshard.cli.printing import fields_of, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
@@ -194,15 +195,10 @@ def _save(architecture: Architecture, file: Path) -> None:
 
 
 def _write_new(file: Path, text: str, option: str) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise CheckpointError(
-            f"{file} exists, it will not be overwritten", f"choose another name for {option}"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
+    if file.exists():
+        raise CheckpointError(f"{file} exists, it will not be overwritten", f"choose another name for {option}")
+    with disk_errors(file), file.open("x", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def _write_draft(request: PlanRequest, file: Path) -> None:

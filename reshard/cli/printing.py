@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from formats.errors import CheckpointError, printable, redacted
+from formats.errors import printable, redacted
 from formats.mesh import Mesh
 from reshard.cli.errors import print_result, say
+from reshard.system import disk_errors
 from reshard.text import human_bytes, human_seconds, plural
 
 SCHEMA_VERSION = 1
@@ -49,10 +50,8 @@ def write_report(file: Path, text: str) -> None:
     """Write a page. Raises CheckpointError."""
     from reshard.pages.markup import write_page
 
-    try:
+    with disk_errors(file):
         write_page(file, text)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from None
 
 
 def print_json(document: Mapping[str, Any]) -> None:

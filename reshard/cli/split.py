@@ -23,6 +23,7 @@ from reshard.cli.options import (
     Value,
     changed,
     check_degrees,
+    fractions,
     has_degree,
     rank,
     request_of,
@@ -199,7 +200,7 @@ def patch_command(**options: Any) -> None:
     },
     options=(
         Option("--weights", group=Group.WHAT, metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.",
-               type=Value("weights", lambda text: tuple(map(float, text.split(","))))),
+               type=Value("weights", fractions)),
         *MESH, "format", "quantize", "dtype", *PADDING,
         changed("max_shard_size", help="Largest file; default: the files of A."), *WRITING,
     ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -49,7 +48,6 @@ from reshard.delta.differences import (
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Progress, no_progress
-from reshard.move.reading import Bytes
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
@@ -164,27 +162,20 @@ class _Changed:
         sides = [side[tensor.name].content for side in (self.left, self.right)]
         return pairs(sides, tensor_bytes(*_kind(tensor)), self.opened)
 
-    def write_whole(self, tensor: TensorDiff, offset: int, file: int) -> Change:
+    def write_whole(self, tensor: TensorDiff, stream: BinaryIO) -> Change:
         """Write a tensor of the second checkpoint."""
         content, nbytes = self.right[tensor.name].content, tensor_bytes(*_kind(tensor))
         total = PartialSum(nbytes)
         for begin in range(0, nbytes, PIECE):
-            part = np.frombuffer(content.read(self.opened, begin, min(begin + PIECE, nbytes)), np.uint8)
-            total.add(begin, part.size, sum_part(part, begin))
-            _put(file, offset + begin, part)
+            part = content.read(self.opened, begin, min(begin + PIECE, nbytes))
+            total.add(begin, len(part), sum_part(part, begin))
+            stream.write(part)
         return Change(WHOLE, self.sums.of(tensor.name)[0] if tensor.kind == CHANGED else None, total.value())
 
 
 def _kind(tensor: TensorDiff) -> Entry:
     """A tensor as the second checkpoint has it."""
     return tensor.name, str(tensor.dtypes[1]), tensor.shapes[1] or ()
-
-
-def _put(file: int, offset: int, content: Bytes) -> None:
-    view = np.ascontiguousarray(content).data
-    while view:
-        count = os.pwrite(file, view, offset)
-        view, offset = view[count:], offset + count
 
 
 # --------------------------------------------------------------------------------------------------- the smallest way
@@ -201,21 +192,21 @@ def _write_smallest(delta: _Changed, folder: Path) -> _Written:
     ordered = sorted((part for parts in entries.values() for part in parts), key=lambda entry: -DTYPE_BITS[entry[1]])
     header, changes = build_header(ordered, {"format": "delta"}), delta.unchanged()
     infos = parse_header(header, folder / CONTENT, None).tensors
-    with disk_errors(folder), (folder / CONTENT).open("xb") as opened:
-        file = opened.fileno()
-        reserve(file, len(header) + sum(info.nbytes for info in infos.values()))
-        _put(file, 0, np.frombuffer(header, np.uint8))
+    with disk_errors(folder), (folder / CONTENT).open("xb") as stream:
+        reserve(stream.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
+        stream.write(header)
         for tensor in delta.tensors:
             parts = [infos[name] for name, *_ in entries[tensor.name]]
             if _way(tensor) == WHOLE:
-                changes[tensor.name] = delta.write_whole(tensor, parts[0].offset, file)
+                stream.seek(parts[0].offset)
+                changes[tensor.name] = delta.write_whole(tensor, stream)
             else:
-                _write_sparse(tensor, delta.pairs(tensor), parts, file)
+                _write_sparse(tensor, delta.pairs(tensor), parts, stream)
                 changes[tensor.name] = Change(_way(tensor), *delta.sums.of(tensor.name))
     return _Written(CONTENT, [*infos], changes)
 
 
-def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[TensorInfo], file: int) -> None:
+def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[TensorInfo], stream: BinaryIO) -> None:
     """Write places and values, in the order of the elements."""
     dtype, unit, at = str(tensor.dtypes[1]), unit_of(str(tensor.dtypes[1])), 0
     places, values = infos
@@ -223,9 +214,11 @@ def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[Ten
     for begin, a, b in pairs:
         other = codes_of(b, dtype)
         changed = np.flatnonzero(codes_of(a, dtype) != other)
-        _put(file, values.offset + at * unit, other[changed].view(np.uint8))
+        stream.seek(values.offset + at * unit)
+        stream.write(other[changed].data)
         indices = (changed + begin // unit).astype(wide)
-        _put(file, places.offset + at * indices.itemsize, indices.view(np.uint8))
+        stream.seek(places.offset + at * indices.itemsize)
+        stream.write(indices.data)
         at += changed.size
     if at != tensor.changed:
         raise CheckpointError(f"tensor '{tensor.name}' changed while it was read")
@@ -244,34 +237,30 @@ def _write_frames(delta: _Changed, folder: Path) -> _Written:
         (tensor.name, "U8", (2 * tensor_bytes(*_kind(tensor)) + STEP,)) if tensor.name in checks else _kind(tensor)
         for tensor in delta.tensors
     ]
-    end = room = len(build_header(most, {"format": "delta"} | checks))
+    room = len(build_header(most, {"format": "delta"} | checks))
     changes, entries = delta.unchanged(), list[Entry]()
-    with disk_errors(folder), (folder / COMPRESSED).open("xb") as opened:
-        file = opened.fileno()
+    with disk_errors(folder), (folder / COMPRESSED).open("xb") as stream:
+        stream.seek(room)
         for tensor in delta.tensors:
             if tensor.name in checks:
-                nbytes, checks[tensor.name] = _write_frame(delta.pairs(tensor), tensor_bytes(*_kind(tensor)), end, file)
+                begin, nbytes = stream.tell(), tensor_bytes(*_kind(tensor))
+                checks[tensor.name] = _write_frame(delta.pairs(tensor), nbytes, stream)
                 changes[tensor.name] = Change(XOR, *delta.sums.of(tensor.name))
-                entries.append((tensor.name, "U8", (nbytes,)))
+                entries.append((tensor.name, "U8", (stream.tell() - begin,)))
             else:
-                changes[tensor.name] = delta.write_whole(tensor, end, file)
+                changes[tensor.name] = delta.write_whole(tensor, stream)
                 entries.append(_kind(tensor))
-            end += tensor_bytes(*entries[-1])
         header = build_header(entries, {"format": "delta"} | checks)[8:].ljust(room - 8)
-        _put(file, 0, np.frombuffer((room - 8).to_bytes(8, "little") + header, np.uint8))
-        os.ftruncate(file, end)
+        stream.seek(0)
+        stream.write((room - 8).to_bytes(8, "little") + header)
     return _Written(COMPRESSED, [name for name, *_ in entries], changes)
 
 
-def _write_frame(pairs: Iterator[Pair], nbytes: int, offset: int, file: int) -> tuple[int, str]:
-    """Write a tensor's change from byte ``offset`` of a file on; returns its size, and the new bytes' checksum."""
-    begin, check, frame = offset, Adler32(), compressor(nbytes)
+def _write_frame(pairs: Iterator[Pair], nbytes: int, stream: BinaryIO) -> str:
+    """Write a tensor's change; returns the new bytes' checksum."""
+    check, frame = Adler32(), compressor(nbytes)
     for _, a, b in pairs:
         check.update(b.data)
-        offset = _append(file, offset, frame.compress((a ^ b).data))
-    return _append(file, offset, frame.flush()) - begin, check.hexdigest()
-
-
-def _append(file: int, offset: int, content: bytes) -> int:
-    _put(file, offset, np.frombuffer(content, np.uint8))
-    return offset + len(content)
+        stream.write(frame.compress((a ^ b).data))
+    stream.write(frame.flush())
+    return check.hexdigest()

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from formats.errors import printable
-from reshard.text import human_bytes, human_time, number, percent, ratio
+from reshard.text import human_bytes, human_time, number, percent, ratio, shorten
 
 Html = Markup
 """Text that is markup already, and is not escaped again."""
@@ -44,48 +46,26 @@ def _text(value: object) -> Html:
     return value if isinstance(value, Html) else Html() if value is None else escape(printable(str(value)))
 
 
+_ROOT = Path(__file__).parents[2]
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parents[2]), autoescape=True, finalize=_text, undefined=StrictUndefined,
+    loader=FileSystemLoader(_ROOT), autoescape=True, finalize=_text, undefined=StrictUndefined,
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 _TEMPLATES.filters |= {
     "number": number, "percent": percent, "ratio": ratio, "bytes": human_bytes, "time": human_time,
     "count": lambda n: f"{n:,}",
 }  # fmt: skip
-_PARTS: Any = _TEMPLATES.get_template("reshard/pages/parts.html").module
 
 
-def html_page(command: str, title: str, style: str, *content: object) -> str:
-    """The text of a command's page. ``style`` comes behind the rules that all pages share; nothing else may be loaded
-    or run.
+def html_page(template: str, title: str, **values: object) -> str:
+    """The text of a page: a template such as ``verify/report/page.html`` with these values, of which one is
+    ``command``. It has the style sheet beside the template, behind the rules that all pages share; nothing else may be
+    loaded or run.
     """
-    style = (Path(__file__).parent / "base.css").read_text(encoding="utf-8") + style
+    sheets = Path(__file__).with_name("base.css"), (_ROOT / template).with_suffix(".css")
+    style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets if sheet.is_file())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return rendered(
-        "reshard/pages/base.html",
-        command=command, title=title, style=Html(style), digest=digest, content=joined(*content),
-    )  # fmt: skip
-
-
-def rendered(template: str, **values: object) -> Html:
-    """A template, such as ``verify/report/page.html``, with these values."""
-    return Html(_TEMPLATES.get_template(template).render(values))
-
-
-def facts(pairs: Iterable[tuple[str, object]]) -> Html:
-    """A list of names with what there is to say of each."""
-    return Html(_PARTS.facts(pairs))
-
-
-def table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, texts: Container[str],
-    kinds: Sequence[str | None] = (),
-) -> Html:  # fmt: skip
-    """A table that scrolls in its own box; the first cell of a row is its name.
-
-    Columns are of numbers, but for those of ``texts``. ``kinds`` are the classes of the rows.
-    """
-    return Html(_PARTS.table(caption, columns, rows, texts, kinds))
+    return _TEMPLATES.get_template(template).render(values, title=title, style=Html(style), digest=digest)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -164,9 +144,8 @@ class Frame:
 
     def hot(self, hit: Html, marks: Html, title: str, numbers: str) -> Html:
         """Marks that show their numbers when ``hit`` is hovered or tapped."""
-        room, of_bold, name = int((self.width - 8) / CHARACTER), int((self.width - 8) / _BOLD), printable(title)
-        name = name if len(name) <= of_bold else f"…{name[len(name) - of_bold + 1 :]}"
-        shortened = numbers if len(numbers) <= room else f"{numbers[: room - 1]}…"
+        name = shorten(printable(title), int((self.width - 8) / _BOLD))
+        shortened = shorten(numbers, int((self.width - 8) / CHARACTER), keep_beginning=True)
         tip = element(
             "g",
             element("rect", x=0, y=0, width=self.width, height=TOP),
@@ -201,3 +180,42 @@ def text(x: float, y: float, words: str, kind: str, anchor: str | None = None) -
 def rounded(x: float) -> str:
     """A coordinate as it is written."""
     return f"{x:.1f}".removesuffix(".0")
+
+
+class Cell(NamedTuple):
+    """A cell of a matrix: its class (``some``, ``none``, ``other``), how dark it is (0 to 1), and what it tells."""
+
+    kind: str
+    opacity: float
+    name: str
+    numbers: str
+
+
+def matrix(
+    rows: Sequence[tuple[str, Sequence[Cell | None]]], columns: Sequence[str], title: str, description: str,
+    widest: float = math.inf,
+) -> Html:  # fmt: skip
+    """A picture of rows with a label each, and a cell for each column, of at most this width; None for no cell."""
+    return both_widths(partial(_matrix, rows, columns, title, description, widest))
+
+
+def _matrix(
+    rows: Sequence[tuple[str, Sequence[Cell | None]]], columns: Sequence[str], title: str, description: str,
+    widest: float, name: str, width: int,
+) -> Html:  # fmt: skip
+    labels = [shorten(label, int(width * 0.45 / CHARACTER)) for label, _ in rows]
+    margin = int(max(map(len, labels)) * CHARACTER) + 12
+    wide = min(widest, (width - margin - 8) / len(columns))
+    high, marks = min(28.0, max(16.0, wide)), list[Html]()
+    frame = Frame(name, width, TOP + 22 + high * len(rows), margin, 8)
+    if len(columns) > 1:
+        places = ((margin + (i + 0.5) * wide, label) for i, label in enumerate(columns))
+        marks += [label for _, label in frame.labels_below(places, TOP + 12)]
+    for row, (label, (_, cells)) in enumerate(zip(labels, rows, strict=True)):
+        y = TOP + 18 + row * high
+        marks.append(text(margin - 6, y + high / 2 + 4, label, "label", "end"))
+        for x, cell in ((margin + column * wide, cell) for column, cell in enumerate(cells) if cell is not None):
+            mark = rectangle(cell.kind, x + 0.5, y + 1, max(wide - 1, 1), high - 2)
+            dark = mark if cell.opacity == 1 else element("g", mark, opacity=f"{cell.opacity:.2f}")
+            marks.append(frame.hot(rectangle("hit", x, y, wide, high), dark, cell.name, cell.numbers))
+    return frame.svg(joined(*marks), title, description)

@@ -204,10 +204,13 @@ class Staging:
     def _hold(self) -> None:
         """Take the common lock, unless this process has it; the folder is made if it is not there."""
         while self._common is None:
+            try:
+                self.work.mkdir()
+                is_new = True
+            except FileExistsError:
+                is_new = False
             with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
-                try:
-                    self.work.mkdir()
-                except FileExistsError:
+                if not is_new:
                     check_staging(self.out)
                 self._common = lock(self.work / COMMON, wait=True)
 

@@ -7,6 +7,7 @@ summed in the order of the rank, one after the other, so no bit depends on which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from formats.store import FilePath, location_of
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.transforms.low_rank import changes_of
+from reshard.transforms.low_rank import Term, changes_of
 from reshard.transforms.tensors import (
     ArrayCache,
-    Computed,
+    Content,
     Opened,
     Tensor,
     changed,
+    computed,
     tensors_of,
 )
 
@@ -36,16 +38,14 @@ _TILE = 1 << 16
 Floats = NDArray[np.float32]
 
 
-class Added(Computed):
-    """A weight of the base model with what terms add to its matrices.
+def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -> Content:
+    """A weight of the base model, of this content, with what terms add to its matrices.
 
-    ``what`` has the name, dtype and shape of the weight, and the terms. Their A and B are the further inputs.
+    Reading it raises MismatchError where a sum is not finite.
     """
+    dtype, (*_, rows, columns), size = weight.dtype, weight.shape, DTYPE_BITS[weight.dtype] // 8
 
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Compute them. Raises MismatchError where a sum is not finite."""
-        (base, *_), (name, dtype, (*_, rows, columns), terms), size = self.inputs, self.what, self.unit
-
+    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
         def floats(tensor: Tensor) -> Floats:
             nbytes = tensor_bytes("", tensor.dtype, tensor.shape)
 
@@ -59,7 +59,7 @@ class Added(Computed):
         top, bottom = first // columns, -(-last // columns)
         padded = np.zeros((bottom - top) * columns, f"<u{size}")  # whole rows: what lies around the range is cut off
         whole = padded[first - top * columns :][: last - first]
-        whole[:] = np.frombuffer(base.read(opened, first * size, last * size), padded.dtype)
+        whole[:] = np.frombuffer(content.read(opened, first * size, last * size), padded.dtype)
         lines = padded.reshape(-1, columns)
         for term in terms:
             start = term.matrix * rows
@@ -79,6 +79,9 @@ class Added(Computed):
                 block = lines[rows_of, column : column + (b.shape[1] - 1) * across + 1 : across]
                 block[:] = _sum(block, name, dtype, a[at:until], b, term.product.scale)
         return whole
+
+    factors = dict.fromkeys(factor.content for term in terms for factor in (term.product.a, term.product.b))
+    return computed(compute, (content, *factors), (name, dtype, weight.shape, terms), size)
 
 
 _FACTORS = ArrayCache(256 << 20)
@@ -120,11 +123,9 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
     tensors = tensors_of(source)
     added, replaced = changes_of(source.model, adapter.model, tensors_of(adapter))
     for name, tensor in tensors.items():
-        content, terms = replaced.get(name, tensor).content, tuple(added.get(name, ()))
-        if terms:
-            factors = dict.fromkeys(factor.content for term in terms for factor in (term.product.a, term.product.b))
-            what = name, tensor.dtype, tensor.shape, terms
-            content = Added((content, *factors), what, DTYPE_BITS[tensor.dtype] // 8)
+        content = replaced.get(name, tensor).content
+        if name in added:
+            content = _added(name, tensor, content, added[name])
         tensors[name] = tensor._replace(content=content)
     adapter.check_unchanged()
     return changed(source, f"{source.location} + {location_of(path)}", tensors)

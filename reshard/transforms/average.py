@@ -18,10 +18,11 @@ from formats.notation.architecture import SETTINGS
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
-    Computed,
+    Content,
     Opened,
     Tensor,
     changed,
+    computed,
     is_quantized,
     rounded,
     tensors_of,
@@ -32,34 +33,36 @@ _AT_ONCE = 1 << 18
 _FLOATS = {"F32", "F16", "BF16"}
 
 
-class Mean(Computed):
-    """The mean of tensors in float32: ``what`` has the name and the weights."""
+def mean_of(name: str, inputs: Sequence[Content], weights: Sequence[float]) -> Content:
+    """The mean of contents in float32. Reading it raises MismatchError where it is not finite."""
 
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Compute it. Raises MismatchError where it is not finite."""
-        name, weights = self.what
+    def mean(opened: Opened, first: int, last: int) -> NDArray[Any]:
         means = np.zeros(last - first, np.float32)
         for at in range(first, last, _AT_ONCE):
             till = min(at + _AT_ONCE, last)
             total = means[at - first : till - first]
             with np.errstate(over="ignore", invalid="ignore"):
-                for number, (content, weight) in enumerate(zip(self.inputs, weights, strict=True)):
+                for number, (content, weight) in enumerate(zip(inputs, weights, strict=True)):
                     product = np.frombuffer(content.read(opened, 4 * at, 4 * till), "<f4") * np.float32(weight)
                     total[:] = total + product if number else product
             if not np.isfinite(total).all():
                 raise MismatchError(f"the mean of tensor '{name}' is not finite")
         return means
 
+    return computed(mean, inputs, (name, weights), 4)
 
-class Same(Computed):
-    """A tensor that is not of floats, the same in all inputs: ``what`` has its name and dtype."""
 
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Read and compare them. Raises MismatchError."""
-        one, *others = (content.read(opened, first, last) for content in self.inputs)
+def _same_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """A tensor that is not of floats, the same in all checkpoints. Reading it raises MismatchError if it is not."""
+    inputs = [tensor.content for tensor in tensors]
+
+    def same(opened: Opened, first: int, last: int) -> NDArray[Any]:
+        one, *others = (content.read(opened, first, last) for content in inputs)
         if any(bytes(one) != bytes(other) for other in others):
-            raise MismatchError(f"tensor '{self.what[0]}' ({self.what[1]}) differs, and only floats have a mean")
+            raise MismatchError(f"tensor '{name}' ({tensors[0].dtype}) differs, and only floats have a mean")
         return np.frombuffer(one, np.uint8)
+
+    return tensors[0]._replace(content=computed(same, inputs, (name, tensors[0].dtype)))
 
 
 def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) -> RangeStore:
@@ -102,6 +105,6 @@ def _mean(name: str, tensors: Sequence[Tensor], weights: tuple[float, ...]) -> T
     if first.dtype == "F64":
         raise PlanError(f"tensor '{name}' is F64: a mean is computed in float32", "merge each with --dtype fp32 first")
     if first.dtype not in _FLOATS:
-        return first._replace(content=Same(tuple(tensor.content for tensor in tensors), (name, first.dtype)))
-    inputs = tuple(rounded(name, tensor, "F32").content for tensor in tensors)
-    return Tensor("F32", first.shape, Mean(inputs, (name, weights), 4))
+        return _same_of(name, tensors)
+    inputs = [rounded(name, tensor, "F32").content for tensor in tensors]
+    return Tensor("F32", first.shape, mean_of(name, inputs, weights))

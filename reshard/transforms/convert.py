@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from formats.notation.adapters import (
 from formats.notation.architecture import SETTINGS, Architecture, filled
 from formats.notation.architecture_files import find_architecture
 from formats.notation.format import Pattern
-from formats.notation.format_file import AdapterFormat
+from formats.notation.format_file import AdapterFormat, Factor
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
@@ -62,10 +62,10 @@ from reshard.transforms.low_rank import (
 )
 from reshard.transforms.tensors import (
     ArrayCache,
-    Computed,
     Opened,
     Tensor,
     computed,
+    computed_file,
     store_of,
     tensors_of,
 )
@@ -102,15 +102,13 @@ class Block(NamedTuple):
     rank: int = 0
 
 
-class Converted(Computed):
-    """A or B that is made of blocks of others: ``what`` has how it lies, its shape, sizes and dtype, and the blocks."""
+def _converted(
+    factor: Factor, sizes: Mapping[str, int], dtype: str, factors: Sequence[Tensor], blocks: Sequence[Block]
+) -> Tensor:
+    """A or B that is made of blocks of others."""
+    shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
 
-    def compute(self, opened: Opened, begin: int, end: int) -> Numbers:
-        """Put it together."""
-        return _FACTORS.get(self, lambda: self._numbers(opened)).reshape(-1).view(np.uint8)[begin:end]
-
-    def _numbers(self, opened: Opened) -> Numbers:
-        factor, shape, sizes, dtype, blocks = self.what
+    def numbers(opened: Opened) -> Numbers:
         numbers = np.zeros(shape, _unit(dtype))
         matrices = by_expert(numbers, factor, sizes)
         for block in blocks:
@@ -121,6 +119,12 @@ class Converted(Computed):
             )
             matrices[block.expert, into, block.rank : block.rank + part.shape[1]] = part[own]
         return numbers
+
+    def compute(opened: Opened, begin: int, end: int) -> Numbers:
+        return _FACTORS.get(compute, partial(numbers, opened)).reshape(-1).view(np.uint8)[begin:end]
+
+    inputs = [tensor.content for tensor in factors]
+    return Tensor(dtype, shape, computed(compute, inputs, (factor, shape, sizes, dtype, blocks)))
 
 
 _FACTORS = ArrayCache(256 << 20)
@@ -173,7 +177,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     }
     contents = {name: tensor.content for name, tensor in conversion.out.items()}
     name_of = f"{source.location} as {format.name}"
-    return store_of(source, name_of, [computed(file, contents)], {**source.side_files, **documents})
+    return store_of(source, name_of, [computed_file(file, contents)], {**source.side_files, **documents})
 
 
 @dataclass
@@ -337,9 +341,8 @@ class _Conversion:
         place = self._named(matrices, matrices.target.place)
         sizes, dtype = {**self._sizes(matrices), "rank": rank}, next(iter(dtypes), "F32")
         for factor, end in ((form.a, A_ENDS[0]), (form.b, B_ENDS[0])):
-            shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
-            made = Converted(tuple(tensor.content for tensor in factors), (factor, shape, sizes, dtype, placed))
-            self.out[f"{PREFIX}{place}{factor.name if matrices.target.is_stack else end}"] = Tensor(dtype, shape, made)
+            name = f"{PREFIX}{place}{factor.name if matrices.target.is_stack else end}"
+            self.out[name] = _converted(factor, sizes, dtype, [*factors], placed)
         name = self._named(matrices, matrices.target.name).removesuffix(".weight")
         scale = next(iter(scales), None)  # none: it is zero
         alpha = self.scales.alpha_for(scale, rank) if scale is not None else self.config[SETTINGS]["lora_alpha"]

@@ -15,37 +15,31 @@ from formats.files.checkpoint import CONFIG, MODELOPT
 from formats.files.safetensors import tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape
-from formats.quantization.dequantizing import DTYPE, Stored, scaled_weights
+from formats.quantization.dequantizing import DTYPE, Grid, Stored, scaled_weights
 from formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.transforms.tensors import (
-    ArrayCache,
-    Computed,
-    Opened,
-    Tensor,
-    changed,
-    tensors_of,
-)
+from reshard.transforms.tensors import ArrayCache, Opened, Tensor, changed, computed, tensors_of
 
 _SCALES = ArrayCache(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""
 
 
-class Dequantized(Computed):
-    """A weight of 8-bit floats times its scales, of which ``what`` has the dtype, the bytes and where they apply."""
+def _dequantized(weight: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    """A weight of 8-bit floats times its scales, which apply as ``grid`` says."""
+    nbytes = tensor_bytes("", scale.dtype, scale.shape)
 
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Compute them."""
-        (weight, scale), (dtype, nbytes, grid) = self.inputs, self.what
-        codes = np.frombuffer(weight.read(opened, first, last), np.uint8)
-
+    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
         def scales() -> Any:
-            return opened.scales(memoryview(scale.read(opened, 0, nbytes)), dtype, grid)
+            return opened.scales(memoryview(scale.content.read(opened, 0, nbytes)), scale.dtype, grid)
 
-        numbers = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale, grid), scales))
+        codes = np.frombuffer(weight.content.read(opened, first, last), np.uint8)
+        numbers = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale.content, grid), scales))
         return numbers.astype("<u2", copy=False)
+
+    inputs, what = (weight.content, scale.content), (scale.dtype, nbytes, grid)
+    return Tensor(DTYPE, weight.shape, computed(compute, inputs, what, 2))
 
 
 def dequantize(source: Source) -> RangeStore:
@@ -65,9 +59,7 @@ def dequantize(source: Source) -> RangeStore:
     contents: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in scaled:
-            scale = tensors[scaled[name].scale]
-            what = scale.dtype, tensor_bytes(scaled[name].scale, scale.dtype, scale.shape), scaled[name].grid
-            tensor = Tensor(DTYPE, tensor.shape, Dequantized((tensor.content, scale.content), what, 2))
+            tensor = _dequantized(tensor, tensors[scaled[name].scale], scaled[name].grid)
         if name not in gone:
             contents[name] = tensor
     sides = {name: content for name, content in source.side_files.items() if name != MODELOPT}

@@ -24,12 +24,12 @@ from reshard.store.range_store import RangeStore
 from reshard.store.remote import Read
 from reshard.store.threads import Threads
 from reshard.transforms.tensors import (
-    Computed,
     Content,
     Opened,
-    Part,
     computed,
+    computed_file,
     file_of,
+    part,
     store_of,
     tensors_of,
     whole_of,
@@ -54,33 +54,32 @@ class Places(NamedTuple):
     starts: tuple[int, ...]
 
 
-class Sparse(Computed):
-    """A tensor of the base with other elements, which the delta has at places (``what``)."""
+def _sparse(base: Content, delta: Content, places: Places, unit: int) -> Content:
+    """A tensor of the base with other elements, of ``unit`` bytes, which the delta has at places."""
 
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Read them, and put the changes in."""
-        (base, delta), places = self.inputs, self.what
-        unit, wide = self.unit, places.wide
+    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
         content = np.frombuffer(base.read(opened, first * unit, last * unit), np.uint8).copy()
         one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
         if other > one:
-            raw = delta.read(opened, places.places + one * wide, places.places + other * wide)
-            indices = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
+            raw = delta.read(opened, places.places + one * places.wide, places.places + other * places.wide)
+            indices = np.frombuffer(raw, f"<i{places.wide}").astype(np.int64)
             inside = (indices >= first) & (indices < last)
             raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
             content.view(f"<u{unit}")[indices[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
         return content
 
+    return computed(compute, (base, delta), places, unit)
 
-class Framed(Computed):
-    """A tensor of the base with changed bytes, which are a compressed frame (``what``) in the delta."""
 
-    def compute(self, opened: Opened, begin: int, end: int) -> NDArray[Any]:
-        """Read them, and change them."""
-        base, delta = self.inputs
+def _framed(base: Content, delta: Content, frame: Frame) -> Content:
+    """A tensor of the base with changed bytes, which are a compressed frame in the delta."""
+
+    def compute(opened: Opened, begin: int, end: int) -> NDArray[Any]:
         content = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
-        _CHANGES.change(delta, self.what, partial(delta.read, opened), begin, content)
+        _CHANGES.change(delta, frame, partial(delta.read, opened), begin, content)
         return content
+
+    return computed(compute, (base, delta), frame)
 
 
 _CHANGES = Changes()
@@ -112,12 +111,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
 
     for info in (info for file in delta.files for info in file.tensors.values()):
         name, parts, tensor = info.name, stored.get(info.name, ()), tensors.get(info.name)
-        file, how = (
-            Part(file_of(parts[0].file, path, stamps[parts[0].file]), 0) if parts else None,
-            delta.changes[name].how,
-        )
+        file, how = file_of(parts[0].file, path, stamps[parts[0].file]) if parts else None, delta.changes[name].how
         if file is not None and how == WHOLE:
-            contents[name] = Part(file.file, parts[0].offset)
+            contents[name] = part(file, parts[0].offset)
             continue
         if tensor is None or (tensor.dtype, tensor.shape) != (info.dtype, info.shape):
             raise other(f"tensor '{name}' is {'not there' if tensor is None else 'of another dtype or shape'}")
@@ -125,11 +121,10 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         if file is not None and how in (XOR, OVERWRITE):
             require_zstd()
             frame = Frame(name, how, parts[0].offset, parts[0].offset + parts[0].nbytes, info.nbytes)
-            contents[name] = Framed((tensor.content, file), frame)
+            contents[name] = _framed(tensor.content, part(file, 0), frame)
         elif file is not None:
-            contents[name] = Sparse(
-                (tensor.content, file), _checked(info, parts, opened(file.file)), unit_of(info.dtype)
-            )
+            places = _checked(info, parts, opened(file))
+            contents[name] = _sparse(tensor.content, part(file, 0), places, unit_of(info.dtype))
     if extra := tensors.keys() - delta.changes.keys():
         raise other(f"the delta does not know its tensor '{min(extra)}'")
     checks: list[tuple[Content, int, str, MismatchError]] = []
@@ -159,7 +154,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     sides = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{source.location} + {location_of(path)}"
-    return store_of(source, name_of, (computed(file, contents) for file in delta.files), {**delta.documents, **sides})
+    return store_of(
+        source, name_of, (computed_file(file, contents) for file in delta.files), {**delta.documents, **sides}
+    )
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) -> Places:

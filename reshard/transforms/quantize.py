@@ -27,10 +27,11 @@ from reshard.store.range_store import RangeStore
 from reshard.text import plural
 from reshard.transforms.tensors import (
     ArrayCache,
-    Computed,
+    Content,
     Opened,
     Tensor,
     changed,
+    computed,
     is_quantized,
     tensors_of,
 )
@@ -41,40 +42,48 @@ _CODES = ArrayCache(32 << 20)
 """Rows of blocks that were computed last: the next range may begin within one."""
 
 
-class InBlocks(Computed):
-    """A weight in 8-bit floats, or its scales: ``what`` has its name, dtype, rows and columns, and whether its scales.
+def in_blocks(name: str, tensor: Tensor, lost: NDArray[np.float64]) -> tuple[Content, Content]:
+    """A weight in 8-bit floats, and its scales.
 
     ``lost`` gets the sums of squares of what was lost and of the numbers, for each row of blocks that is read.
     """
+    weight, dtype, (rows, columns) = tensor.content, tensor.dtype, tensor.shape
+    unit = columns * DTYPE_BITS[dtype] // 8
 
-    lost: NDArray[np.float64]
-
-    def compute(self, opened: Opened, begin: int, end: int) -> NDArray[Any]:
-        """Compute them."""
-        *_, columns, is_scales = self.what
-        width = -(-columns // BLOCK) * 4 if is_scales else columns * BLOCK
-        content = np.empty(end - begin, np.uint8)
-        for number in range(begin // width, -(-end // width)):
-            compute = partial(self._row, opened, number)
-            row = compute() if is_scales else _CODES.get((opened.codes, self, number), compute)
-            at = number * width - begin  # where the row begins in the range
-            content[max(at, 0) : at + width] = row[max(-at, 0) : end - begin - at]
-        return content
-
-    def _row(self, opened: Opened, number: int) -> NDArray[np.uint8]:
-        """The bytes of a row of blocks. Raises MismatchError if a number is not finite."""
-        name, dtype, rows, columns, is_scales = self.what
-        unit = columns * DTYPE_BITS[dtype] // 8
-        first, last = number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit
-        content = memoryview(self.inputs[0].read(opened, first, last))
-        scales = opened.block_scales(content, dtype, columns)
-        if not np.isfinite(scales).all():
+    def row_of(opened: Opened, number: int) -> tuple[memoryview, NDArray[np.float32]]:
+        """The numbers of a row of blocks, and its scales. Raises MismatchError if a number is not finite."""
+        content = memoryview(weight.read(opened, number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit))
+        block_scales = opened.block_scales(content, dtype, columns)
+        if not np.isfinite(block_scales).all():
             why = f"tensor '{name}' has numbers that are not finite, or too large for float32"
             raise MismatchError(f"{why}: it has no scale", "the checkpoint is damaged, or its training diverged")
-        if is_scales:
-            return scales.view(np.uint8)
-        codes, self.lost[number] = opened.codes(content, dtype, columns, scales)
-        return codes
+        return content, block_scales
+
+    def scales(opened: Opened, begin: int, end: int) -> NDArray[Any]:
+        return _of_rows(-(-columns // BLOCK) * 4, begin, end, lambda number: row_of(opened, number)[1].view(np.uint8))
+
+    def codes(opened: Opened, begin: int, end: int) -> NDArray[Any]:
+        def make(number: int) -> NDArray[np.uint8]:
+            content, block_scales = row_of(opened, number)
+            row, lost[number] = opened.codes(content, dtype, columns, block_scales)
+            return row
+
+        def row(number: int) -> NDArray[np.uint8]:
+            return _CODES.get((opened.codes, codes, number), partial(make, number))
+
+        return _of_rows(columns * BLOCK, begin, end, row)
+
+    what = name, dtype, rows, columns
+    return computed(codes, (weight,), what), computed(scales, (weight,), what)
+
+
+def _of_rows(width: int, begin: int, end: int, row: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Bytes ``begin`` to ``end`` of rows of so many bytes."""
+    content = np.empty(end - begin, np.uint8)
+    for number in range(begin // width, -(-end // width)):
+        at = number * width - begin  # where the row begins in the range
+        content[max(at, 0) : at + width] = row(number)[max(-at, 0) : end - begin - at]
+    return content
 
 
 class Quantized(NamedTuple):
@@ -108,7 +117,7 @@ def quantize(source: Source, name: str) -> Quantized:
             f"no published checkpoint says which weights of '{type_of}' stay as they are in {NAME}",
             f"the types are {', '.join(what_stays()[1])}",
         )
-    contents, codes, modules = dict[str, Tensor](), dict[str, InBlocks](), list[str]()
+    contents, lost, modules = dict[str, Tensor](), dict[str, NDArray[np.float64]](), list[str]()
     stay = dict.fromkeys(stays.values(), 0)
     for key, tensor in tensors_of(source).items():
         contents[key] = tensor
@@ -123,23 +132,22 @@ def quantize(source: Source, name: str) -> Quantized:
             why = "published fp8 checkpoints have a matrix for each expert" if len(tensor.shape) == 3 else "no weight"
             raise PlanError(f"{what} cannot be quantized to {NAME}: {why}")
         else:
-            grid, header = tuple(-(-size // BLOCK) for size in tensor.shape), (key, tensor.dtype, *tensor.shape)
-            codes[key] = InBlocks((tensor.content,), (*header, False))
-            codes[key].__dict__["lost"] = np.zeros((grid[0], 2))
-            contents[key] = Tensor(PACKED, tensor.shape, codes[key])
-            contents[f"{key}_scale_inv"] = Tensor("F32", grid, InBlocks((tensor.content,), (*header, True)))
+            grid = tuple(-(-size // BLOCK) for size in tensor.shape)
+            lost[key] = np.zeros((grid[0], 2))
+            codes, scales = in_blocks(key, tensor, lost[key])
+            contents |= {key: Tensor(PACKED, tensor.shape, codes), f"{key}_scale_inv": Tensor("F32", grid, scales)}
     listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
     sides = {**source.side_files, CONFIG: json_bytes(document) + b"\n"}
-    beside = {key: f"{key}_scale_inv" for key in codes}
+    beside = {key: f"{key}_scale_inv" for key in lost}
     store = changed(source, f"{source.location} (in {NAME})", contents, sides, beside)
     kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
-    note = f"{plural(len(codes), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
+    note = f"{plural(len(lost), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
     note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"
 
     def error() -> tuple[str, float] | None:
-        sums = {name: content.lost.sum(axis=0) for name, content in codes.items()}
-        errors = [(math.sqrt(lost / total), name) for name, (lost, total) in sums.items() if total]
+        sums = {name: rows.sum(axis=0) for name, rows in lost.items()}
+        errors = [(math.sqrt(squares / total), name) for name, (squares, total) in sums.items() if total]
         return max(errors)[::-1] if errors else None
 
     return Quantized(store, note, error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,12 +104,12 @@ class LocalFile(Remote):
         """Open the file; it may be closed and opened again between two reads."""
         self.check_unchanged()
 
-        return self._read
+        def read(start: int, stop: int) -> memoryview:
+            view = np.empty(stop - start, np.uint8).data
+            self.fill(start, view)
+            return view
 
-    def _read(self, start: int, stop: int) -> memoryview:
-        view = np.empty(stop - start, np.uint8).data
-        self.fill(start, view)
-        return view
+        return read
 
     def fill(self, start: int, view: memoryview) -> None:
         """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
@@ -196,93 +195,64 @@ class Opened:
             return self._reads[file]
 
 
-class Content(ABC):
-    """What the bytes of a tensor come from."""
-
-    files: Sequence[Remote]
-    """The files that are read, that in whose place the tensor stands first."""
-    plain: object
-    """What the bytes follow from besides the contents of the files, as JSON has it."""
-
-    @abstractmethod
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Bytes ``begin`` to ``end``. Raises ReshardError."""
-
-
-@dataclass(frozen=True)
-class Part(Content):
-    """Bytes of a file from ``offset`` on, as they are."""
-
-    file: Remote
-    offset: int
-
-    def __post_init__(self) -> None:
-        self.__dict__.update(files=(self.file,), plain=(self.file.identity, self.offset))
-
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Read them."""
-        return opened(self.file)(self.offset + begin, self.offset + end)
-
-
 @dataclass(frozen=True, eq=False)
-class Computed(Content):
-    """Elements that are computed from ``inputs`` by ``what``; the first input is what they stand for.
+class Content:
+    """What the bytes of a tensor come from: ``read`` gives those from one number to another, and raises ReshardError.
+
+    ``files`` are read, that in whose place the tensor stands first. ``plain`` is what the bytes follow from besides the
+    contents of the files, as JSON has it.
+    """
+
+    read: Callable[[Opened, int, int], Bytes]
+    files: Sequence[Remote]
+    plain: object
+
+
+def part(file: Remote, offset: int) -> Content:
+    """Bytes of a file from ``offset`` on, as they are."""
+    place = file.identity, offset
+    return Content(lambda opened, begin, end: opened(file)(offset + begin, offset + end), (file,), place)
+
+
+Compute = Callable[[Opened, int, int], NDArray[Any]]
+
+
+def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: int = 1) -> Content:
+    """Elements from one number to another as ``compute`` makes them of ``inputs`` and ``what``, of which it is all that
+    the elements follow from. The first input is what they stand for.
 
     ``unit`` are the bytes of an element: a range that begins or ends within one is cut out of whole ones.
     """
 
-    inputs: tuple[Content, ...]
-    what: Any
-    unit: int = 1
+    def read(opened: Opened, begin: int, end: int) -> Bytes:
+        first = begin // unit
+        elements = compute(opened, first, -(-end // unit))
+        return elements.reshape(-1).view(np.uint8).data[begin - first * unit :][: end - begin]
 
-    @abstractmethod
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """The elements from ``first`` to ``last``. Raises ReshardError."""
-
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Compute them."""
-        first = begin // self.unit
-        elements = self.compute(opened, first, -(-end // self.unit))
-        return elements.reshape(-1).view(np.uint8).data[begin - first * self.unit :][: end - begin]
-
-    @property
-    def files(self) -> Sequence[Remote]:  # type: ignore[override]
-        """Those of the inputs."""
-        return (*dict.fromkeys(file for content in self.inputs for file in content.files),)
-
-    @property
-    def plain(self) -> object:  # type: ignore[override]
-        """The inputs, and what is done with them."""
-        return type(self).__name__, [content.plain for content in self.inputs], self.what
+    files = (*dict.fromkeys(file for content in inputs for file in content.files),)
+    return Content(read, files, (compute.__qualname__, [content.plain for content in inputs], what))
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered(Content):
-    """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would."""
+def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -> Content:
+    """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would, and compare replicas."""
 
-    name: str
-    jobs: Sequence[Job]
-    by_path: Mapping[FilePath, Remote]
-
-    def __post_init__(self) -> None:
-        self.__dict__.update(files=(*self.by_path.values(),), plain=self.name)
-
-    def read(self, opened: Opened, begin: int, end: int) -> Bytes:
-        """Put them together, and check that replicas are equal."""
-        buffer, reader, count = np.empty(end - begin, np.uint8), _Gathering(opened, self.by_path), 0
-        for number, job in enumerate(self.jobs):
+    def read(opened: Opened, begin: int, end: int) -> Bytes:
+        buffer, count, reader = np.empty(end - begin, np.uint8), 0, _Gathering(opened, files)
+        for number, job in enumerate(jobs):
             base, steps = job.target(0).offset, _steps_of(job.transfer)
             for step in steps[bisect_right(steps, begin - base, key=lambda entry: entry.end) :]:
                 if step.begin + base >= end:
                     break
                 if step.slab.is_flat and not step.slab.checks:
-                    count += reader.stream(job, step.slab, buffer, begin - base)
+                    count += _stream(job, step.slab, reader, buffer, begin - base)
                 else:
-                    block = _BLOCKS.get((self, number, step.end), partial(reader.block, job, step.slab))
+                    block = _BLOCKS.get((read, number, step.end), partial(_block, job, step.slab, reader))
                     count += _take(step.slab, block, buffer, begin - base)
         if count != buffer.size:  # what no part has must not pass
-            raise RuntimeError(f"{count} of {buffer.size} bytes of tensor '{self.name}' were put together")
+            raise RuntimeError(f"{count} of {buffer.size} bytes of tensor '{name}' were put together")
         return buffer.data
+
+    return Content(read, (*files.values(),), name)
 
 
 _BLOCKS = ArrayCache(8 << 20)
@@ -308,43 +278,13 @@ def _steps_of(way: Route) -> Sequence[_Step]:
     return sorted(steps, key=lambda step: step.end)
 
 
-class _Gathering(Reader):
-    """Reads regions of files that are open already, from any thread."""
-
-    def __init__(self, opened: Opened, files: Mapping[FilePath, Remote]) -> None:
-        super().__init__()
-        self._opened, self._files = opened, files
-
-    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        remote = self._files[file.path]
-        if isinstance(remote, LocalFile):
-            remote.fill(offset, view)
-        elif len(view):
-            view[:] = self._opened(remote)(offset, offset + len(view))
-
-    def block(self, job: Job, slab: Slab) -> NDArray[np.uint8]:
-        """All that a slab writes, one region after the other."""
-        buffer = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
-        ends = [*accumulate(region.nbytes for region in slab.writes)]
-        parts = zip(slab.writes, np.split(buffer, ends[:-1]), strict=True)
-        fill(job, slab, self, [part.reshape(region.shape) for region, part in parts])
-        return buffer
-
-    def stream(self, job: Job, slab: Slab, buffer: NDArray[np.uint8], first: int) -> int:
-        """Read what a flat slab writes of the bytes from ``first`` on into ``buffer``. Returns their number."""
-        nbytes = 0
-        for copy in slab.copies:
-            part = copy.target_slices[0]
-            for into, skip in _within(slab.writes[copy.target], part.start, part.stop, buffer, first):
-                nbytes += into.size
-                if copy.source is None:
-                    into[:] = 0
-                    continue
-                region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
-                place = job.source(region.rank)
-                for offset, position, count in region.ranges(begin, into.size):
-                    self.fill(into[position : position + count], place.file, place.offset + offset)
-        return nbytes
+def _block(job: Job, slab: Slab, reader: Reader) -> NDArray[np.uint8]:
+    """All that a slab writes, one region after the other."""
+    buffer = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
+    ends = [*accumulate(region.nbytes for region in slab.writes)]
+    parts = zip(slab.writes, np.split(buffer, ends[:-1]), strict=True)
+    fill(job, slab, reader, [part.reshape(region.shape) for region, part in parts])
+    return buffer
 
 
 def _take(slab: Slab, block: NDArray[np.uint8], buffer: NDArray[np.uint8], first: int) -> int:
@@ -358,6 +298,23 @@ def _take(slab: Slab, block: NDArray[np.uint8], buffer: NDArray[np.uint8], first
     return nbytes
 
 
+def _stream(job: Job, slab: Slab, reader: Reader, buffer: NDArray[np.uint8], first: int) -> int:
+    """Read what a flat slab writes of the bytes from ``first`` on into ``buffer``. Returns their number."""
+    nbytes = 0
+    for copy in slab.copies:
+        written = copy.target_slices[0]
+        for into, skip in _within(slab.writes[copy.target], written.start, written.stop, buffer, first):
+            nbytes += into.size
+            if copy.source is None:
+                into[:] = 0
+                continue
+            region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
+            place = job.source(region.rank)
+            for offset, position, count in region.ranges(begin, into.size):
+                reader.fill(into[position : position + count], place.file, place.offset + offset)
+    return nbytes
+
+
 def _within(
     region: Region, begin: int, end: int, into: NDArray[np.uint8], first: int
 ) -> Iterator[tuple[NDArray[np.uint8], int]]:
@@ -366,6 +323,22 @@ def _within(
         low, high = max(at, first), min(at + length, first + into.size)
         if low < high:
             yield into[low - first : high - first], skip + low - at
+
+
+class _Gathering(Reader):
+    """Reads regions of files that are open already, from any thread."""
+
+    def __init__(self, opened: Opened, files: Mapping[FilePath, Remote]) -> None:
+        super().__init__()
+        self._opened, self._files = opened, files
+
+    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+        remote = self._files[file.path]
+        if isinstance(remote, LocalFile):
+            remote.fill(offset, view)
+        else:
+            content = self._opened(remote)(offset, offset + len(view))
+            np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -389,18 +362,18 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         found = {name: rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
         return found | {second: found[first] for second, first in source.aliases.items()}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
-    found, gathered = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
+    found, others = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
     if source.format is HUGGING_FACE:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
-        found = {info.name: Tensor(info.dtype, info.shape, Part(files[info.file], info.offset)) for info in infos}
-        gathered = {name: gathered[name] for name in source.twice.values()}
+        found = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
+        others = {name: others[name] for name in source.twice.values()}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
-    if gathered:
+    if others:
         target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
-        for job in jobs_of(source, target, {0: dict.fromkeys(gathered, nowhere)}):
+        for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):
             jobs[job.name].append(job)
-    for name, tensor in gathered.items():
-        found[name] = Tensor(tensor.dtype, tensor.shape, Gathered(name, jobs[name], files))
+    for name, tensor in others.items():
+        found[name] = Tensor(tensor.dtype, tensor.shape, gathered(name, jobs[name], files))
     return found | {second: found[first] for second, first in source.aliases.items()}
 
 
@@ -411,23 +384,17 @@ def is_quantized(source: Source) -> bool:
     return bool(settings) or any(scheme.companion(*entry, dtypes) for entry in dtypes.items())
 
 
-class Rounded(Computed):
-    """A tensor that is cast (``what``)."""
-
-    def compute(self, opened: Opened, first: int, last: int) -> NDArray[Any]:
-        """Read and cast them."""
-        (content,), change = self.inputs, self.what
-        raw = np.frombuffer(content.read(opened, first * change.before, last * change.before), np.uint8)
-        elements: NDArray[np.uint8] = change.elements()(raw.reshape(-1, change.before))
-        return elements
-
-
 def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
     """A tensor that is cast."""
     if tensor.dtype == dtype:
         return tensor
-    change = Change(name, tensor.dtype, dtype, None, dtype)
-    return tensor._replace(dtype=dtype, content=Rounded((tensor.content,), change, change.after))
+    content, change = tensor.content, Change(name, tensor.dtype, dtype, None, dtype)
+
+    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
+        raw = np.frombuffer(content.read(opened, first * change.before, last * change.before), np.uint8)
+        return change.elements()(raw.reshape(-1, change.before))
+
+    return Tensor(dtype, tensor.shape, computed(compute, (content,), change, change.after))
 
 
 def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes]]:
@@ -464,7 +431,7 @@ def changed(
             header = build_header(kinds, before.metadata)
             record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
         if kinds:
-            files.append(computed(record, {name: tensors[name].content for name, *_ in kinds}))
+            files.append(computed_file(record, {name: tensors[name].content for name, *_ in kinds}))
     documents = dict(index)
     if [file.header for file in files] != [file.header for file in whole]:
         there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
@@ -564,7 +531,7 @@ def _plain(value: Any) -> object:
     return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else None
 
 
-def computed(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:
+def computed_file(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:
     """A weight file of a transformed checkpoint, with these contents of its tensors."""
     infos = (info for info in file.tensors.values() if info.nbytes)
     pieces = (Piece(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)

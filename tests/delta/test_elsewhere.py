@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from formats.errors import CheckpointError
 from reshard.api import diff, split
+from reshard.delta import storing
 from tests import store
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, upload
@@ -107,15 +107,17 @@ def test_a_wrong_base_is_found_before_anything_is_written_also_in_a_trial(
 
 
 def test_a_full_disk(base: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left, and the same works when there is room."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    for name in ("pwrite", "ftruncate"):
-        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
-            patch.setattr(os, name, full)
-            diff(base, tuned, out=tmp_path / "delta")
+    """When the file is made as long as it will be, or as it grows: nothing is left, and with room the same works."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for is_reserved in (True, False):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="File too large"):
+            if not is_reserved:
+                patch.setattr(storing, "reserve", lambda *_: None)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+            try:
+                diff(base, tuned, out=tmp_path / "delta")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not list(tmp_path.iterdir())
     diff(base, tuned, out=tmp_path / "delta")
 

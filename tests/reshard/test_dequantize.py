@@ -398,10 +398,10 @@ def test_the_identity_of_a_computed_file(source: Path, tmp_path: Path) -> None:
     assert reader_of(Stamp)(document_of(here), "here") == here
     file = mine[0]
     assert isinstance(file, ComputedFile)
-    piece = next(piece for piece in file.pieces if isinstance(piece.content, storage.Dequantized))
-    assert isinstance(piece.content, storage.Dequantized)
-    *what, grid = piece.content.what
-    other = replace(piece.content, what=(*what, grid._replace(block_rows=1)))
+    plains = [piece.content.plain for piece in file.pieces]
+    number, (name, inputs, (*what, grid)) = next(found for found in enumerate(plains) if "_dequantized" in str(found))
+    piece = file.pieces[number]
+    other = replace(piece.content, plain=(name, inputs, (*what, grid._replace(block_rows=1))))
     pieces = tuple(each._replace(content=other) if each is piece else each for each in file.pieces)
     found = {of.identity for of in (file, replace(file, header=file.header + b" "), replace(file, pieces=pieces))}
     assert len(found) == 3

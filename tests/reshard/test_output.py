@@ -316,15 +316,18 @@ def test_fsync_reaches_every_file_and_folder(ranks, tmp_path, monkeypatch):
     assert not missing
 
 
-def test_what_may_not_be_written_is_not_a_full_disk(tmp_path, monkeypatch):
-    """A folder that is read-only: more room would not help."""
-    source = write_checkpoint(tmp_path / "source")
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOENT])
+def test_what_may_not_be_written_is_not_a_full_disk(code, tmp_path, monkeypatch):
+    """A folder that is read-only, or in which there is none (/proc): more room would not help, nor trying again."""
+    source, calls = write_checkpoint(tmp_path / "source"), []
 
     def refuse(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        calls.append(code)
+        assert len(calls) < 10
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot write .*out\.partial: Read-only file system") as error:
+    with pytest.raises(CheckpointError, match=rf"cannot write .*out\.partial: {os.strerror(code)}") as error:
         split(source, tmp_path / "out", tp=4)
     assert error.value.hint is None
 

@@ -6,10 +6,9 @@ Degrees are compared by bars, each with its number beside it. What was measured 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.pages.markup import html_page, rendered, rounded
+from reshard.pages.markup import html_page, rounded
 from reshard.text import human_bytes, human_time
 from verify.profile.words import STEP, human_count, human_rate, lines_of
 
@@ -23,14 +22,13 @@ def page(document: Document) -> str:
     best = document["recommended"]["tp"]
     headline = f"Use tp {best}" if best else "No degree fits"
     phases = dict.fromkeys(row["phase"] for row in document["rows"])
-    content = rendered(
-        "verify/profile/page.html", **document, headline=headline, best=best, human_count=human_count,
+    return html_page(
+        "verify/profile/page.html", f"{headline}: {document['source']}", **document,
+        headline=headline, best=best, human_count=human_count,
         capacities=dict.fromkeys(human_bytes(row["memory"]["capacity"]) for row in document["rows"]),
         phases=[_phase(phase, [row for row in document["rows"] if row["phase"] == phase]) for phase in phases],
         exchanges=_exchanges(document["all_reduce"]),
     )  # fmt: skip
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return html_page("reshard profile", f"{headline}: {document['source']}", style, content)
 
 
 class _Bar(NamedTuple):

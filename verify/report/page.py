@@ -27,7 +27,6 @@ from reshard.pages.markup import (
     joined,
     line,
     rectangle,
-    rendered,
     rounded,
     text,
 )
@@ -224,16 +223,15 @@ class _Drawn(NamedTuple):
 
 def page(document: Document) -> str:
     """The text of the page for a document of ``--json``."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     headline = HEADLINES.get(str(document["verdict"]), HEADLINES["unchecked"])
     forward = document["forward"] or {}
-    content = rendered(
-        "verify/report/page.html", **document, headline=headline, most=ROWS, not_listed=NOT_LISTED,
+    return html_page(
+        "verify/report/page.html", f"{headline}: {Path(str(document['shards'])).name}", **document,
+        headline=headline, most=ROWS, not_listed=NOT_LISTED,
         not_compared=not_compared, setting=_setting(document, forward),
         layers=_drawn(forward, "layers", "layer"), gradients=_drawn(forward, "gradients", "weight"),
         histogram=histogram_plot((forward.get("logits") or {}).get("histogram") or ()),
     )  # fmt: skip
-    return html_page("reshard verify", f"{headline}: {Path(str(document['shards'])).name}", style, content)
 
 
 def _drawn(forward: Document, key: str, what: str) -> _Drawn:

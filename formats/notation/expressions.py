@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
-from formats.documents import LARGEST
+from formats.documents import LARGEST, READERS, WRITERS, notation
 from formats.errors import NotationError, brief
 
 Lookup = Callable[[str], Any]
@@ -97,6 +98,11 @@ def read_expression(text: str) -> Expression:
             raise NotationError(f"'{text}': '{ast.unparse(node)}' is not allowed in a size expression")
     return Expression(text, names, tree)
 
+
+READERS[Expression], WRITERS[Expression] = (
+    notation(read_expression, "an expression", (str, int, float)),
+    attrgetter("text"),
+)
 
 _ALLOWED = (
     ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.Load, ast.Call, ast.BinOp,

@@ -45,7 +45,7 @@ WRONG = [
     ("[models.x]\ntensors = 3", "models.x.tensors should be"),
     ("[models.x]\nconstants = [3]", "models.x.constants[0] should be"),
     ('[models."x,".names]\n"a.*" = "b.*"', "'x,' names a model type without a name"),
-    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = 3 }', "'a.*'.when should be"),
+    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = [] }', "'a.*'.when should be"),
     ('[models.x.tensors]\n"a.*" = { from = "b.*", when = "" }', "'a.*'.when: '' is not an expression"),
     ("chunks = 1", "chunks should be true or false and is 1"),
     ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),

@@ -74,28 +74,32 @@ class AxisSizes:
         """The quantization scheme that the config states."""
         return scheme_of(self.settings)
 
+    def _indices_behind(self, expressions: Iterable[Expression]) -> frozenset[str]:
+        """The axes in names whose index some of these expressions depend on, also through sizes that they name."""
+        sizes, reached = self._architecture.sizes, frozenset[str]()
+        names = frozenset[str]().union(*(expression.names for expression in expressions))
+        while names - reached:
+            reached |= names
+            names = names.union(*(sizes[name].names for name in names - self._index_names if name in sizes))
+        return names & self._index_names
+
     @cached_property
     def _used_indices(self) -> frozenset[str]:
-        expressions = list(self._architecture.sizes.values())
-        expressions += [r.when for rules in self._architecture.tensors.values() for r in rules if r.when is not None]
-        return self._index_names & frozenset().union(*(expression.names for expression in expressions))
+        rules = (rule for rules in self._architecture.tensors.values() for rule in rules)
+        conditions = [rule.when for rule in rules if rule.when is not None]
+        return self._indices_behind([*self._architecture.sizes.values(), *conditions])
 
     def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
         """The axes in names whose index decides which of a line's rules holds, or how the tensors are split.
 
         The sizes of all axes of a family matter, because they are split together.
         """
-        axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
+        axes = frozenset[str]().union(*(shape.axes for rule in rules for shape in rule.shapes))
         families = (family for families_of in self._architecture.families.values() for family in families_of)
         axes = axes.union(*(family for family in families if axes & {*family}))
-        names = frozenset().union(*(rule.when.names for rule in rules if rule.when and self._asks_for_index(rule.when)))
-        while True:
-            sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
-            names = names.union(*(expression.names for expression in sizes))
-            further = names - self._index_names - axes
-            if not further & self._architecture.sizes.keys():
-                return names & self._index_names
-            axes |= further
+        sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
+        conditions = [rule.when for rule in rules if rule.when is not None and self._asks_for_index(rule.when)]
+        return self._indices_behind([*sizes, *conditions])
 
     def _asks_for_index(self, condition: Expression) -> bool:
         """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
@@ -108,12 +112,8 @@ class AxisSizes:
     @cached_property
     def varying(self) -> frozenset[str]:
         """The axes whose size depends on an index in the tensor's name."""
-        sizes, axes = self._architecture.sizes, frozenset[str]()
-        while True:
-            wider = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | axes))
-            if wider == axes:
-                return axes
-            axes = wider
+        sizes = self._architecture.sizes.items()
+        return frozenset(axis for axis, expression in sizes if self._indices_behind([expression]))
 
     @cached_property
     def counts(self) -> dict[str, int]:

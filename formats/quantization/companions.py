@@ -68,19 +68,6 @@ class Companion:
     advice: str | None = None
 
 
-def _companion(name: str, dtype: str | None, dtypes: Mapping[str, str], table: Table) -> Companion | None:
-    for suffix in _suffixes(name):
-        base, weight = name.removesuffix(suffix), _weight(name, suffix)
-        patterns = table.get(f"{suffix} of {dtypes.get(weight)}") or table.get(f"{suffix} {dtype}") or table.get(suffix)
-        if isinstance(patterns, Refused):
-            raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
-        if patterns is not None:
-            if suffix.removeprefix(".") in OF_ATTENTION:
-                return Companion(base, patterns, of_attention=True)
-            return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
-    return None
-
-
 def _suffixes(name: str) -> Iterable[str]:
     """The ends of a name by which it may belong to a weight.
 
@@ -214,21 +201,28 @@ class Scheme:
         the checkpoint's tensors by name: one method may quantize weights in two ways. Raises PlanError for a tensor of
         a method that cannot be split.
         """
-        return _companion(name, dtype, dtypes, self.table(name.rpartition(".")[0]))
+        table = self.table(name.rpartition(".")[0])
+        for suffix in _suffixes(name):
+            base, weight = name.removesuffix(suffix), _weight(name, suffix)
+            of_weight = table.get(f"{suffix} of {dtypes.get(weight)}")
+            patterns = of_weight or table.get(f"{suffix} {dtype}") or table.get(suffix)
+            if isinstance(patterns, Refused):
+                raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
+            if patterns is not None:
+                if suffix.removeprefix(".") in OF_ATTENTION:
+                    return Companion(base, patterns, of_attention=True)
+                return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
+        return None
 
     def case(self, name: str, dtypes: Mapping[str, str]) -> tuple[object, ...]:
         """Names that differ in numbers alone belong to weights of which the names differ in numbers alone, where this
         is the same.
         """
-        if self._is_uniform:
+        if not (self.named or self.within or self._ends_of_weights):
             return ()
         table = self.table(name.rpartition(".")[0])
         asked = [suffix for suffix in self._ends_of_weights if name.endswith(suffix)]
         return id(table), *[dtypes.get(_weight(name, suffix)) for suffix in asked]
-
-    @cached_property
-    def _is_uniform(self) -> bool:
-        return not (self.named or self.within or self._ends_of_weights)
 
     @cached_property
     def _ends_of_weights(self) -> frozenset[str]:
@@ -242,14 +236,10 @@ class Scheme:
         for expression, table in self.named:
             if expression.match(module):
                 return table
-        inner_table = self._within(module.split(".")) if self.within else None
-        return self.general if inner_table is None else inner_table
-
-    def _within(self, words: Sequence[str]) -> Table | None:
-        """That of the longest name in a module's, of two with the same end the one with more before it."""
-        ends = range(len(words), 0, -1)
-        names = (".".join(words[begin:end]) for end in ends for begin in range(end) if words[end - 1] in self._ends)
-        return next((self.within[name] for name in names if name in self.within), None)
+        words = module.split(".") if self.within else []  # the longest name; of two with one end that with more before
+        ends = (end for end in range(len(words), 0, -1) if words[end - 1] in self._ends)
+        names = (".".join(words[begin:end]) for end in ends for begin in range(end))
+        return next((self.within[name] for name in names if name in self.within), self.general)
 
     @cached_property
     def _ends(self) -> frozenset[str]:

@@ -120,7 +120,7 @@ class Mesh:
 
     def to_document(self) -> dict[str, Any]:
         """``{"tp": 4}``."""
-        return dict(self.degrees) | document_of(self)
+        return {**dict(self.degrees), **document_of(self)}
 
     def __str__(self) -> str:
         degrees = dict(self.degrees)

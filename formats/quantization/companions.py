@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from formats.documents import lenient_json
 from formats.errors import CheckpointError, PlanError
-from formats.notation.axes import Dim, Factor, Shape, Summand, parse
+from formats.notation.axes import Dim, Shape, Summand, parse
 
 _NO_DTYPES: Mapping[str, str] = {}
 OF_ACTIVATIONS = (
@@ -133,23 +133,19 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
         return pattern
     if output is None:
         return None
-    inner = 2 * len(weight.dims) - 3 - output
+    outer, inner = weight.dims[output], weight.dims[2 * len(weight.dims) - 3 - output]
+    known = {"lead": weight.dims[:-2], "out": (outer,), "in": (inner,), "groups": (_all_groups(inner),)}
+    if "heads" in text:
+        (heads,) = inner.summands
+        known |= {"heads": (Dim((Summand(heads.factors[:-1]),)),), "kvheads": (Dim((Summand(heads.factors[:1]),)),)}
     dims: list[Dim] = []
     for dim in pattern.dims:
-        word = dim.whole.axis
-        if word == "lead":
-            dims += weight.dims[:-2]
-        elif word == "groups":
-            dims.append(_all_groups(weight.dims[inner]))
-        elif word in {"heads", "kvheads"}:
-            (heads,) = weight.dims[inner].summands
-            dims.append(Dim((Summand(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
-        elif word in {"out", "in"}:
-            dims.append(weight.dims[output if word == "out" else inner].in_blocks(*dim.counted))
+        if (word := dim.whole.axis) is not None:
+            dims += (one if dim.counted == (1, 1) else one.in_blocks(*dim.counted) for one in known[word])
         elif dim.axes:
             (row,) = dim.summands
-            named: Mapping[Factor, Dim] = {"out": weight.dims[output], "in": weight.dims[inner]}
-            dims.append(replace(dim, summands=(Summand(tuple(named[factor] for factor in row.factors)),)))
+            factors = tuple(one for factor in row.factors for one in known[str(factor)])
+            dims.append(replace(dim, summands=(Summand(factors),)))
         else:
             dims.append(dim)
     if as_stored and weight.arrow is not None:

@@ -250,7 +250,8 @@ class Shape:
 # --------------------------------------------------------------------------------------------------- parsing
 
 _TOKEN = re.compile(
-    r"\s*(->|\.\.\.|[()[\]+]|(?:\*\s*[0-9]{0,18}\s*)?/\s*[0-9]{0,18}(?![0-9])|[A-Za-z_][A-Za-z0-9_]*(?:\s*:)?|[0-9]{1,18}(?![0-9]))\s*"
+    r"\s*(->|\.\.\.|(?:\*\s*[0-9]{0,18}\s*)?/\s*[0-9]{0,18}(?![0-9])|[()[\]+*]|[A-Za-z_][A-Za-z0-9_]*(?:\s*:)?"
+    r"|[0-9]{1,18}(?![0-9]))\s*"
 )
 _CLOSING = {"(": ")", "[": "]"}
 
@@ -279,7 +280,7 @@ def parse(text: str) -> Shape:
             if brackets and (brackets > 1 or len(dim.summands) > 1 or dim.part is None):
                 raise NotationError(f"shape '{text}': square brackets stand once, around the last factor")
             dims.append(dim)
-        elif "/" in token:
+        elif token[0] in "*/":
             per, _, step = token.partition("/")
             step_of, per_of = int(step.strip() or 0), int(per.strip("* ") or not per)
             if not dims or dims[-1].counted != (1, 1) or not step_of or not per_of:

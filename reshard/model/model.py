@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError, NotationError, PlanError, brief
@@ -44,14 +44,6 @@ def check_members(axis: str, count: int | None, tensors: int) -> None:
             f"config.json: '{axis}' is {count:,}, and there are {tensors:,} tensors",
             "it is not the config.json of these tensors, or is damaged",
         )
-
-
-class _Unknown(dict[str, int]):
-    """Indices that nobody knows."""
-
-    def get(self, *_: object) -> NoReturn:
-        """Raise an error."""
-        raise NotationError("an index is not known")
 
 
 class AxisSizes:
@@ -104,7 +96,7 @@ class AxisSizes:
     def _asks_for_index(self, condition: Expression) -> bool:
         """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
         try:
-            self.evaluate(condition, _Unknown())
+            self.evaluate(condition, None)
         except NotationError:
             return True
         return False
@@ -144,8 +136,11 @@ class AxisSizes:
                 return rule
         return None
 
-    def evaluate(self, expression: Expression, indices: Mapping[str, int]) -> Any:
-        """The value of an expression for a tensor with these indices; raises NotationError if it has none."""
+    def evaluate(self, expression: Expression, indices: Mapping[str, int] | None) -> Any:
+        """The value of an expression for a tensor with these indices; raises NotationError if it has none.
+
+        None: they are not known, and an expression that asks for one has no value.
+        """
         return expression.evaluate(lambda name: self._look_up(name, indices, ()))
 
     def look_up(self, name: str) -> Any:
@@ -165,7 +160,7 @@ class AxisSizes:
             return None
         return int(value) if isinstance(value, (int, float)) else None
 
-    def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
+    def _config_size(self, axis: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
         self._steps += 1
         if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
@@ -173,6 +168,8 @@ class AxisSizes:
         try:
             value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
         except NotationError as error:
+            if indices is None:
+                raise
             plan = self._architecture.name
             raise PlanError(
                 f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
@@ -185,8 +182,10 @@ class AxisSizes:
             raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
         return value
 
-    def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
+    def _look_up(self, name: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> Any:
         if name in self._index_names:
+            if indices is None:
+                raise NotationError("an index is not known")
             return indices.get(name)
         if name in self._architecture.sizes and name not in below:
             return self._config_size(name, indices, below)

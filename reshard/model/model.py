@@ -130,7 +130,6 @@ class AxisSizes:
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
-        self._steps = 0
         for rule in match.rules:
             if rule.when is None or self.evaluate(rule.when, match.indices):
                 return rule
@@ -141,17 +140,19 @@ class AxisSizes:
 
         None: they are not known, and an expression that asks for one has no value.
         """
+        self._steps = 0
         return expression.evaluate(lambda name: self._look_up(name, indices, ()))
 
     def look_up(self, name: str) -> Any:
         """The size of an axis, or else a setting of the config; None if there is neither."""
+        self._steps = 0
         return self._look_up(name, {}, ())
 
     def count(
         self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
     ) -> int | None:
         """The size that the config gives to an axis, or None; settings for which ``without`` holds are ignored."""
-        expression = self._architecture.sizes.get(axis)
+        expression, self._steps = self._architecture.sizes.get(axis), 0
         if expression is None:
             return None
         try:

@@ -161,7 +161,7 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
             return None if value is None else value.get(node.attr)
         case ast.Subscript():
             value, index = _evaluate(node.value, lookup), _evaluate(node.slice, lookup)
-            if value is None:
+            if value is None or index is None:  # of no layer: a size that differs from layer to layer is not known
                 return None
             # JSON's keys are strings, and an index is a number.
             return value.get(index, value.get(str(index))) if isinstance(value, dict) else value[index]

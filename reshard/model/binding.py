@@ -246,7 +246,7 @@ def _with_layouts_on_disk(
     Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
     its companions) decide together, because they are laid out in the same way.
     """
-    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), list[list[int]]()
+    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), dict[_TensorGroup, set[int]]()
     for group in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
         lengths_of, tensor = sizes.of(group.match.indices), group.tensor
         if tensor.shape is None:
@@ -260,8 +260,8 @@ def _with_layouts_on_disk(
             except NotationError:
                 alternatives.append(None)
         on_disk = tensor.local if tensor.shape is None else tensor.shape
-        fitting.append([place for place, lengths in enumerate(alternatives) if lengths == on_disk])
-        if not fitting[-1]:
+        fitting[group] = {place for place, lengths in enumerate(alternatives) if lengths == on_disk}
+        if not fitting[group]:
             pairs = zip(group.shapes, alternatives, strict=True)
             choices = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
             raise PlanError(
@@ -269,14 +269,14 @@ def _with_layouts_on_disk(
                 _WRONG_RULE,
             )
     common: dict[str, set[int]] = {}
-    for group, places in zip(several, fitting, strict=True):
+    for group, places in fitting.items():
         end = _ending(group.match.template)
-        common[end] = common.get(end, {*places}) & {*places}
+        common[end] = common.get(end, places) & places
     chosen: dict[tuple[str, int], set[int]] = {}
-    for group, places in zip(several, fitting, strict=True):
-        options = places if len(places) == 1 else sorted(common[_ending(group.match.template)])
+    for group, places in fitting.items():
+        options = sorted(places if len(places) == 1 else common[_ending(group.match.template)])
         if len({re.sub(r"[\[\]]", "", str(group.shapes[place])) for place in options}) != 1:
-            tensor, choices = group.tensor, " and ".join(f"'{group.shapes[place]}'" for place in places)
+            tensor, choices = group.tensor, " and ".join(f"'{group.shapes[place]}'" for place in sorted(places))
             raise PlanError(
                 f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.local or ())}, "
                 f"which may be either of {choices}",

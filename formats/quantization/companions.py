@@ -232,7 +232,9 @@ class Scheme:
         for expression, table in self.named:
             if expression.match(module):
                 return table
-        words = module.split(".") if self.within else []  # the longest name; of two with one end that with more before
+        if not self.within:
+            return self.general
+        words = module.split(".")  # the longest name; of two with the same end the one with more before it
         ends = (end for end in range(len(words), 0, -1) if words[end - 1] in self._ends)
         names = (".".join(words[begin:end]) for end in ends for begin in range(end))
         return next((self.within[name] for name in names if name in self.within), self.general)

@@ -39,8 +39,7 @@ def bind(
     that names the file, the tensor, the rule, and both shapes.
     """
     sizes, tensors = AxisSizes(architecture, config, axes or {}), list(tensors)
-    members = _grouped(tensors, architecture, sizes)
-    groups = [*dict.fromkeys(group for group, _ in members)]
+    groups, members = _grouped(tensors, architecture, sizes)
     several = [group for group in groups if len(group.shapes) > 1]
     _measure(sizes, (group for group in groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
@@ -116,8 +115,9 @@ class _TensorGroup:
 
 def _grouped(
     tensors: Sequence[FullTensor], architecture: Architecture, sizes: AxisSizes
-) -> list[tuple[_TensorGroup, tuple[int, ...]]]:
-    """The group of each tensor, and the indices in its name: a checkpoint has few kinds of tensors, and many of each.
+) -> tuple[list[_TensorGroup], list[tuple[_TensorGroup, tuple[int, ...]]]]:
+    """The groups, and of each tensor its group and the indices in its name: a checkpoint has few kinds of tensors, and
+    many of each.
 
     The tensors of a group have the same dtype and shape, and names that differ only in numbers. An index separates
     groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's). Raises
@@ -130,12 +130,13 @@ def _grouped(
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
     members = []
     for tensor in tensors:
-        words, texts = architecture.form(tensor.name)
-        spelled = (words, tensor.dtype, sizes.scheme.case(tensor.name, dtypes))
+        name, dtype, shape, _, local_shape = tensor
+        words, texts = architecture.form(name)
+        spelled = (words, dtype, sizes.scheme.case(name, dtypes))
         if spelled not in places_of:
-            places = architecture.index_places(tensor.name)
-            belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
-            match = architecture.match(belonging.weight if belonging else tensor.name)
+            places = architecture.index_places(name)
+            belonging = belonging_of(name, dtypes, architecture, sizes)
+            match = architecture.match(belonging.weight if belonging else name)
             # a tensor without a match may follow any line of its attention, and each line has its own condition
             apart = dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
             places_of[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
@@ -143,7 +144,7 @@ def _grouped(
         numbers = [*map(int, texts)]
         at = tuple([numbers[place] for place in places.values()])
         at = same.setdefault(at, at)
-        key = (id(places), tensor.shape, tensor.local, *[numbers[place] for place in separating.values()])
+        key = (id(places), shape, local_shape, *[numbers[place] for place in separating.values()])
         group = groups.get(key)
         if group is None:
             group = groups[key] = _group_of(tensor, architecture, sizes, dtypes)
@@ -152,7 +153,7 @@ def _grouped(
         group.tensors.append(tensor)
         group.all_at.append(at)
         members.append((group, at))
-    return members
+    return [*groups.values()], members
 
 
 def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> Kind:

@@ -75,8 +75,7 @@ MUTATIONS = (
     # the notation
     Mutation("formats", "for axis in reversed(list(parts)):", "for axis in list(parts):", AXES),
     Mutation("formats", "math.gcd(sizes[axis], remaining)", "math.gcd(sizes[axis], degree)", AXES),
-    Mutation("formats", "            yield Run(start + run.offset, run.length)",
-             "            yield Run(run.offset, run.length)", AXES),
+    Mutation("formats", "runs += (Run(start + run.offset, run.length)", "runs += (Run(run.offset, run.length)", AXES),
     Mutation("formats", "if last is not None and last.end == run.offset:", "if last is not None:", AXES),
     # moving bytes
     Mutation("reshard", "min(index - self._starts[place], self.runs[place].length)",
@@ -201,7 +200,8 @@ MUTATIONS = (
              ("tests/reshard/test_inspect_programs.py",)),
     Mutation("reshard", "whole[begin - first : end - first] if end - first <= len(whole) else None",
              "whole[begin - first : end - first]", ("tests/reshard/test_ranges.py", "tests/reshard/test_hub.py")),
-    Mutation("formats", "when=read_expression(condition + suffix)", "when=rule.when or read_expression(condition)",
+    Mutation("formats", 'condition + (f" and ({rule.when.text})" if rule.when else "")',
+             "rule.when.text if rule.when else condition",
              ("tests/formats/test_format_file.py",)),
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     # resuming, tied tables, casts

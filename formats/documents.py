@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from formats.errors import CheckpointError, brief
+from formats.errors import CheckpointError, NotationError, brief
 from formats.store import FilePath, read_file
 
 T = TypeVar("T")
@@ -224,6 +224,20 @@ def is_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and can_be
 
 
+def notation(parse: Callable[[str], T], what: str = "a text", kinds: tuple[type, ...] = (str,)) -> Reader[T]:
+    """What ``parse`` makes of a string, or of a number as one. A NotationError then names the place."""
+
+    def read(value: object, where: str) -> T:
+        if not isinstance(value, kinds):
+            raise unfit(where, what, value)
+        try:
+            return parse(str(value))
+        except NotationError as error:
+            raise NotationError(f"{where}: {error.message}", error.hint) from None
+
+    return read
+
+
 class Record:
     """An object whose fields are read one by one."""
 
@@ -239,10 +253,11 @@ class Record:
             raise Unfit(f"{self._where} has no {key!r}".lstrip())
         return reader(self._fields[key], self._place(key))
 
-    def find(self, key: str, reader: Reader[T], default: T) -> T:
+    def find(self, key: str, reader: Reader[T], default: Any) -> T:
         """A field that may be missing."""
         self._asked.add(key)
-        return reader(self._fields[key], self._place(key)) if key in self._fields else default
+        value: T = reader(self._fields[key], self._place(key)) if key in self._fields else default
+        return value
 
     def refuse_others(self) -> None:
         """Raise Unfit for a field that nobody asked for."""
@@ -250,6 +265,12 @@ class Record:
         if unknown:
             place = f"{self._where}: " if self._where else ""
             raise Unfit(f"{place}unknown key '{min(unknown)}' (known: {', '.join(sorted(self._asked))})")
+
+    def others(self, reader: Reader[T]) -> T:
+        """The fields that nobody has asked for yet."""
+        fields = {key: value for key, value in self._fields.items() if key not in self._asked}
+        self._asked |= fields.keys()
+        return reader(fields, self._where)
 
     def _place(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
@@ -273,13 +294,23 @@ READERS: dict[Any, Reader[Any]] = {
     Any: anything, str: text, bool: truth, int: size, float: number, int | float: anything
 }  # fmt: skip
 """The readers of values, by their types. Whoever has other types of values adds theirs."""
+WRITERS: dict[Any, Callable[[Any], object]] = {}
+"""What stands in a document for a value of a type that is read from a text."""
 
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
-    """A dataclass from a table: each field that is not given by its type, or as its ``metadata`` say under ``read``."""
+    """A dataclass from a table: each field that is not given by its type, or as its ``metadata`` say under ``read``.
+
+    Under ``key`` they say what it is called there; None: it is not in the table. A dataclass that is ``flat`` has its
+    fields in the same table, and a last field that is for ``others`` what no field before it is for.
+    """
     for field, type_of, default in _fields_of(kind):
-        if field.name not in values:
-            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or _reader(type_of)
+        if "flat" in field.metadata:
+            values[field.name] = structure(type_of, table)
+        elif "others" in field.metadata:
+            values[field.name] = table.others(reader_for(type_of))
+        elif field.name not in values:
+            key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or reader_for(type_of)
             values[field.name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
     return kind(**values)
 
@@ -293,14 +324,17 @@ def document_of(value: Any) -> Any:
     """What ``structure`` makes the dataclass from. A field that has its default is left out."""
     if isinstance(value, (tuple, list, frozenset)):
         return [document_of(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
-    if not is_dataclass(value):
-        return value
+    if isinstance(value, Mapping):
+        return {key: document_of(item) for key, item in value.items()}
     kind: Any = type(value)
-    return {
-        field.metadata.get("key", field.name): field.metadata.get("write", document_of)(content)
-        for field, _, default in _fields_of(kind)
-        if (content := getattr(value, field.name)) != default or default is MISSING
-    }
+    if kind in WRITERS or not is_dataclass(value):
+        return WRITERS[kind](value) if kind in WRITERS else value
+    document: dict[str, Any] = {}
+    for field, _, default in _fields_of(kind):
+        if (content := getattr(value, field.name)) != default or default is MISSING:
+            written = field.metadata.get("write", document_of)(content)
+            document |= written if "others" in field.metadata else {field.metadata.get("key", field.name): written}
+    return document
 
 
 @cache
@@ -310,12 +344,12 @@ def _fields_of(kind: Any) -> list[tuple[Field[Any], Any, object]]:
     return [
         (field, types[field.name], field.default if field.default_factory is MISSING else field.default_factory())
         for field in fields(kind)
-        if field.init
+        if field.init and field.metadata.get("key", "") is not None
     ]
 
 
 @cache
-def _reader(kind: Any) -> Reader[Any]:
+def reader_for(kind: Any) -> Reader[Any]:
     """The reader of a value of this type. A tuple of one need not stand in a list, unless that is a table."""
     if kind in READERS:
         return READERS[kind]
@@ -323,12 +357,12 @@ def _reader(kind: Any) -> Reader[Any]:
         return reader_of(kind)
     first, *rest_kinds = get_args(kind)
     if NoneType in rest_kinds:
-        return optional(_reader(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)]))
+        return optional(reader_for(Union[*(option for option in (first, *rest_kinds) if option is not NoneType)]))
     if get_origin(kind) is tuple:
-        read_items = items(_reader(first))
+        read_one, read_items = reader_for(first), items(reader_for(first))
         if is_dataclass(first) and first not in READERS:
             return read_items
-        return lambda value, where: read_items(value if isinstance(value, list) else [value], where)
+        return lambda value, where: read_items(value, where) if isinstance(value, list) else (read_one(value, where),)
     if get_origin(kind) is frozenset:
-        return lambda value, where: frozenset(items(_reader(first))(value, where))
-    return mapping(_reader(rest_kinds[0]))
+        return lambda value, where: frozenset(items(reader_for(first))(value, where))
+    return mapping(reader_for(rest_kinds[0]))

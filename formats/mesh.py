@@ -6,12 +6,17 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from formats.documents import Unfit, items, json_object, mapping, whole
+from formats.documents import Record, Unfit, document_of, items, json_object, mapping, structure, whole
 from formats.errors import brief, refused
 
 MOST_RANKS = 100_000
+
+
+def _units(value: object, where: str) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(mapping(whole(1))(value, where).items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,10 @@ class Mesh:
     number of layers of each stage; empty where the model is not known.
     """
 
-    degrees: tuple[tuple[str, int], ...] = (("tp", 1),)
+    degrees: tuple[tuple[str, int], ...] = field(default=(("tp", 1),), metadata={"key": None})
     same_ranks: bool = False
-    uneven: tuple[tuple[str, int], ...] = ()
-    stages: tuple[int, ...] = ()
+    uneven: tuple[tuple[str, int], ...] = field(default=(), metadata={"read": _units, "write": dict})
+    stages: tuple[int, ...] = field(default=(), metadata={"read": items(whole(1))})
 
     @property
     def _axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
@@ -113,12 +118,9 @@ class Mesh:
         place = self.coordinates(rank)
         return "-".join(f"{names[0]}-{place[names[0]]:02d}-of-{degree:02d}" for names, degree in self._axes)
 
-    def to_document(self) -> dict[str, int | bool | dict[str, int] | list[int]]:
+    def to_document(self) -> dict[str, Any]:
         """``{"tp": 4}``."""
-        document: dict[str, int | bool | dict[str, int] | list[int]] = {**dict(self.degrees)}
-        document |= {"same_ranks": True} if self.same_ranks else {}
-        document |= {"uneven": dict(self.uneven)} if self.uneven else {}
-        return document | ({"stages": list(self.stages)} if self.stages else {})
+        return {**dict(self.degrees), **document_of(self)}
 
     def __str__(self) -> str:
         degrees = dict(self.degrees)
@@ -133,23 +135,22 @@ RANK_FOLDER = re.compile(r"(?:rank-\d+-of-\d+|(?:(?:^|-)(?:pp|ep|tp)-\d+-of-\d+)
 
 def read_mesh(value: object, where: str) -> Mesh:
     """A mesh as ``Mesh.to_document`` says it: ``{"tp": 4}`` (a reader of ``formats.documents``)."""
-    document = dict(json_object(value, where))
-    same_ranks = document.pop("same_ranks", False) is True
-    units = mapping(whole(1))(document.pop("uneven", {}), f"{where}.uneven")
-    stages = tuple(items(whole(1))(document.pop("stages", []), f"{where}.stages"))
+    table = Record(value, where)
+    mesh = structure(Mesh, table)
+    document = table.others(json_object)
     for name, degree in document.items():
         if name not in {"pp", "tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
             raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is no mesh dimension")
-    if not document:
-        raise Unfit(f"{where} has no dimensions")
+    inner = {name: degree for name, degree in document.items() if name != "pp"}
+    if not (inner if mesh.same_ranks else document):
+        raise Unfit(f"{where} has no dimensions{' over the same ranks' if mesh.same_ranks else ''}")
     if "pp" in document and next(iter(document)) != "pp":
         raise Unfit(f"{where}: pp is not its first dimension")
-    inner = {name: degree for name, degree in document.items() if name != "pp"}
-    if same_ranks and any(max(inner.values()) % degree for degree in inner.values()):
+    if mesh.same_ranks and any(max(inner.values()) % degree for degree in inner.values()):
         raise Unfit(f"{where}: mesh dimensions over the same ranks have degrees that do not divide each other")
-    if stages and len(stages) != document.get("pp", 1):
+    if mesh.stages and len(mesh.stages) != document.get("pp", 1):
         raise Unfit(f"{where}.stages should have the number of layers of each stage")
-    mesh = Mesh(tuple(document.items()), same_ranks, tuple(sorted(units.items())), stages)
+    mesh = replace(mesh, degrees=tuple(document.items()))
     if mesh.size > MOST_RANKS:
         raise Unfit(f"{where}: {mesh} are more than {MOST_RANKS:,} ranks")
     return mesh

@@ -18,19 +18,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from formats.documents import Reader, Unfit, items, json_object, mapping, number, optional, size, text, truth, whole
+from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, size, structure, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import (
     SETTINGS,
     Architecture,
     Rule,
-    architecture_from_document,
-    to_document,
+    with_experts,
     with_first_indices,
 )
-from formats.notation.axes import Dim, Shape, Summand
+from formats.notation.axes import Dim, Shape, Summand, parse
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
 from formats.notation.format import Use
@@ -126,11 +125,6 @@ def _spelled(base: Architecture, name: str) -> str | None:
     return spelled[1] if is_free else None
 
 
-def as_modules(base: Architecture) -> Iterator[ModuleTensor]:
-    """The tensors of a checkpoint as tensors of modules with the same names."""
-    return (ModuleTensor(name, (Part(name),), tuple(_each(rules))) for name, rules in base.tensors.items())
-
-
 def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
     """The matrices of each expert, under names of their own, of a tensor that a checkpoint has for all of them."""
     whole = stack.parts[0]
@@ -196,7 +190,6 @@ def _joined(use: Use, rules: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, 
 
 PREFIX = "base_model.model."
 """What stands before a module's name in an adapter."""
-T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
 """A hint for what an adapter alone cannot be."""
@@ -220,6 +213,50 @@ _KEY = re.compile(r"(?:\w|-|\(\?:|\\[.d]|\.\*|\.|[|()^$+])+")
 _MOST_REPEATS = 4
 
 
+def _names(value: object, where: str) -> tuple[str, ...] | re.Pattern[str] | None:
+    """Ends of names, or a pattern; None for "all-linear", and for a pattern that might be slow."""
+    if not isinstance(value, str):
+        return items(text)(value, where)
+    return None if value.lower() == "all-linear" or not _is_quick(value) else _compiled(value, where)
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression has only what is matched soon, whatever the name."""
+    is_read = len(pattern) <= 1000 and _KEY.fullmatch(pattern) is not None and not re.search(r"\)[*+]", pattern)
+    return is_read and pattern.count("*") + pattern.count("+") <= _MOST_REPEATS
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise Unfit(f"{where}: {brief(pattern)}: {error}") from None
+
+
+def _patterns(reader: Reader[Number]) -> Reader[Mapping[str, Number]]:
+    """A table of numbers by patterns of names, regular expressions."""
+
+    def read(value: object, where: str) -> Mapping[str, Number]:
+        table = mapping(reader)(value, where)
+        for key in table:
+            if not _is_quick(key):
+                raise Unfit(f"{where} has the pattern {brief(key)}, which is not read")
+            _compiled(key, where)
+        return table
+
+    return read
+
+
+def _indices(value: object, where: str) -> tuple[int, ...] | None:
+    return items(size)([value] if isinstance(value, int) else value, where) or None
+
+
+def _is_grouped(value: object, where: str) -> bool:
+    if text(value, where) not in _LAYOUTS:
+        raise Unfit(f"{where} is {brief(value)}, which is not known")
+    return value == _GROUPED
+
+
 @dataclass(frozen=True)
 class Settings:
     """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others.
@@ -229,17 +266,25 @@ class Settings:
     likewise; ``layers`` are the only ones. ``grouped``: of the B of a stack, the columns of an expert lie together.
     """
 
-    rank: int
-    ranks: Mapping[str, int]
-    targets: tuple[str, ...]
-    version: tuple[int, ...] | None
-    grouped: bool = False
-    alpha: float | None = None
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    stabilised: bool = False
-    modules: tuple[str, ...] | re.Pattern[str] | None = None
-    excluded: tuple[str, ...] | re.Pattern[str] | None = None
-    layers: tuple[int, ...] | None = None
+    rank: int = field(metadata={"key": "r", "read": _RANK})
+    ranks: Mapping[str, int] = field(default_factory=dict, metadata={"key": "rank_pattern", "read": _patterns(_RANK)})
+    targets: tuple[str, ...] = field(default=(), metadata={"key": "target_parameters", "read": items(text)})
+    version: tuple[int, ...] | None = field(
+        default=None, metadata={"key": "peft_version", "read": lambda value, where: version_of(str(value))}
+    )
+    grouped: bool = field(default=False, metadata={"key": "lora_B_layout", "read": _is_grouped})
+    alpha: float | None = field(default=None, metadata={"key": "lora_alpha"})
+    alphas: Mapping[str, float] = field(
+        default_factory=dict, metadata={"key": "alpha_pattern", "read": _patterns(number)}
+    )
+    stabilised: bool = field(default=False, metadata={"key": "use_rslora"})
+    modules: tuple[str, ...] | re.Pattern[str] | None = field(
+        default=None, metadata={"key": "target_modules", "read": _names}
+    )
+    excluded: tuple[str, ...] | re.Pattern[str] | None = field(
+        default=None, metadata={"key": "exclude_modules", "read": _names}
+    )
+    layers: tuple[int, ...] | None = field(default=None, metadata={"key": "layers_to_transform", "read": _indices})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The rank of what covers a name; several, if a pattern may be for some of its indices alone."""
@@ -283,69 +328,14 @@ class Settings:
 def settings_of(content: object, where: object) -> Settings:
     """Read ``adapter_config.json``. Raises PlanError for an adapter that is not LoRA, or of another form."""
     try:
-        document = json_object(content, SETTINGS)
-        kind = document.get("peft_type")
-        if kind != "LORA":
+        document = {key: value for key, value in json_object(content, SETTINGS).items() if value is not None}
+        if (kind := document.get("peft_type")) != "LORA":
             raise PlanError(
                 f"{where}: the adapter is {brief(kind)}; only LORA is read", "merge it into its base model first"
             )
-        layout = _find(document, "lora_B_layout", text) or "rank_major"
-        if layout not in _LAYOUTS:
-            raise PlanError(f"{where}: adapter_config.json: lora_B_layout is {brief(layout)}, which is not known")
-        return Settings(
-            rank=_RANK(document.get("r"), "r"),
-            ranks=_patterns(document, "rank_pattern", where, _RANK),
-            targets=_find(document, "target_parameters", items(text)) or (),
-            version=version_of(str(document.get("peft_version"))),
-            grouped=layout == _GROUPED,
-            alpha=_find(document, "lora_alpha", number),
-            alphas=_patterns(document, "alpha_pattern", where, number),
-            stabilised=_find(document, "use_rslora", truth) or False,
-            modules=_names(document.get("target_modules"), "target_modules"),
-            excluded=_names(document.get("exclude_modules"), "exclude_modules"),
-            layers=_find(document, "layers_to_transform", _indices),
-        )
+        return structure(Settings, Record(document, ""))
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
-
-
-def _find(document: Mapping[str, Any], name: str, reader: Reader[T | None]) -> T | None:
-    return optional(reader)(document.get(name), name)
-
-
-def _names(value: object, where: str) -> tuple[str, ...] | re.Pattern[str] | None:
-    """Ends of names, or a pattern; None for "all-linear", and for a pattern that might be slow."""
-    if not isinstance(value, str):
-        return optional(items(text))(value, where)
-    if value.lower() == "all-linear" or not _is_quick(value):
-        return None
-    try:
-        return re.compile(value)
-    except re.error as error:
-        raise Unfit(f"{where}: {brief(value)}: {error}") from None
-
-
-def _is_quick(pattern: str) -> bool:
-    """Whether a regular expression has only what is matched soon, whatever the name."""
-    is_read = len(pattern) <= 1000 and _KEY.fullmatch(pattern) is not None and not re.search(r"\)[*+]", pattern)
-    return is_read and pattern.count("*") + pattern.count("+") <= _MOST_REPEATS
-
-
-def _indices(value: object, where: str) -> tuple[int, ...] | None:
-    return items(size)([value] if isinstance(value, int) else value, where) or None
-
-
-def _patterns(document: Mapping[str, Any], name: str, where: object, reader: Reader[Number]) -> Mapping[str, Number]:
-    """A table of numbers by patterns of names, regular expressions. Raises PlanError, Unfit."""
-    table = _find(document, name, mapping(reader)) or {}
-    for key in table:
-        if not _is_quick(key):
-            raise PlanError(f"{where}: adapter_config.json: {name} has the pattern {brief(key)}, which is not read")
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise PlanError(f"{where}: adapter_config.json: {name}: {brief(key)}: {error}") from None
-    return table
 
 
 def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iterator[int]:
@@ -376,8 +366,7 @@ def _fits(name: str, names: Sequence[str] | re.Pattern[str]) -> bool:
     return any(f".{name}".endswith(f".{end}") for end in names)
 
 
-@dataclass(frozen=True)
-class FactorLayout:
+class FactorLayout(NamedTuple):
     """A and B of a stack: the ends of their names, and their axes, which are expert, rank, in and out."""
 
     a: Factor
@@ -419,7 +408,8 @@ class Adapted:
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
     tensors_of: dict[str, tuple[ModuleTensor, ...]] = {}
-    tensors = [*module_tensors(base, config), *as_modules(base)]
+    named = (ModuleTensor(name, (Part(name),), tuple(_each(rules))) for name, rules in base.tensors.items())
+    tensors = [*module_tensors(base, config), *named]
     for tensor in (*tensors, *chain.from_iterable(map(of_experts, tensors))):
         if tensor not in (earlier := tensors_of.get(tensor.name, ())):
             tensors_of[tensor.name] = (*earlier, tensor)
@@ -483,8 +473,8 @@ def _form(
 def _with_prefix(forms: Sequence[FactorLayout]) -> tuple[str, tuple[FactorLayout, ...]]:
     """What the names of A and B begin with, and the forms with the ends of these names."""
     place = forms[0].a.name.rpartition("A")[0]
-    ends = [[replace(factor, name=factor.name.removeprefix(place)) for factor in (form.a, form.b)] for form in forms]
-    return place, tuple(FactorLayout(a, b) for a, b in ends)
+    ends = ((replace(factor, name=factor.name.removeprefix(place)) for factor in form) for form in forms)
+    return place, tuple(map(FactorLayout._make, ends))
 
 
 def _matrix(shape: Shape) -> tuple[str, str]:
@@ -499,25 +489,24 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     A module that is saved whole (``modules_to_save``, an embedding) has the model's own rule. Raises PlanError for an
     adapter that is not LoRA.
     """
-    settings = settings_of(config[SETTINGS], where)
-    document = to_document(base)
-    lines: dict[str, Any] = {PREFIX + name: rule for name, rule in document["tensors"].items()}
-    stages = {key if key == "layers" else PREFIX + key: value for key, value in document.get("stages", {}).items()}
+    lines = {PREFIX + name: rules for name, rules in base.tensors.items()}
+    stages = {key if key == "layers" else PREFIX + key: stage for key, stage in base.stages.items()}
     for name, tensors in parameters(base, config).items():
-        if tensors[0].parts[0].source != name:
+        if (source := tensors[0].parts[0].source) != name:
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
-            stage = base.stage_of(with_first_indices(tensors[0].parts[0].source))
-            stages |= {f"{PREFIX}{name.rpartition('.')[0]}.*": stage.text} if stage is not None else {}
+            if (stage := base.stage_of(with_first_indices(source))) is not None:
+                stages[f"{PREFIX}{name.rpartition('.')[0]}.*"] = stage
+    settings = settings_of(config[SETTINGS], where)
     lines |= {line: rules for line, _, _, rules in belongings(base, config, settings)}
     lines = {name: rules for name, rules in lines.items() if rules}
-    prefixes = [PREFIX + prefix for prefix in base.prefixes]
-    extended = {**document, "prefixes": prefixes, "tensors": lines, "partial": True}
-    return architecture_from_document(extended | ({"stages": stages} if stages else {}), base.name, str(where))
+    every, prefixes = with_experts(lines), tuple(PREFIX + prefix for prefix in base.prefixes)
+    derived = frozenset(every.keys() - lines.keys())
+    return replace(base, prefixes=prefixes, tensors=every, stages=stages, modules={}, partial=True, derived=derived)
 
 
 def belongings(
     base: Architecture, config: Mapping[str, Any], settings: Settings
-) -> Iterator[tuple[str, Adapted, str, list[dict[str, Any]]]]:
+) -> Iterator[tuple[str, Adapted, str, tuple[Rule, ...]]]:
     """The lines of what belongs to each parameter: the parameter, the end of the line's name, and its rules."""
     for name, tensors in parameters(base, config).items():
         if name.endswith(".bias"):
@@ -525,7 +514,7 @@ def belongings(
             yield f"{PREFIX}{target.place}{_BIAS}", target, _BIAS, _rules(tensors, _WHOLE)
     for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings)):
         ranks = settings.ranks_of(target.key(settings))
-        factors = zip(*((form.a, form.b) for form in target.forms), strict=True)
+        factors = zip(*target.forms, strict=True)
         axes_of = (
             {group[0].name: tuple(factor.axes for factor in group) for group in factors} if target.is_stack else _LINES
         )
@@ -543,20 +532,20 @@ def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout |
     return forms[0] if forms and sides[0] != sides[1] else None
 
 
-def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> list[dict[str, Any]]:
+def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> tuple[Rule, ...]:
     """Rules for what belongs to a tensor: these axes for each shape that it may have, under the same conditions."""
     rules = []
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):
-        texts = dict[str, None]()
+        shapes = dict[Shape, None]()
         for shape in (_unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
             words = {"whole": str(shape)}
             if len(shape.dims) > 1:
                 words |= dict(zip(("out", "in"), _matrix(shape), strict=True)) | {"expert": str(shape.dims[0])}
             for rank, line in product(ranks, axes):
-                texts[re.sub(r"\w+", r"{\g<0>}", line).format_map({**words, "rank": rank})] = None
-        rules.append({"shape": [*texts]} | ({"when": when.text} if when else {}))
-    return [rule for rule in rules if rule["shape"]]
+                shapes[parse(re.sub(r"\w+", r"{\g<0>}", line).format_map({**words, "rank": rank}))] = None
+        rules.append(Rule(tuple(shapes), when))
+    return tuple(rule for rule in rules if rule.shapes)
 
 
 def _unlabelled(shape: Shape) -> Shape:

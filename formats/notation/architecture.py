@@ -9,12 +9,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from formats.documents import Record, Unfit, items, json_object, mapping, record, sound, text, truth, unfit
+from formats.documents import (
+    READERS,
+    WRITERS,
+    Reader,
+    Record,
+    Unfit,
+    document_of,
+    items,
+    json_object,
+    mapping,
+    notation,
+    reader_for,
+    reader_of,
+    record,
+    sound,
+    structure,
+    text,
+    unfit,
+)
 from formats.errors import NotationError, PlanError
 from formats.notation.axes import Shape, parse
 from formats.notation.components import linear, unfused
@@ -26,6 +44,11 @@ SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 
 
+def _one_or_all(values: Sequence[object]) -> Any:
+    texts = document_of(values)
+    return texts[0] if len(texts) == 1 else texts
+
+
 @dataclass(frozen=True)
 class Rule:
     """The shape of a tensor, where ``when`` holds (always, if it is None).
@@ -34,7 +57,7 @@ class Rule:
     complete checkpoint may lack the tensor although other tensors demand it (see ``reshard.source.completeness``).
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = field(metadata={"key": "shape", "write": _one_or_all})
     when: Expression | None = None
     optional: Expression | None = None
 
@@ -49,11 +72,11 @@ class ModuleRule:
     not at the module's end.
     """
 
-    attributes: Mapping[str, Expression]
-    split: Mapping[str, Shape]
     when: Expression | None = None
     alone: bool = False
     sums: str | None = None
+    split: Mapping[str, Shape] = field(default_factory=dict)
+    attributes: Mapping[str, Expression] = field(default_factory=dict, metadata={"others": True})
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,43 @@ class _Node:
     rest: str | None = None
 
 
+LONGEST_NAME, DEEPEST = 1000, 100
+"""Characters of a template in a plan file, and its parts between dots."""
+
+
+def _rule(value: object, where: str) -> Rule:
+    """A shape alone, or a table of it and its conditions."""
+    rule = reader_of(Rule)({"shape": value} if isinstance(value, str) else value, where)
+    if not rule.shapes:
+        raise NotationError(f"{where}: no shape")
+    return rule
+
+
+READERS |= {Shape: notation(parse), Rule: _rule, ModuleRule: reader_of(ModuleRule)}
+WRITERS[Shape] = str
+
+
+def _by_template(what: str, kind: Any) -> Reader[dict[str, Any]]:
+    """A table whose keys are names of tensors or modules, with axes in braces."""
+
+    def read(value: object, where: str) -> dict[str, Any]:
+        for template in (lines := json_object(value, where)):
+            if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
+                raise unfit(
+                    where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template
+                )
+        return {template: reader_for(kind)(line, f"{what} '{template}'") for template, line in lines.items()}
+
+    return read
+
+
+def _lines(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
+    """The lines of ``[tensors]``: a single shape stands alone."""
+    lines = {template: document_of(rules) for template, rules in tensors.items()}
+    plain = {name: rules[0]["shape"] for name, rules in lines.items() if len(rules) == 1 and len(rules[0]) == 1}
+    return lines | {template: shape for template, shape in plain.items() if isinstance(shape, str)}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The rules of one family of models. Fields as in the file; see docs/reference/architecture-files.md.
@@ -87,38 +147,54 @@ class Architecture:
     ``partial``: a user's plan that is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
     ``tensors`` that come from a base, not from the user's file. ``derived`` are those that follow from another line
     (see ``components.unfused``). ``stages`` gives the pipeline stage of a tensor: ``first``, ``last``, ``every`` (each
-    stage would need it), or the number of its layer. ``layers`` is the axis of the layers that are dealt to stages, or
-    their number.
+    stage would need it), or the number of its layer.
     """
 
     name: str
-    model_types: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    sections: tuple[str, ...]
-    sizes: Mapping[str, Expression]
-    families: Mapping[str, tuple[tuple[str, ...], ...]]
-    pad: tuple[str, ...]
-    config: Mapping[str, Expression]
-    tensors: Mapping[str, tuple[Rule, ...]]
-    modules: Mapping[str, tuple[ModuleRule, ...]] = field(default_factory=dict)
-    stages: Mapping[str, Expression] = field(default_factory=dict)
-    layers: Expression = field(default_factory=lambda: read_expression("layer"))
-    partial: bool = False
+    families: Mapping[str, tuple[tuple[str, ...], ...]] = field(metadata={"key": "parallel"})
+    pad: tuple[str, ...] = field(metadata={"key": None})
+    tensors: Mapping[str, tuple[Rule, ...]] = field(metadata={"write": _lines})
+    model_types: tuple[str, ...] = field(default=(), metadata={"read": items(text)})
+    prefixes: tuple[str, ...] = field(default=("",), metadata={"read": items(text)})
+    sizes: Mapping[str, Expression] = field(default_factory=dict)
+    config: Mapping[str, Expression] = field(default_factory=dict)
+    modules: Mapping[str, tuple[ModuleRule, ...]] = field(
+        default_factory=dict, metadata={"read": _by_template("module", tuple[ModuleRule, ...])}
+    )
+    stages: Mapping[str, Expression] = field(default_factory=dict, metadata={"read": _by_template("stage", Expression)})
     float32: Mapping[str, Expression] = field(default_factory=dict)
-    inherited: frozenset[str] = field(compare=False, default=frozenset())
-    derived: frozenset[str] = field(compare=False, default=frozenset())
-    _root: _Node = field(repr=False, compare=False, default_factory=_Node)
-    _stage_root: _Node = field(repr=False, compare=False, default_factory=_Node)
-    _module_root: _Node = field(repr=False, compare=False, default_factory=_Node)
+    partial: bool = False
+    sections: tuple[str, ...] = field(default=(), metadata={"key": "section", "write": _one_or_all})
+    inherited: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
+    derived: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
+
+    @cached_property
+    def tries(self) -> Mapping[str, _Node]:
+        """The names of tensors, stages and modules. Raises NotationError where two lines cover the same names."""
+        return {
+            "tensors": trie(self.tensors, self.prefixes),
+            "stages": trie(self.stages, self.prefixes, later_wins=True),
+            "modules": trie(self.modules, self.prefixes),
+        }
+
+    @property
+    def layers(self) -> Expression:
+        """The axis of the layers that are dealt to stages, or their number."""
+        return self.stages.get("layers", read_expression("layer"))
+
+    @cached_property
+    def dealt(self) -> frozenset[str]:
+        """The axes that ranks divide."""
+        return frozenset(axis for families in self.families.values() for family in families for axis in family)
 
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
-        covering = _find(self._root, name)
+        covering = _find(self.tries["tensors"], name)
         return Match(covering[0], self.tensors[covering[0]], covering[1]) if covering else None
 
     def stage_of(self, name: str) -> Expression | None:
         """What ``[stages]`` says of a tensor of this name; None if it says nothing."""
-        match = _find(self._stage_root, name)
+        match = _find(self.tries["stages"], name)
         return self.stages[match[0]] if match else None
 
     def is_table(self, template: str) -> bool:
@@ -148,7 +224,7 @@ class Architecture:
         """Which of a name's numbers are indices: their positions among all its numbers, as far as a line knows the
         name.
         """
-        *_, (_, places) = _walk(self._root, name)
+        *_, (_, places) = _walk(self.tries["tensors"], name)
         return places
 
     def indices_in(self, name: str) -> dict[str, int]:
@@ -191,13 +267,13 @@ class Architecture:
         """The lines of a module's tensors, then those of the module around it, and so on outwards, with the module's
         own indices.
         """
-        for node, places in reversed(list(_walk(self._root, module))):
+        for node, places in reversed(list(_walk(self.tries["tensors"], module))):
             for template in _below(node):
                 yield Match(template, self.tensors[template], _indices(module, places))
 
     def match_module(self, name: str) -> tuple[tuple[ModuleRule, ...], Mapping[str, int]] | None:
         """The rules under ``[modules]`` for a module of this name, and the indices in it, or None."""
-        match = _find(self._module_root, name)
+        match = _find(self.tries["modules"], name)
         return (self.modules[match[0]], match[1]) if match else None
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -321,8 +397,14 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
     Raises NotationError if two cover the same names. With ``later_wins`` the later one is taken instead; a template
     that is itself spelled so wins over another spelling.
     """
-    root = _Node()
-    spelled = [(template, spelling) for template in tensors for spelling in _spellings(template, prefixes)]
+    root, (first, *others) = _Node(), prefixes or ("",)
+    spelled = [(template, template) for template in tensors]
+    spelled += (
+        (template, other + template.removeprefix(first))
+        for template in tensors
+        for other in others
+        if first and template.startswith(first)
+    )
     if later_wins:
         spelled.sort(key=lambda pair: pair[0] == pair[1])
     for template, spelling in spelled:
@@ -348,18 +430,6 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
     return root
 
 
-def _spellings(template: str, prefixes: tuple[str, ...]) -> Iterator[str]:
-    yield template
-    if prefixes and prefixes[0] and template.startswith(prefixes[0]):
-        for other in prefixes[1:]:
-            yield other + template[len(prefixes[0]) :]
-
-
-LONGEST_NAME, DEEPEST = 1000, 100
-"""Characters of a template in a plan file, and its parts between dots."""
-T = TypeVar("T")
-
-
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:
     """Build an architecture from the parsed form of its file (as also kept in a manifest)."""
     try:
@@ -371,101 +441,28 @@ def architecture_from_document(document: Mapping[str, Any], name: str, where: st
 
 
 def _architecture(name: str, fields: Record) -> Architecture:
-    formulas, texts, none = mapping(_formula), items(text), dict[str, Any]()
-    nothing: tuple[str, ...] = ()
-    as_they_are: tuple[str, ...] = ("",)
-    prefixes = fields.find("prefixes", texts, as_they_are)
-    stated = fields.find("tensors", partial(_by_template, _rules), none)
-    modules = fields.find("modules", partial(_by_template, _module_rules), none)
-    stages = fields.find("stages", partial(_by_template, lambda _, value, where: _formula(value, where)), none)
-    layers = stages.pop("layers", read_expression("layer"))
-    parallel = {**fields.find("parallel", json_object, none)}
-    pad = texts(parallel.pop("pad", []), "parallel.pad")
-    fields.find("classes", texts, nothing)
+    stated = fields.find("tensors", _by_template("tensor", tuple[Rule, ...]), {})
+    parallel = {**fields.find("parallel", json_object, {})}
+    pad = items(text)(parallel.pop("pad", []), "parallel.pad")
+    fields.find("classes", items(text), ())
     if not stated:
         raise NotationError("no rules under [tensors]")
-    experts = _experts(stated)
-    tensors = {**experts, **stated}
-    return Architecture(
+    tensors = with_experts(stated)
+    architecture = structure(
+        Architecture,
+        fields,
         name=fields.find("name", text, name),
-        model_types=fields.find("model_types", texts, nothing),
-        prefixes=prefixes,
-        sections=fields.find("section", _one_or_more, nothing),
-        sizes=fields.find("sizes", formulas, none),
-        families=mapping(items(texts))(parallel, "parallel"),
+        families=mapping(items(items(text)))(parallel, "parallel"),
         pad=pad,
-        config=fields.find("config", formulas, none),
         tensors=tensors,
-        modules=modules,
-        stages=stages,
-        layers=layers,
-        partial=fields.find("partial", truth, False),
-        float32=fields.find("float32", formulas, none),
-        derived=frozenset(experts.keys() - stated.keys()),
-        _root=trie(tensors, prefixes),
-        _stage_root=trie(stages, prefixes, later_wins=True),
-        _module_root=trie(modules, prefixes),
+        derived=frozenset(tensors.keys() - stated.keys()),
     )
+    _ = architecture.tries  # lines that cover the same names are refused here
+    return architecture
 
 
-def _formula(value: object, where: str) -> Expression:
-    """An expression, which may be written as the number that it is."""
-    if not isinstance(value, (str, int, float)):
-        raise unfit(where, "an expression", value)
-    return read_expression(str(value))
-
-
-def _one_or_more(value: object, where: str) -> tuple[str, ...]:
-    return items(text)(value if isinstance(value, list) else [value], where)
-
-
-def _by_template(read_line: Callable[[str, Any, str], T], value: object, where: str) -> dict[str, T]:
-    """A table whose keys are names of tensors or modules, with axes in braces."""
-    for template in (lines := json_object(value, where)):
-        if len(template) > LONGEST_NAME or template.count(".") > DEEPEST:
-            raise unfit(where, f"a table of names of at most {LONGEST_NAME} characters in {DEEPEST} parts", template)
-    return {template: read_line(template, line, f"{where}.{template}") for template, line in lines.items()}
-
-
-def _rules(template: str, value: object, where: str) -> tuple[Rule, ...]:
-    """A line of ``[tensors]``: a shape, or one table or several. Raises NotationError that names the template."""
-    rules = []
-    for entry in value if isinstance(value, list) else [value]:
-        line = {"shape": entry} if isinstance(entry, str) else json_object(entry, where)
-        if line.keys() - {"when", "shape", "optional"} or "shape" not in line:
-            raise NotationError(f"tensor '{template}': a rule is a shape, or a table of 'shape', 'when' and 'optional'")
-        try:
-            conditions = (
-                _formula(line[key], f"{where}.{key}") if key in line else None for key in ("when", "optional")
-            )
-            shapes = tuple(map(parse, _one_or_more(line["shape"], f"{where}.shape")))
-            if not shapes:
-                raise NotationError("no shape")
-            rules.append(Rule(shapes, *conditions))
-        except NotationError as error:
-            raise NotationError(f"tensor '{template}': {error.message}") from None
-    return tuple(rules)
-
-
-def _module_rules(template: str, value: object, where: str) -> tuple[ModuleRule, ...]:
-    rules = []
-    for entry in value if isinstance(value, list) else [value]:
-        line = dict(json_object(entry, where))
-        try:
-            alone, sums, when = line.pop("alone", False), line.pop("sums", None), line.pop("when", None)
-            split = mapping(text)(line.pop("split", {}), f"{where}.split")
-            shapes = {name: parse(shape) for name, shape in split.items()}
-            condition = None if when is None else read_expression(text(when, f"{where}.when"))
-            attributes = mapping(_formula)(line, where)
-            summed = None if sums is None else text(sums, f"{where}.sums")
-            rules.append(ModuleRule(attributes, shapes, condition, alone is True, summed))
-        except NotationError as error:
-            raise NotationError(f"module '{template}': {error.message}") from None
-    return tuple(rules)
-
-
-def _experts(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, tuple[Rule, ...]]:
-    """The lines for experts that quantizers name one by one, in addition to those of fused ones."""
+def with_experts(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, tuple[Rule, ...]]:
+    """Lines of tensors, with lines for experts that quantizers name one by one in addition to those of fused ones."""
     rules_of: dict[str, tuple[Rule, ...]] = {}
     for template, rules in tensors.items():
         for rule in rules:
@@ -473,10 +470,7 @@ def _experts(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, tuple[Rule, .
             for name in dict.fromkeys(name for name, _ in parts):
                 shapes = dict.fromkeys(linear(expert_part) for other, expert_part in parts if other == name)
                 rules_of[name] = (*rules_of.get(name, ()), Rule(tuple(shapes), rule.when))
-    return rules_of
-
-
-# ------------------------------------------------------------------------------------------------------- writing
+    return {**rules_of, **tensors}
 
 
 def to_document(architecture: Architecture) -> dict[str, Any]:
@@ -484,48 +478,12 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
 
     Without ``[modules]``: shards do not depend on it.
     """
-    parallel: dict[str, Any] = {dim: [list(family) for family in fams] for dim, fams in architecture.families.items()}
-    if architecture.pad:
-        parallel["pad"] = list(architecture.pad)
-    document: dict[str, Any] = {
-        "name": architecture.name,
-        "model_types": list(architecture.model_types),
-        "prefixes": list(architecture.prefixes),
-        "sizes": {axis: expression.text for axis, expression in architecture.sizes.items()},
-        "parallel": parallel,
-        "config": {key: expression.text for key, expression in architecture.config.items()},
-        "tensors": {template: _rule_document(rules) for template, rules in architecture.tensors.items()},
-    }
-    if architecture.stages:
-        stages = {"layers": architecture.layers, **architecture.stages}
-        document["stages"] = {name: where.text for name, where in stages.items()}
-    if architecture.float32:
-        document["float32"] = {part: when.text for part, when in architecture.float32.items()}
-    if architecture.partial:
-        document["partial"] = True
-    if architecture.sections:
-        document["section"] = architecture.sections[0] if len(architecture.sections) == 1 else [*architecture.sections]
+    order = {"name": "", "model_types": [], "prefixes": [""], "sizes": {}, "parallel": {}, "config": {}, "tensors": {}}
+    document: dict[str, Any] = order | document_of(replace(architecture, modules={}))
+    document["parallel"] |= {"pad": [*architecture.pad]} if architecture.pad else {}
     return document
-
-
-def _rule_document(rules: tuple[Rule, ...]) -> Any:
-    if len(rules) == 1 and rules[0] == Rule(rules[0].shapes[:1]):
-        return str(rules[0].shapes[0])
-    lines: list[dict[str, Any]] = []
-    for rule in rules:
-        shapes, conditions = [str(shape) for shape in rule.shapes], {"when": rule.when, "optional": rule.optional}
-        lines.append({"shape": shapes[0] if len(shapes) == 1 else shapes})
-        lines[-1] |= {key: condition.text for key, condition in conditions.items() if condition}
-    return lines
 
 
 def module_document(rules: Sequence[ModuleRule]) -> Any:
     """The parsed form of a line of ``[modules]``."""
-    lines = []
-    for rule in rules:
-        line: dict[str, Any] = {"when": rule.when.text} if rule.when else {}
-        line |= {name: expression.text for name, expression in rule.attributes.items()}
-        line |= {"alone": True} if rule.alone else {}
-        line |= {"sums": rule.sums} if rule.sums else {}
-        lines.append(line | ({"split": {name: str(shape) for name, shape in rule.split.items()}} if rule.split else {}))
-    return lines[0] if len(lines) == 1 else lines
+    return _one_or_all(rules)

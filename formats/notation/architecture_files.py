@@ -43,7 +43,7 @@ def load_architecture(path: Path) -> Architecture:
 def architecture_of(document: Mapping[str, Any], path: Path) -> Architecture:
     """The architecture of a file's parsed form, with its bases. Raises PlanError."""
     stated = document.get("tensors")
-    architecture = architecture_from_document(_with_stages(with_bases(document, path)), path.stem, str(path))
+    architecture = _read(with_bases(document, path), path)
     return replace(architecture, inherited=frozenset(architecture.tensors.keys() - set(stated or ())))
 
 
@@ -254,20 +254,17 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
 @cache  # there are more of them than a cache keeps by default
 def _built_in(path: Path, inside: str | None = None) -> Architecture:
     """The architecture of a file; if it is for towers, with a language model of the file ``inside``."""
-    stated = read_document(path)
-    document = with_bases({**stated, INSIDE: inside} if inside else stated, path)
-    heads, stated = _shared(HEADS)["tensors"], document["tensors"]
-    document["tensors"] = {**heads, **stated}
-    return architecture_from_document(_with_stages(document), path.stem, str(path))
+    document = with_bases(read_document(path) | ({INSIDE: inside} if inside else {}), path)
+    return _read({**document, "tensors": {**_shared(HEADS)["tensors"], **document["tensors"]}}, path)
 
 
-def _with_stages(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A file's parsed form with what all files say of the pipeline stages; its own lines go before these."""
-    if not isinstance(stages := document.get("stages", {}), dict):
-        return document  # refused with the rest of the form
-    common = _shared(STAGES)
-    respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
-    return {**document, "stages": {**respelled, **stages}}
+def _read(document: dict[str, Any], path: Path) -> Architecture:
+    """The architecture of a form with its bases, with what all files say of the stages behind its own lines."""
+    if isinstance(stages := document.get("stages", {}), dict):  # else it is refused with the rest of the form
+        common = _shared(STAGES)
+        respelled = _respelled(common["stages"], _first_prefix(common), _first_prefix(document))
+        document = {**document, "stages": {**respelled, **stages}}
+    return architecture_from_document(document, path.stem, str(path))
 
 
 def built_in_file(config: Mapping[str, Any]) -> Path | None:

@@ -110,14 +110,6 @@ class Dim:
         return last if isinstance(last, Dim) and last.apart else None
 
     @property
-    def joined(self) -> Dim:
-        """The same indices without the mark of a factor that was quantized on its own, where the whole is a product."""
-        if self.part is None or len(self.part.summands) > 1:
-            return self
-        product = Summand((*self.summands[0].factors[:-1], *self.part.summands[0].factors), self.summands[0].label)
-        return Dim((product,), *self.counted)
-
-    @property
     def counted(self) -> tuple[int, int]:
         """The indices and the entries of a block."""
         return (self.step, self.per) if self.part is None else self.part.counted
@@ -157,15 +149,7 @@ class Dim:
     @property
     def axes(self) -> frozenset[str]:
         """Every axis named in this dimension."""
-        return frozenset(self._axes())
-
-    def _axes(self) -> Iterator[str]:
-        for summand in self.summands:
-            for factor in summand.factors:
-                if isinstance(factor, Dim):
-                    yield from factor.axes
-                elif isinstance(factor, str):
-                    yield factor
+        return frozenset().union(*(_axes(factor) for summand in self.summands for factor in summand.factors))
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """The number of indices. Raises NotationError for an axis without a size."""
@@ -238,11 +222,6 @@ class Shape:
         is_matrix = last == len(self.dims) - 1 or len(named) > 1
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
 
-    @property
-    def joined(self) -> Shape:
-        """The same shape without the marks of factors that were quantized on their own (see ``Dim.joined``)."""
-        return replace(self, dims=tuple(dim.joined for dim in self.dims))
-
     def unfolded(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""
         dims = [dim.unfolded(sizes) for dim in self.dims]
@@ -270,7 +249,11 @@ class Shape:
 
 # --------------------------------------------------------------------------------------------------- parsing
 
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[()[\]+*/]|[A-Za-z_][A-Za-z0-9_]*\s*:|[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}(?![0-9]))")
+_TOKEN = re.compile(
+    r"\s*(->|\.\.\.|(?:\*\s*[0-9]{0,18}\s*)?/\s*[0-9]{0,18}(?![0-9])|[()[\]+*]|[A-Za-z_][A-Za-z0-9_]*(?:\s*:)?"
+    r"|[0-9]{1,18}(?![0-9]))\s*"
+)
+_CLOSING = {"(": ")", "[": "]"}
 
 
 @cache
@@ -279,86 +262,69 @@ def parse(text: str) -> Shape:
 
     Raises NotationError that shows the text and where it goes wrong.
     """
-    tokens = _tokens(text)
     dims: list[Dim] = []
     arrow: int | None = None
     open_at: int | None = None
-    position = 0
-    while position < len(tokens):
-        token = tokens[position]
+    for token in (tokens := _tokens(text)):
         if token == "->":
-            if arrow is not None or position in {0, len(tokens) - 1}:
+            if arrow is not None:
                 raise NotationError(f"shape '{text}': an arrow stands once, between two dimensions")
             arrow = len(dims) + (open_at is not None)
-            position += 1
         elif token == OPEN:
             if open_at is not None:
                 raise NotationError(f"shape '{text}': '{OPEN}' stands once")
             open_at = len(dims)
-            position += 1
         elif token == "(":
-            dim, position = _parse_sum(text, tokens, position + 1)
-            if _any_apart(dim) and (len(dim.summands) > 1 or dim.part is None or _any_apart(dim.part)):
+            dim = _parse_sum(text, tokens)
+            brackets = str(dim).count("[")
+            if brackets and (brackets > 1 or len(dim.summands) > 1 or dim.part is None):
                 raise NotationError(f"shape '{text}': square brackets stand once, around the last factor")
             dims.append(dim)
-        elif token in {"*", "/"}:
-            step, per, position = _parse_blocks(tokens, position)
-            if not dims or dims[-1].counted != (1, 1) or not step or not per:
+        elif token[0] in "*/":
+            per, _, step = token.partition("/")
+            step_of, per_of = int(step.strip() or 0), int(per.strip("* ") or not per)
+            if not dims or dims[-1].counted != (1, 1) or not step_of or not per_of:
                 raise NotationError(
                     f"shape '{text}': '/' stands between a dimension and the size of its blocks, as in 'ff/128' or "
                     "'ff*3/32'"
                 )
-            dims[-1] = dims[-1].in_blocks(step, per)
+            dims[-1] = dims[-1].in_blocks(step_of, per_of)
         else:
             dims.append(Dim((Summand((_atom(text, token),)),)))
-            position += 1
+    if arrow in {0, len(dims) + (open_at is not None)}:
+        raise NotationError(f"shape '{text}': an arrow stands once, between two dimensions")
     return Shape(tuple(dims), arrow, open_at)
 
 
-def _parse_blocks(tokens: Sequence[str], position: int) -> tuple[int, int, int]:
-    """Read ``/128`` or ``*3/32``: the indices and the places of a block (0 if it reads otherwise), and the position
-    after it.
-    """
-    words = [*tokens[position : position + 4], "", "", ""]
-    per, slash, step = ("1", *words[:2]) if words[0] == "/" else words[1:4]
-    numbers = [int(word) if word.isdigit() else 0 for word in (step, per)]
-    return numbers[0] if slash == "/" else 0, numbers[1], position + (2 if words[0] == "/" else 4)
-
-
-def _tokens(text: str) -> list[str]:
+def _tokens(text: str) -> Iterator[str]:
     if len(text) > LONGEST or text.count("(") > MOST_PARENTHESES:
         raise NotationError(
             f"shape '{text}': at most {LONGEST:,} characters and {MOST_PARENTHESES} parentheses are a shape"
         )
-    tokens, position = [], 0
-    stripped = text.rstrip()
-    while position < len(stripped):
-        match = _TOKEN.match(stripped, position)
+    position = 0
+    while position < len(text.rstrip()):
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise NotationError(f"shape '{text}': cannot read '{stripped[position:].strip()}'")
-        tokens.append(match[1])
+            raise NotationError(f"shape '{text}': cannot read '{text[position:].strip()}'")
+        yield match[1]
         position = match.end()
-    return tokens
 
 
-def _parse_sum(text: str, tokens: Sequence[str], position: int, close: str = ")") -> tuple[Dim, int]:
-    """Read summands up to the closing parenthesis or bracket; return them and the position after it."""
+def _parse_sum(text: str, tokens: Iterator[str], close: str = ")") -> Dim:
+    """Read summands up to the closing parenthesis or bracket."""
     summands: list[Summand] = []
     factors: list[Factor] = []
     label: str | None = None
-    while position < len(tokens):
-        token = tokens[position]
-        position += 1
+    for token in tokens:
         if token in {close, "+"}:
             if not factors:
                 raise NotationError(f"shape '{text}': nothing stands before '{token}'")
             summands.append(Summand(tuple(factors), label))
             if token == close:
-                return Dim(tuple(summands), apart=close == "]"), position
+                return Dim(tuple(summands), apart=close == "]")
             factors, label = [], None
         elif token in _CLOSING:
-            inner, position = _parse_sum(text, tokens, position, _CLOSING[token])
-            factors.append(inner)
+            factors.append(_parse_sum(text, tokens, _CLOSING[token]))
         elif token.endswith(":"):
             if factors or label:
                 raise NotationError(f"shape '{text}': a label stands at the start of its summand")
@@ -366,14 +332,6 @@ def _parse_sum(text: str, tokens: Sequence[str], position: int, close: str = ")"
         else:
             factors.append(_atom(text, token))
     raise NotationError(f"shape '{text}': a {'parenthesis' if close == ')' else 'bracket'} is not closed")
-
-
-_CLOSING = {"(": ")", "[": "]"}
-
-
-def _any_apart(dim: Dim) -> bool:
-    parts = (factor for summand in dim.summands for factor in summand.factors if isinstance(factor, Dim))
-    return any(part.apart or _any_apart(part) for part in parts)
 
 
 def _atom(text: str, token: str) -> str | int:
@@ -384,6 +342,10 @@ def _atom(text: str, token: str) -> str | int:
     if not token.isidentifier():
         raise NotationError(f"shape '{text}': '{token}' stands where an axis or a number should")
     return token
+
+
+def _axes(factor: Factor) -> frozenset[str]:
+    return factor.axes if isinstance(factor, Dim) else frozenset({factor} if isinstance(factor, str) else ())
 
 
 def _factor_size(factor: Factor, sizes: Mapping[str, int]) -> int:
@@ -406,26 +368,19 @@ def owned(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> tu
     Axes without a share are owned whole. The indices in these runs, counted from 0, are the rank's own. Raises
     NotationError if a block of the dimension would be cut.
     """
-    runs = merge_runs(_dim_runs(dim, sizes, shares))
-    return tuple(runs) if dim.step == 1 else tuple(merge_runs(_in_steps(dim, sizes, runs)))
-
-
-def _in_steps(dim: Dim, sizes: Mapping[str, int], runs: Iterable[Run]) -> Iterator[Run]:
-    size = dim.whole.size(sizes)
-    for run in runs:
-        if run.offset % dim.step or (run.end % dim.step and run.end != size):
-            raise NotationError(f"rows {run.offset} to {run.end} of '{dim.whole}' cut a block of {dim.step}")
-        begin = dim.places(run.offset)
-        yield Run(begin, dim.places(run.end) - begin)
-
-
-def _dim_runs(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> Iterator[Run]:
-    start = 0
+    runs, start = list[Run](), 0
     for summand in dim.summands:
         factors = [(_factor_runs(factor, sizes, shares), _factor_size(factor, sizes)) for factor in summand.factors]
-        for run in product_runs(factors, summand):
-            yield Run(start + run.offset, run.length)
+        runs += (Run(start + run.offset, run.length) for run in product_runs(factors, summand))
         start += math.prod(size for _, size in factors)
+    if dim.step > 1:
+        runs = [*merge_runs(runs)]
+        for run in runs:
+            if run.offset % dim.step or (run.end % dim.step and run.end != start):
+                raise NotationError(f"rows {run.offset} to {run.end} of '{dim.whole}' cut a block of {dim.step}")
+        ends = ((dim.places(run.offset), dim.places(run.end)) for run in runs)
+        runs = [Run(begin, end - begin) for begin, end in ends]
+    return tuple(merge_runs(runs))
 
 
 def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a stored dimension") -> list[Run]:
@@ -565,15 +520,9 @@ def encloses(dim: Dim, axis: str) -> bool:
     """Whether other axes lie within one index of an axis, as the elements of a head lie within ``kv`` of
     ``(kv head)``.
     """
-    for summand in dim.summands:
-        within = False
-        for factor in reversed(summand.factors):
-            if isinstance(factor, Dim):
-                if encloses(factor, axis) or (within and axis in factor.axes):
-                    return True
-                within = within or bool(factor.axes)
-            elif isinstance(factor, str):
-                if within and factor == axis:
-                    return True
-                within = True
-    return False
+    return any(
+        (axis in _axes(factor) and any(map(_axes, summand.factors[place + 1 :])))
+        or (isinstance(factor, Dim) and encloses(factor, axis))
+        for summand in dim.summands
+        for place, factor in enumerate(summand.factors)
+    )

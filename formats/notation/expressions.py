@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
-from formats.documents import LARGEST
+from formats.documents import LARGEST, READERS, WRITERS, notation
 from formats.errors import NotationError, brief
 
 Lookup = Callable[[str], Any]
@@ -98,6 +99,9 @@ def read_expression(text: str) -> Expression:
     return Expression(text, names, tree)
 
 
+READERS[Expression] = notation(read_expression, "an expression", (str, int, float))
+WRITERS[Expression] = attrgetter("text")
+
 _ALLOWED = (
     ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.List, ast.Tuple, ast.Load, ast.Call, ast.BinOp,
     ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
@@ -129,7 +133,12 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
         case ast.IfExp():
             return _evaluate(node.body if _evaluate(node.test, lookup) else node.orelse, lookup)
         case ast.BoolOp():
-            return _bool(node, lookup)
+            value: Any = None
+            for part in node.values:
+                value = _evaluate(part, lookup)
+                if bool(value) is isinstance(node.op, ast.Or):
+                    break
+            return value
         case ast.UnaryOp(op=ast.Not()):
             return not _evaluate(node.operand, lookup)
         case ast.UnaryOp(op=ast.USub()):
@@ -138,28 +147,27 @@ def _evaluate(node: ast.expr, lookup: Lookup) -> Any:
         case ast.BinOp():
             return _binary(node.op, _evaluate(node.left, lookup), _evaluate(node.right, lookup))
         case ast.Compare():
-            return _compare(node, lookup)
+            value = _evaluate(node.left, lookup)
+            for op, comparator in zip(node.ops, node.comparators, strict=True):
+                other = _evaluate(comparator, lookup)
+                if value is None and isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+                    return False
+                if not _COMPARISONS[type(op)](value, other):
+                    return False
+                value = other
+            return True
         case ast.Attribute():
             value = _evaluate(node.value, lookup)
             return None if value is None else value.get(node.attr)
         case ast.Subscript():
             value, index = _evaluate(node.value, lookup), _evaluate(node.slice, lookup)
-            if value is None:
+            if value is None or index is None:  # of no layer: a size that differs from layer to layer is not known
                 return None
             # JSON's keys are strings, and an index is a number.
             return value.get(index, value.get(str(index))) if isinstance(value, dict) else value[index]
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
             return _bounded(_CALLS[name](*(_evaluate(argument, lookup) for argument in node.args)))
     raise NotationError(f"'{ast.unparse(node)}' is not allowed in a size expression")
-
-
-def _bool(node: ast.BoolOp, lookup: Lookup) -> Any:
-    value: Any = None
-    for part in node.values:
-        value = _evaluate(part, lookup)
-        if bool(value) is isinstance(node.op, ast.Or):
-            return value
-    return value
 
 
 def _binary(op: ast.operator, a: Any, b: Any) -> Any:
@@ -193,15 +201,3 @@ def _bounded(value: Any) -> Any:
         size = f"{value:g}" if isinstance(value, float) else f"a number of {value.bit_length()} bits"
         raise NotationError(f"{size} is more than a size can be")
     return value
-
-
-def _compare(node: ast.Compare, lookup: Lookup) -> bool:
-    value = _evaluate(node.left, lookup)
-    for op, comparator in zip(node.ops, node.comparators, strict=True):
-        other = _evaluate(comparator, lookup)
-        if value is None and isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
-            return False
-        if not _COMPARISONS[type(op)](value, other):
-            return False
-        value = other
-    return True

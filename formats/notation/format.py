@@ -3,20 +3,37 @@
 Its rules say which names its tensors have, what they are made of, and which it adds or leaves out. Names have
 wildcards: ``**`` is any text, ``*`` text without a dot, ``{expert}`` an index.
 
-A key of a format's file is the name of a field, or stands in the field's ``metadata`` (see ``format_file.py``).
+A key of a format's file is the name of a field, or stands in the field's ``metadata`` (see ``documents.structure``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar
 
+from formats.documents import (
+    READERS,
+    Reader,
+    items,
+    json_object,
+    mapping,
+    reader_for,
+    reader_of,
+    record,
+    structure,
+    text,
+    unfit,
+    whole,
+)
+from formats.errors import NotationError, brief
 from formats.mesh import Mesh
-from formats.notation.expressions import Expression
+from formats.notation.expressions import Expression, read_expression
+
+T = TypeVar("T")
 
 _WILDCARD = re.compile(r"(^\*\*\.|\*\*|\*|\{\w+\})")
 _REGEX = {"**.": r"(?:.*\.)?", "**": ".*", "*": "[^.]*"}
@@ -89,7 +106,27 @@ class Cut:
 
     axis: str | None = None
     dim: int | None = None
-    parts: int = 1
+    parts: int = field(default=1, metadata={"read": whole(1)})
+
+
+def _cut(value: object, where: str) -> Cut:
+    """``false``, an axis, a dimension, or a table of a dimension and its parts."""
+    if value is False or isinstance(value, str):
+        return Cut(axis=value or None)
+    return reader_of(Cut)(value if isinstance(value, dict) else {"dim": value}, where)
+
+
+def _on(value: object, where: str) -> str | Mapping[str, str]:
+    """Ranks, or other names on stages."""
+    if isinstance(value, dict):
+        stages = ("first", "last")
+        return record(lambda entry: {key: name for key in stages if (name := entry.find(key, text, ""))})(value, where)
+    if value not in {"first rank", "every stage"}:
+        raise unfit(where, "'first rank', 'every stage' or a table", value)
+    return str(value)
+
+
+READERS |= {Pattern: lambda value, where: Pattern(text(value, where)), Cut: _cut, str | Mapping[str, str]: _on}
 
 
 @dataclass(frozen=True)
@@ -101,10 +138,10 @@ class Line:
     has them at its top; None: all.
 
     ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
-    source, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs are stored as
-    halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of every source.
-    Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the positions of dimensions
-    of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
+    source or one for all, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs
+    are stored as halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of
+    every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the positions
+    of dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
     place), ``every stage`` of a pipeline, or its other names on the stages ``first`` and ``last``.
@@ -113,7 +150,7 @@ class Line:
     ``also``, the tensor is stored once more under the line's name, if no tensor has it (two names of one tensor).
     """
 
-    target: Pattern
+    target: Pattern = field(metadata={"key": None})
     sources: tuple[Pattern, ...] = field(metadata={"key": "from"})
     when: Expression | None = None
     without: Pattern | None = None
@@ -128,7 +165,18 @@ class Line:
     dtype: str | None = None
     function: str | None = None
     also: bool = False
-    types: frozenset[str] | None = None
+    types: frozenset[str] | None = field(default=None, metadata={"key": None})
+
+    def __post_init__(self) -> None:
+        """Raise NotationError for what does not fit together."""
+        if self.ones is not None and len(self.sources) > 1:
+            raise NotationError(f"'{self.target.text}': 'ones' is for what is made of one tensor")
+        for source in self.sources:
+            if source.stars != self.target.stars or len(source.indices - self.target.indices) > 1:
+                raise NotationError(f"'{self.target.text}': '{source.text}' has other wildcards")
+        for axes in (self.pairs, self.halves):
+            if len(axes) not in {0, 1, len(self.sources)}:
+                raise NotationError(f"{brief([*axes])} has another length than the sources")
 
     @property
     def stage_names(self) -> Mapping[str, str]:
@@ -161,17 +209,17 @@ class Dropped:
     ``types`` are as in a line.
     """
 
-    old: Pattern
+    old: Pattern = field(metadata={"key": None})
     beyond: Expression | None = None
     when: Expression | None = None
-    types: frozenset[str] | None = None
+    types: frozenset[str] | None = field(default=None, metadata={"key": None})
 
 
 @dataclass(frozen=True)
 class Refusal:
     """Tensors that a program cannot have, where ``when`` holds, and ``why``; with ``scalars``, only scalars."""
 
-    old: Pattern
+    old: Pattern = field(metadata={"key": None})
     why: str
     when: Expression | None = None
     scalars: bool = False
@@ -185,7 +233,7 @@ class Renaming:
     with a dimension for it. The dimensions of several stacks come in their order, before the tensors' own.
     """
 
-    old: Pattern
+    old: Pattern = field(metadata={"key": None})
     new: Pattern = field(metadata={"key": "to"})
     when: Expression | None = None
 
@@ -227,6 +275,43 @@ class Settings:
     read: Mapping[str, Expression]
 
 
+def _named(kind: Callable[..., T], plain: str) -> Reader[tuple[T, ...]]:
+    """The reader of a table of rules, or lists of them, by pattern. What is no table is that of the key ``plain``."""
+    first = fields(kind)[0].name  # type: ignore[arg-type]
+
+    def read(value: object, where: str) -> tuple[T, ...]:
+        rules = []
+        for name, entry in json_object(value, where).items():
+            is_list = isinstance(entry, list) and not all(isinstance(item, str) for item in entry)
+            for stated in entry if is_list else [entry]:
+                table = stated if isinstance(stated, dict) else {plain: stated}
+                named: dict[str, Any] = {first: Pattern(name)}
+                rules.append(record(partial(structure, kind, **named))(table, f"'{name}'"))
+        return tuple(rules)
+
+    return read
+
+
+LINES = _named(Line, "from")
+
+
+def of_types(key: str, reader: Reader[T]) -> Reader[tuple[tuple[frozenset[str], T], ...]]:
+    """The reader of what entries say of some ``types``, under a key."""
+    return items(record(lambda entry: (entry.get("types", reader_for(frozenset[str])), entry.get(key, reader))))
+
+
+def _of_each(key: str, reader: Reader[T]) -> Reader[Mapping[str, T]]:
+    """The same by type."""
+    return lambda value, where: {
+        name: content for names, content in of_types(key, reader)(value, where) for name in names
+    }
+
+
+def _whole_names(value: object, where: str) -> frozenset[str]:
+    ends_of = mapping(items(text))(value, where)
+    return frozenset(f"{head}.{end}" if head else end for head, ends in ends_of.items() for end in ends)
+
+
 @dataclass(frozen=True)
 class Use:
     """A line of a format that covers a tensor's name, and which of its ``sources`` the tensor is.
@@ -239,9 +324,6 @@ class Use:
     source: int
     target: str
     stacked: str | None
-
-
-_OfTypes = TypeVar("_OfTypes", "Line", "Constant", "Dropped")
 
 
 @dataclass(frozen=True)
@@ -312,6 +394,9 @@ class Files:
         return self.place + (self.parts if parts > 1 and self.parts is not None else name).format_map(words)
 
 
+READERS[Files] = lambda value, where: reader_of(Files)({"name": value} if isinstance(value, str) else value, where)
+
+
 @dataclass(frozen=True)
 class Container:
     """What the files hold beside tensors.
@@ -344,6 +429,11 @@ class Padding:
 
     to: Expression | None = field(default=None, metadata={"key": "pad_vocabulary_to"})
     free: bool = field(default=False, metadata={"key": "free_padding"})
+
+    def __post_init__(self) -> None:
+        """Raise NotationError for an expression over anything else."""
+        if self.to is not None and not {*self.to.names} <= {"size", "tp"}:
+            raise NotationError(f"pad_vocabulary_to: '{self.to.text}' should be over size and tp")
 
     def multiple(self, sizes: Iterable[int], tp: int) -> int:
         """What sizes are padded to a multiple of, on ``tp`` ranks; 0 if they are not padded."""
@@ -390,13 +480,15 @@ class Types:
     any degree), and ``seen`` the names of all tensors that were compared.
     """
 
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] = field(default=(), metadata={"key": None})
     classes: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    beyond: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
+    beyond: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
     compared: frozenset[str] = frozenset()
     meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
-    seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    seen: Mapping[str, frozenset[str]] = field(
+        default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
+    )
 
     def name_of(self, config: Mapping[str, Any]) -> str:
         """What the table calls a model of this config: the class, if it is one of ``classes``, or else its type."""
@@ -420,18 +512,27 @@ class Rules:
     stores those of the model.
     """
 
-    lines: tuple[Line, ...] = ()
-    names: tuple[Renaming, ...] = ()
+    lines: tuple[Line, ...] = field(default=(), metadata={"key": "tensors", "read": LINES})
+    names: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
     constants: tuple[Constant, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    stacks: tuple[Renaming, ...] = ()
-    further: tuple[LaterLayers, ...] = ()
+    dropped: tuple[Dropped, ...] = field(default=(), metadata={"read": _named(Dropped, "when")})
+    refusals: tuple[Refusal, ...] = field(default=(), metadata={"key": "refused", "read": _named(Refusal, "why")})
+    stacks: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
+    further: tuple[LaterLayers, ...] = field(default=(), metadata={"read": _named(LaterLayers, "to")})
     vectors: tuple[Pattern, ...] = ()
     numbered: tuple[str, ...] = ()
     keep: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
     _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise NotationError for a stack, or a further layer, that does not leave out one index."""
+        for renaming in (*self.stacks, *self.further):
+            old, new, is_further = renaming.old, renaming.new, isinstance(renaming, LaterLayers)
+            differing = (len(old.indices - new.indices), len(new.indices - old.indices))
+            if old.stars != new.stars or differing != (1, is_further):
+                how = "differ in one index" if is_further else "differ in an index that only the first has"
+                raise NotationError(f"'{old.text}' and '{new.text}' should {how}")
 
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
@@ -460,6 +561,14 @@ class Rules:
         return [(Pattern(name), label) for name, label in labels if label.isidentifier()]
 
 
+RULES = ("lines", "names", "constants", "dropped", "refusals", "stacks", "further")
+"""The fields of ``Rules`` that may be of some model types alone."""
+
+
+def _demands(value: object, where: str) -> tuple[tuple[Expression, str], ...]:
+    return tuple((read_expression(condition), why) for condition, why in mapping(text)(value, where).items())
+
+
 @dataclass(frozen=True, eq=False)
 class Format:
     """A program's format.
@@ -469,14 +578,14 @@ class Format:
     tensors of the model or of a rank as Hugging Face does, under their own names.
     """
 
-    name: str
-    loading: Loading
+    name: str = field(metadata={"key": None})
+    loading: Loading = field(metadata={"flat": True})
     files: Files
     rules: Rules
-    container: Container = Container()
-    padding: Padding = Padding()
-    types: Types = Types()
-    demands: tuple[tuple[Expression, str], ...] = ()
+    container: Container = field(default=Container(), metadata={"flat": True})
+    padding: Padding = field(default=Padding(), metadata={"flat": True})
+    types: Types = field(default=Types(), metadata={"key": None})
+    demands: tuple[tuple[Expression, str], ...] = field(default=(), metadata={"read": _demands})
     settings: Settings | None = field(default=None, metadata={"key": "config"})
     same_ranks: bool = False
     plain: bool = False
@@ -494,10 +603,10 @@ class Format:
         if kind not in self._of:
             is_own = kind in self.types.meshes  # a type with rules of its own has these alone
 
-            def only(rules: Iterable[_OfTypes]) -> tuple[_OfTypes, ...]:
-                return tuple(rule for rule in rules if (not is_own if rule.types is None else kind in rule.types))
-
             rules = replace(self.rules, names=(), refusals=(), vectors=()) if is_own else self.rules
-            lines, constants, dropped = only(rules.lines), only(rules.constants), only(rules.dropped)
-            self._of[kind] = replace(self, rules=replace(rules, lines=lines, constants=constants, dropped=dropped))
+            only: dict[str, Any] = {
+                name: tuple(r for r in getattr(rules, name) if (not is_own if r.types is None else kind in r.types))
+                for name in ("lines", "constants", "dropped")
+            }
+            self._of[kind] = replace(self, rules=replace(rules, **only))
         return self._of[kind]

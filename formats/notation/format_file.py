@@ -27,49 +27,28 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from formats.documents import (
     READERS,
-    Reader,
     Record,
     Unfit,
     anything,
     items,
-    json_object,
     mapping,
-    optional,
     reader_of,
     record,
     structure,
     text,
-    unfit,
-    whole,
 )
-from formats.errors import NotationError, PlanError, brief
+from formats.errors import NotationError, PlanError
 from formats.hints import nearest, with_hint
-from formats.notation.expressions import Expression, read_expression
-from formats.notation.format import (
-    Constant,
-    Container,
-    Cut,
-    Dropped,
-    Files,
-    Format,
-    LaterLayers,
-    Line,
-    Loading,
-    Padding,
-    Pattern,
-    Refusal,
-    Renaming,
-    Rules,
-    Types,
-)
+from formats.notation.expressions import read_expression
+from formats.notation.format import LINES, RULES, Constant, Dropped, Format, Line, Pattern, Rules, Types, of_types
 
 FOLDER = Path(__file__).parents[1] / "adapters"
 
@@ -92,29 +71,41 @@ class Factor:
         return next(axis for dim in self.dims for axis in dim if axis not in {"expert", "rank"})
 
 
+def version_of(version: str | None) -> tuple[int, ...] | None:
+    """The numbers of a version: at most three. None if it has none."""
+    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
+    return tuple(map(int, match[0].split("."))) if match else None
+
+
 @dataclass(frozen=True)
 class AdapterFormat:
     """How a program stores an adapter.
 
-    ``tried`` says what ran. ``factors`` are A and B of a stack; None: each expert has its own. ``second``: PEFT takes
+    ``tried`` says what ran. ``second``: PEFT takes
     the second dimension of a matrix as the input, except in models of the types ``flipped``. ``since`` is the first
     version of PEFT that does so. ``words`` stand in names for those of weights. ``halves``: gate and up lie one after
     the other, also where the checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are
     entries of ``adapter_config.json``.
     """
 
-    name: str
+    name: str = field(metadata={"key": None})
     loaded_by: str
     load: str
     tried: str
-    factors: tuple[Factor, Factor] | None
-    second: bool = False
+    a: Factor | None = field(default=None, metadata={"key": "lora_A"})
+    b: Factor | None = field(default=None, metadata={"key": "lora_B"})
+    second: bool = field(default=False, metadata={"key": "input", "read": lambda value, where: value == "second"})
     flipped: frozenset[str] = frozenset()
-    since: tuple[int, ...] | None = None
+    since: tuple[int, ...] | None = field(default=None, metadata={"read": lambda value, where: version_of(str(value))})
     words: Mapping[str, str] = field(default_factory=dict)
     halves: bool = False
     one_scale: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> tuple[Factor, Factor] | None:
+        """A and B of a stack; None: each expert has its own."""
+        return None if self.a is None or self.b is None else (self.a, self.b)
 
     def takes_second(self, model_type: object) -> bool:
         """Whether the second dimension of a matrix is taken as the input in models of this type."""
@@ -136,7 +127,7 @@ def adapter_format(name: str) -> AdapterFormat:
         raise PlanError(f"'{name}' is no format of adapters", hint)
     path = FOLDER / f"{name}.toml"
     try:
-        return record(lambda fields: _adapter_format(name, fields))(_with_adapter_base(path), "")
+        return record(partial(structure, AdapterFormat, name=name))(_with_base(path, FOLDER), "")
     except Unfit as error:
         raise PlanError(f"{path}: {error}") from None
 
@@ -147,34 +138,6 @@ def versions() -> Sequence[AdapterFormat]:
     formats = [format for format in map(adapter_format, adapter_format_names()) if format.since is not None]
     return sorted(formats, key=lambda format: format.since or (), reverse=True)
 
-
-def _with_adapter_base(path: Path) -> dict[str, Any]:
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
-    base = document.pop("base", None)
-    return document if base is None else _with_adapter_base(path.parent / f"{base}.toml") | document
-
-
-def version_of(version: str | None) -> tuple[int, ...] | None:
-    """The numbers of a version: at most three. None if it has none."""
-    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
-    return tuple(map(int, match[0].split("."))) if match else None
-
-
-def _adapter_format(name: str, fields: Record) -> AdapterFormat:
-    a, b = (fields.find(key, optional(reader_of(Factor)), None) for key in ("lora_A", "lora_B"))
-    return structure(
-        AdapterFormat,
-        fields,
-        name=name,
-        factors=None if a is None or b is None else (a, b),
-        second=fields.find("input", text, "first") == "second",
-        since=version_of(fields.find("since", text, "")),
-    )
-
-
-T = TypeVar("T")
-Rule = TypeVar("Rule", Line, Renaming, Constant, Dropped)
-Renames = TypeVar("Renames", Renaming, LaterLayers)
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -225,116 +188,60 @@ def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:
     Raises PlanError that names the file and what is wrong in it.
     """
     try:
-        document = _with_base(path)
+        document = _with_base(path, PROGRAMS)
         types = document.pop("types", None)
         if table is None and types is not None:
             table = json.loads((PROGRAMS / text(types, "types")).read_text(encoding="utf-8"))
-        of_types = record(_of_types)(dict(table or {}), "")
-        return record(lambda fields: _format(path.stem, fields, of_types))(document, "")
+        of_some = record(_of_types)(dict(table or {}), "")
+        return record(lambda fields: _format(path.stem, fields, *of_some))(document, "")
     except (NotationError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _with_base(path: Path) -> dict[str, Any]:
-    """A format's parsed form with what it takes over from its ``base``. Its own lines stand before those of the base.
+def _with_base(path: Path, folder: Path) -> dict[str, Any]:
+    """A file's parsed form with what it takes over from its ``base``, table by table. Its own lines stand before those
+    of the base.
 
-    A key that is ``false`` is taken away. Raises NotationError for one that the base does not have.
+    A key that is ``false`` is taken away. Raises NotationError for one in a table that the base does not have.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
-    below = _with_base(PROGRAMS / f"{document.pop('base')}.toml") if "base" in document else {}
-    for table in _TABLES:
-        stated, inherited = json_object(document.get(table, {}), table), below.get(table, {})
+    below = _with_base(folder / f"{document.pop('base')}.toml", folder) if "base" in document else {}
+    for name, stated in document.items():
+        if not isinstance(stated, dict):
+            continue
+        inherited: dict[str, Any] = below[name] if isinstance(below.get(name), dict) else {}
         for key in stated:
             if stated[key] is False and key not in inherited:
-                raise NotationError(f"'{key} = false' under [{table}] takes away what no base has")
-        taken_over = {key: value for key, value in inherited.items() if key not in stated}
-        document[table] = {key: value for key, value in {**stated, **taken_over}.items() if value is not False}
+                raise NotationError(f"'{key} = false' under [{name}] takes away what no base has")
+        document[name] = {key: value for key, value in {**stated, **inherited, **stated}.items() if value is not False}
     return {key: value for key, value in {**below, **document}.items() if value is not False}
-
-
-_TABLES = ("models", "tensors", "names", "dropped", "demands", "refused", "stacks", "further", "documents")
 
 
 def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
-    _table(table, "made_with", text)
-    seen = _of_each_type(table, "seen", "tensors", mapping(items(text)))
-    types = Types(
-        classes=_set(table, "classes"),
-        refused=_reasons(table, "refused"),
-        beyond=_reasons(table, "beyond"),
-        compared=_set(table, "compared"),
-        meshes=_table(table, "meshes", mapping(optional(whole(1)))),
-        seen={
-            name: frozenset(f"{head}.{end}" if head else end for head, ends in tensors.items() for end in ends)
-            for names, tensors in seen
-            for name in names
-        },
-    )
-    return types, Rules(
+    table.find("made_with", anything, None)
+    dropped = table.find("dropped", of_types("names", items(READERS[Pattern])), ())
+    return structure(Types, table), Rules(
         lines=tuple(lines_of_types(table.find("lines", anything, []))),
-        constants=_all(table, "constants", reader_of(Constant)),
-        dropped=tuple(
-            Dropped(pattern, types=names)
-            for names, patterns in _of_each_type(table, "dropped", "names", items(_pattern))
-            for pattern in patterns
-        ),
+        constants=table.find("constants", items(reader_of(Constant)), ()),
+        dropped=tuple(Dropped(pattern, types=types) for types, patterns in dropped for pattern in patterns),
     )
 
 
-def _reasons(table: Record, key: str) -> Mapping[str, str]:
-    return {name: why for names, why in _of_each_type(table, key, "why", text) for name in names}
+def lines_of_types(groups: object) -> list[Line]:
+    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
+    lines_of = of_types("tensors", LINES)(groups, "lines")
+    return [replace(line, types=types) for types, lines in lines_of for line in lines]
 
 
-def _of_each_type(table: Record, key: str, field: str, reader: Reader[T]) -> tuple[tuple[frozenset[str], T], ...]:
-    """What entries say of some types under the key ``field``."""
-    return _all(table, key, record(lambda entry: (_set(entry, "types"), entry.get(field, reader))))
-
-
-def _format(name: str, table: Record, general: tuple[Types, Rules]) -> Format:
-    padding = structure(Padding, table)
-    if padding.to is not None and not {*padding.to.names} <= {"size", "tp"}:
-        raise Unfit(f"pad_vocabulary_to: '{padding.to.text}' should be over size and tp")
-    demands = _table(table, "demands", text).items()
-    return structure(
-        Format,
-        table,
-        name=name,
-        loading=structure(Loading, table),
-        rules=_rules(table, general[1]),
-        container=structure(Container, table, documents=_table(table, "documents", json_object)),
-        padding=padding,
-        types=replace(general[0], only=_all(table, "model_types", text)),
-        demands=tuple((read_expression(condition), why) for condition, why in demands),
-    )
-
-
-def _rules(table: Record, of_types: Rules) -> Rules:
-    """All rules of a file. Lines and names for some model types stand before those for all."""
-    some = [_of_models(*dropped) for dropped in _table(table, "models", anything).items()]
-    general = _model_rules(table)
-    return structure(
-        Rules,
-        table,
-        lines=tuple(line for rules in (*some, general, of_types) for line in rules.lines),
-        names=tuple(name for rules in (*some, general) for name in rules.names),
-        constants=tuple(constant for rules in (general, *some, of_types) for constant in rules.constants),
-        dropped=tuple(dropped for rules in (general, *some, of_types) for dropped in rules.dropped),
-        refusals=tuple(_named(Refusal, table, "refused")),
-        stacks=_checked(0, _named(Renaming, table, "stacks", "to")),
-        further=_checked(1, _named(LaterLayers, table, "further")),
-    )
-
-
-def _model_rules(table: Record) -> Rules:
-    """What a program makes of all models, or of those of some model types."""
-    lines = _table(table, "tensors", anything).items()
-    return Rules(
-        lines=tuple(line for target, entries in lines for line in _lines(target, entries)),
-        names=tuple(_named(Renaming, table, "names", "to")),
-        constants=_all(table, "constants", reader_of(Constant)),
-        dropped=tuple(_named(Dropped, table, "dropped")),
-    )
+def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
+    """A format. Lines and names for some model types stand before those for all."""
+    known = replace(types, only=table.find("model_types", items(text), ()))
+    some = (_of_models(*models) for models in table.find("models", mapping(anything), {}).items())
+    general = structure(Rules, table)
+    parts = (*some, general, of_some)
+    every: dict[str, Any] = {name: tuple(rule for part in parts for rule in getattr(part, name)) for name in RULES}
+    return structure(Format, table, name=name, types=known, rules=replace(general, **every))
 
 
 def _of_models(names: str, value: object) -> Rules:
@@ -344,125 +251,12 @@ def _of_models(names: str, value: object) -> Rules:
         raise Unfit(f"'{names}' names a model type without a name")
     condition = f"model_type in {types}" if len(types) > 1 else f"model_type == {types[0]!r}"
 
-    def only(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-        texts = ((rule, f" and ({rule.when.text})" if rule.when else "") for rule in rules)
-        return tuple(replace(rule, when=read_expression(condition + suffix)) for rule, suffix in texts)
+    def only(rule: Any) -> Any:
+        return replace(rule, when=read_expression(condition + (f" and ({rule.when.text})" if rule.when else "")))
 
-    rules = record(_model_rules)(value, f"models.{names}")
-    return Rules(only(rules.lines), only(rules.names), only(rules.constants), only(rules.dropped))
-
-
-def _lines(target: str, value: object) -> Iterator[Line]:
-    """The lines of a target: the sources of one, or a table of it, or a list of tables."""
-    is_list = isinstance(value, list) and not all(isinstance(item, str) for item in value)
-    for entry in items(anything)(value, target) if is_list else [value]:
-        table = entry if isinstance(entry, dict) else {"from": entry}
-        line = record(partial(structure, Line, target=Pattern(target)))(table, f"'{target}'")
-        if line.ones is not None and len(line.sources) > 1:
-            raise NotationError(f"'{target}': 'ones' is for what is made of one tensor")
-        for source in line.sources:
-            if source.stars != line.target.stars or len(source.indices - line.target.indices) > 1:
-                raise NotationError(f"'{target}': '{source.text}' has other wildcards")
-        pairs, halves = (_of_each(axes, len(line.sources)) for axes in (line.pairs, line.halves))
-        yield replace(line, pairs=pairs, halves=halves)
-
-
-def _of_each(values: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """A value for each source: a single one is taken for all. Raises NotationError if the lengths differ."""
-    values *= count if len(values) == 1 else 1
-    if values and len(values) != count:
-        raise NotationError(f"{brief([*values])} has another length than the sources")
-    return values
-
-
-def lines_of_types(groups: object) -> list[Line]:
-    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
-    read_groups = items(record(lambda table: (_set(table, "types"), table.get("tensors", mapping(anything)))))
-    return [
-        replace(line, types=types)
-        for types, tensors in read_groups(groups, "lines")
-        for target, value in tensors.items()
-        for line in _lines(target, value)
-    ]
-
-
-def _checked(new: int, renamings: Iterable[Renames]) -> tuple[Renames, ...]:
-    """The same, of which each has one index that its new name has not, and so many that only this has."""
-    renamings = tuple(renamings)
-    for one, other in ((renaming.old, renaming.new) for renaming in renamings):
-        if one.stars != other.stars or (len(one.indices - other.indices), len(other.indices - one.indices)) != (1, new):
-            how = "differ in one index" if new else "differ in an index that only the first has"
-            raise NotationError(f"'{one.text}' and '{other.text}' should {how}")
-    return renamings
-
-
-# ------------------------------------------------------------------------------------------------------------- readers
-
-
-def _pattern(value: object, where: str) -> Pattern:
-    return Pattern(text(value, where))
-
-
-def _expression(value: object, where: str) -> Expression:
-    try:
-        return read_expression(text(value, where))
-    except NotationError as error:
-        raise Unfit(f"{where}: {error.message}") from None
-
-
-def _cut(value: object, where: str) -> Cut:
-    """``false``, an axis, a dimension, or a table of a dimension and its parts."""
-    if value is False:
-        return Cut()
-    if isinstance(value, str):
-        return Cut(axis=value)
-    table = value if isinstance(value, dict) else {"dim": value}
-    return record(lambda entry: Cut(dim=entry.get("dim", whole(0)), parts=entry.find("parts", whole(1), 1)))(
-        table, where
-    )
-
-
-def _on(value: object, where: str) -> str | Mapping[str, str]:
-    """Ranks, or other names on stages."""
-    if isinstance(value, dict):
-        stages = ("first", "last")
-        return record(lambda entry: {key: name for key in stages if (name := entry.find(key, text, ""))})(value, where)
-    if value not in {"first rank", "every stage"}:
-        raise unfit(where, "'first rank', 'every stage' or a table", value)
-    return str(value)
-
-
-def _files(value: object, where: str) -> Files:
-    """The name of a rank's weight file, or a table of such names."""
-    return reader_of(Files)({"name": value} if isinstance(value, str) else value, where)
-
-
-READERS.update({Pattern: _pattern, Expression: _expression, Cut: _cut, str | Mapping[str, str]: _on})
-READERS[Files] = _files
-
-
-def _all(table: Record, key: str, reader: Reader[T]) -> tuple[T, ...]:
-    """The items of a list that may be missing."""
-    none: tuple[T, ...] = ()
-    return table.find(key, items(reader), none)
-
-
-def _table(table: Record, key: str, reader: Reader[T]) -> dict[str, T]:
-    """The entries of a table that may be missing, in their order."""
-    none: dict[str, T] = {}
-    return table.find(key, mapping(reader), none)
-
-
-def _named(kind: Callable[..., T], table: Record, key: str, plain: str = "") -> Iterator[T]:
-    """The rules of a table whose keys are patterns. A value that is no table is that of the key ``plain``."""
-    for name, value in _table(table, key, anything).items():
-        for entry in value if plain and isinstance(value, list) else [value]:
-            fields = entry if isinstance(entry, dict) or not plain else {plain: entry}
-            yield record(partial(structure, kind, old=Pattern(name)))(fields, f"'{name}'")
-
-
-def _set(table: Record, key: str) -> frozenset[str]:
-    return frozenset(_all(table, key, text))
+    rules = record(partial(structure, Rules, vectors=(), numbered=(), keep=False, dtypes={}))(value, f"models.{names}")
+    some: dict[str, Any] = {name: tuple(map(only, getattr(rules, name))) for name in RULES}
+    return replace(rules, **some)
 
 
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))

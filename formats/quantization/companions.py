@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from formats.documents import lenient_json
 from formats.errors import CheckpointError, PlanError
-from formats.notation.axes import Dim, Factor, Shape, Summand, parse
+from formats.notation.axes import Dim, Shape, Summand, parse
 
 _NO_DTYPES: Mapping[str, str] = {}
 OF_ACTIVATIONS = (
@@ -66,19 +66,6 @@ class Companion:
     of_attention: bool = False
     states_shape: bool = False
     advice: str | None = None
-
-
-def _companion(name: str, dtype: str | None, dtypes: Mapping[str, str], table: Table) -> Companion | None:
-    for suffix in _suffixes(name):
-        base, weight = name.removesuffix(suffix), _weight(name, suffix)
-        patterns = table.get(f"{suffix} of {dtypes.get(weight)}") or table.get(f"{suffix} {dtype}") or table.get(suffix)
-        if isinstance(patterns, Refused):
-            raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
-        if patterns is not None:
-            if suffix.removeprefix(".") in OF_ATTENTION:
-                return Companion(base, patterns, of_attention=True)
-            return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
-    return None
 
 
 def _suffixes(name: str) -> Iterable[str]:
@@ -146,23 +133,19 @@ def _substitute(text: str, weight: Shape) -> Shape | None:
         return pattern
     if output is None:
         return None
-    inner = 2 * len(weight.dims) - 3 - output
+    outer, inner = weight.dims[output], weight.dims[2 * len(weight.dims) - 3 - output]
+    known = {"lead": weight.dims[:-2], "out": (outer,), "in": (inner,), "groups": (_all_groups(inner),)}
+    if "heads" in text:
+        (heads,) = inner.summands
+        known |= {"heads": (Dim((Summand(heads.factors[:-1]),)),), "kvheads": (Dim((Summand(heads.factors[:1]),)),)}
     dims: list[Dim] = []
     for dim in pattern.dims:
-        word = dim.whole.axis
-        if word == "lead":
-            dims += weight.dims[:-2]
-        elif word == "groups":
-            dims.append(_all_groups(weight.dims[inner]))
-        elif word in {"heads", "kvheads"}:
-            (heads,) = weight.dims[inner].summands
-            dims.append(Dim((Summand(heads.factors[:-1] if word == "heads" else heads.factors[:1]),)))
-        elif word in {"out", "in"}:
-            dims.append(weight.dims[output if word == "out" else inner].in_blocks(*dim.counted))
+        if (word := dim.whole.axis) is not None:
+            dims += (one if dim.counted == (1, 1) else one.in_blocks(*dim.counted) for one in known[word])
         elif dim.axes:
             (row,) = dim.summands
-            named: Mapping[Factor, Dim] = {"out": weight.dims[output], "in": weight.dims[inner]}
-            dims.append(replace(dim, summands=(Summand(tuple(named[factor] for factor in row.factors)),)))
+            factors = tuple(one for factor in row.factors for one in known[str(factor)])
+            dims.append(replace(dim, summands=(Summand(factors),)))
         else:
             dims.append(dim)
     if as_stored and weight.arrow is not None:
@@ -214,21 +197,28 @@ class Scheme:
         the checkpoint's tensors by name: one method may quantize weights in two ways. Raises PlanError for a tensor of
         a method that cannot be split.
         """
-        return _companion(name, dtype, dtypes, self.table(name.rpartition(".")[0]))
+        table = self.table(name.rpartition(".")[0])
+        for suffix in _suffixes(name):
+            base, weight = name.removesuffix(suffix), _weight(name, suffix)
+            of_weight = table.get(f"{suffix} of {dtypes.get(weight)}")
+            patterns = of_weight or table.get(f"{suffix} {dtype}") or table.get(suffix)
+            if isinstance(patterns, Refused):
+                raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
+            if patterns is not None:
+                if suffix.removeprefix(".") in OF_ATTENTION:
+                    return Companion(base, patterns, of_attention=True)
+                return Companion(weight, patterns, states_shape=suffix in _STATE_SHAPE, advice=_ADVICE.get(suffix))
+        return None
 
     def case(self, name: str, dtypes: Mapping[str, str]) -> tuple[object, ...]:
         """Names that differ in numbers alone belong to weights of which the names differ in numbers alone, where this
         is the same.
         """
-        if self._is_uniform:
+        if not (self.named or self.within or self._ends_of_weights):
             return ()
         table = self.table(name.rpartition(".")[0])
         asked = [suffix for suffix in self._ends_of_weights if name.endswith(suffix)]
         return id(table), *[dtypes.get(_weight(name, suffix)) for suffix in asked]
-
-    @cached_property
-    def _is_uniform(self) -> bool:
-        return not (self.named or self.within or self._ends_of_weights)
 
     @cached_property
     def _ends_of_weights(self) -> frozenset[str]:
@@ -242,14 +232,12 @@ class Scheme:
         for expression, table in self.named:
             if expression.match(module):
                 return table
-        inner_table = self._within(module.split(".")) if self.within else None
-        return self.general if inner_table is None else inner_table
-
-    def _within(self, words: Sequence[str]) -> Table | None:
-        """That of the longest name in a module's, of two with the same end the one with more before it."""
-        ends = range(len(words), 0, -1)
-        names = (".".join(words[begin:end]) for end in ends for begin in range(end) if words[end - 1] in self._ends)
-        return next((self.within[name] for name in names if name in self.within), None)
+        if not self.within:
+            return self.general
+        words = module.split(".")  # the longest name; of two with the same end the one with more before it
+        ends = (end for end in range(len(words), 0, -1) if words[end - 1] in self._ends)
+        names = (".".join(words[begin:end]) for end in ends for begin in range(end))
+        return next((self.within[name] for name in names if name in self.within), self.general)
 
     @cached_property
     def _ends(self) -> frozenset[str]:

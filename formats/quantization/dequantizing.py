@@ -6,6 +6,7 @@ bit. Scales may stand for a block, an output, a matrix or the whole tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import PlanError
+from formats.errors import NotationError, PlanError
+from formats.notation.axes import parse
 from formats.numbers import CODES, as_float32, round_to
-from formats.quantization.companions import OF_ATTENTION, is_of_activations
+from formats.quantization.companions import OF_ATTENTION, is_of_activations, shape_of
 from formats.quantization.methods import method_of, quantization_settings, scheme_of
 
 PACKED = "F8_E4M3"
@@ -104,43 +106,24 @@ def _grid(
 
     A weight of ``ways`` has its input first (True) or its output.
     """
-    grids = {
-        grid
-        for pattern in patterns
-        for is_input_first in ways
-        if (fit := _fit(pattern, weight, is_input_first=is_input_first)) is not None
-        for shape, grid in [fit]
-        if shape == scale
-    }
-    return grids.pop() if len(grids) == 1 else None
-
-
-def _fit(pattern: str, weight: tuple[int, ...], *, is_input_first: bool) -> tuple[tuple[int, ...], Grid] | None:
-    """The shape of the scales by a pattern of ``companions``, and where they apply; None if no grid is like it."""
     *lead, rows, columns = (1,) * (2 - len(weight)) + weight
-    words = pattern.removeprefix("stored ").split()
-    if "lead" not in words:
-        every = max(1, math.prod(lead) * rows)
-        return ((1,) * len(words), Grid(every, columns, every, columns)) if {*words} <= {"1"} else None
-    order = ("in", "out") if is_input_first else ("out", "in")
-    sizes, blocks = dict(zip(order, (rows, columns), strict=True)), dict(zip(order, (rows, columns), strict=True))
-    shape, axes = list[int](), list[str]()
-    for word in words[1:]:
-        axis, _, block = word.partition("/")
-        if axis in sizes:
-            axes.append(axis)
-            blocks[axis] = min(int(block or 1), sizes[axis])
-            shape.append(-(-sizes[axis] // max(1, blocks[axis])))
-        elif word == "1":
-            shape.append(1)
-        else:
-            return None
-    if pattern.startswith("stored ") and is_input_first:
-        axes.reverse()
-        shape.reverse()
-    if words[0] != "lead" or axes not in ([], [order[0]], [order[1]], [*order]):
-        return None
-    return (*lead, *shape), Grid(rows, columns, *(blocks[axis] for axis in order))
+    sizes = {"rows": rows, "columns": columns} | {f"lead{place}": size for place, size in enumerate(lead)}
+    grids = set[Grid]()
+    for is_input_first, pattern in itertools.product(ways, patterns):
+        axes = [*[*sizes][2:], "rows", *(["->"] if is_input_first else []), "columns"]
+        rule = shape_of((pattern,), parse(" ".join(axes)), None)
+        try:
+            if rule is None or rule.sizes(sizes) != scale:
+                continue
+        except NotationError:  # by something else than rows and columns
+            continue
+        blocks = {axis: min(dim.step, sizes[axis]) for dim in rule.dims if (axis := dim.whole.axis)}
+        if not blocks:
+            every = max(1, math.prod(lead) * rows)
+            grids.add(Grid(every, columns, every, columns))
+        elif "lead" in pattern and [*blocks] == [axis for axis in axes if axis in blocks]:
+            grids.add(Grid(rows, columns, blocks.get("rows", rows), blocks.get("columns", columns)))
+    return grids.pop() if len(grids) == 1 else None
 
 
 def _table() -> NDArray[np.float32]:

@@ -38,17 +38,14 @@ def bind(
     shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error. Raises PlanError
     that names the file, the tensor, the rule, and both shapes.
     """
-    sizes = AxisSizes(architecture, config, axes or {})
-    tensors = list(tensors)
-    groups = _Groups(architecture, sizes, {tensor.name: tensor.dtype for tensor in tensors})
-    places = [groups.add(tensor) for tensor in tensors]
-    all_groups = groups.all
-    several = [group for group in all_groups if len(group.shapes) > 1]
-    _measure(sizes, (group for group in all_groups if len(group.shapes) == 1))
+    sizes, tensors = AxisSizes(architecture, config, axes or {}), list(tensors)
+    groups, members = _grouped(tensors, architecture, sizes)
+    several = [group for group in groups if len(group.shapes) > 1]
+    _measure(sizes, (group for group in groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
     _measure(sizes, several)
-    kinds = {group: _kind(group, groups) for group in all_groups}
-    bound = (BoundTensor(tensor.name, kinds[group], at) for tensor, (group, at) in zip(tensors, places, strict=True))
+    kinds = {group: _kind(group, architecture, sizes) for group in groups}
+    bound = (BoundTensor(tensor.name, kinds[group], at) for tensor, (group, at) in zip(tensors, members, strict=True))
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     allowed = model.used_templates | architecture.inherited | architecture.derived
     unused = [template for template in architecture.tensors if template not in allowed]
@@ -93,7 +90,7 @@ def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: It
 
 @dataclass(eq=False)
 class _TensorGroup:
-    """Tensors that share a line, a rule of that line and its possible shapes; see ``_Groups``.
+    """Tensors that share a line, a rule of that line and its possible shapes; see ``_grouped``.
 
     ``tensor`` and ``match`` are those of the first tensor. ``belonging`` is set where the tensors belong to quantized
     weights. ``axes`` are the axes of the indices in the names, and ``all_at`` has these indices for each tensor.
@@ -116,61 +113,52 @@ class _TensorGroup:
         return dict(zip(self.axes, map(frozenset, zip(*self.all_at, strict=True)), strict=False))
 
 
-class _Groups:
-    """Groups tensors and finds the rule once a group: a checkpoint has few kinds of tensors, and many of each.
+def _grouped(
+    tensors: Sequence[FullTensor], architecture: Architecture, sizes: AxisSizes
+) -> tuple[list[_TensorGroup], list[tuple[_TensorGroup, tuple[int, ...]]]]:
+    """The groups, and of each tensor its group and the indices in its name: a checkpoint has few kinds of tensors, and
+    many of each.
 
     The tensors of a group have the same dtype and shape, and names that differ only in numbers. An index separates
-    groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's).
+    groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's). Raises
+    PlanError if no rule covers a tensor.
     """
-
-    def __init__(self, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> None:
-        self.architecture, self.sizes, self._dtypes = architecture, sizes, dtypes
-        self.dealt = {axis for families in architecture.families.values() for family in families for axis in family}
-        # where each axis stands among the numbers of names that differ only in these, and those that separate groups
-        self._places: dict[tuple[object, ...], tuple[Mapping[str, int], Mapping[str, int]]] = {}
-        self._groups: dict[tuple[object, ...], _TensorGroup] = {}
-        self.layers: dict[frozenset[int], frozenset[int]] = {}  # equal sets are one object
-        self._at: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    @property
-    def all(self) -> tuple[_TensorGroup, ...]:
-        """All groups, in the order of their first tensors."""
-        return tuple(self._groups.values())
-
-    def add(self, tensor: FullTensor) -> tuple[_TensorGroup, tuple[int, ...]]:
-        """Put a tensor into its group; returns the group and the indices in the name.
-
-        Raises PlanError if no rule covers the tensor.
-        """
+    dtypes, dealt = {tensor.name: tensor.dtype for tensor in tensors}, architecture.dealt
+    # where each axis stands among the numbers of names that differ only in these, and those that separate groups
+    places_of: dict[tuple[object, ...], tuple[Mapping[str, int], Mapping[str, int]]] = {}
+    groups: dict[tuple[object, ...], _TensorGroup] = {}
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    members = []
+    for tensor in tensors:
         name, dtype, shape, _, local_shape = tensor
-        words, texts = self.architecture.form(name)
-        spelled = (words, dtype, self.sizes.scheme.case(name, self._dtypes))
-        if spelled not in self._places:
-            places = self.architecture.index_places(name)
-            belonging = belonging_of(name, self._dtypes, self.architecture, self.sizes)
-            match = self.architecture.match(belonging.weight if belonging else name)
+        words, texts = architecture.form(name)
+        spelled = (words, dtype, sizes.scheme.case(name, dtypes))
+        if spelled not in places_of:
+            places = architecture.index_places(name)
+            belonging = belonging_of(name, dtypes, architecture, sizes)
+            match = architecture.match(belonging.weight if belonging else name)
             # a tensor without a match may follow any line of its attention, and each line has its own condition
-            apart = self.sizes.indices_for(match.rules) if match else frozenset(places)
-            apart |= self.dealt
-            self._places[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
-        places, separating = self._places[spelled]
+            apart = dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
+            places_of[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
+        places, separating = places_of[spelled]
         numbers = [*map(int, texts)]
         at = tuple([numbers[place] for place in places.values()])
-        at = self._at.setdefault(at, at)
+        at = same.setdefault(at, at)
         key = (id(places), shape, local_shape, *[numbers[place] for place in separating.values()])
-        group = self._groups.get(key)
+        group = groups.get(key)
         if group is None:
-            group = self._groups[key] = _group_of(tensor, self.architecture, self.sizes, self._dtypes)
+            group = groups[key] = _group_of(tensor, architecture, sizes, dtypes)
             indices = {axis: numbers[place] for axis, place in separating.items()}
-            group.axes, group.indices = tuple(places), self.sizes.key(indices)
+            group.axes, group.indices = tuple(places), sizes.key(indices)
         group.tensors.append(tensor)
         group.all_at.append(at)
-        return group, at
+        members.append((group, at))
+    return [*groups.values()], members
 
 
-def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
+def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> Kind:
     """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
-    tensor, match, rule, belonging, sizes = group.tensor, group.match, group.shapes[0], group.belonging, groups.sizes
+    tensor, match, rule, belonging = group.tensor, group.match, group.shapes[0], group.belonging
     axis_sizes = sizes.of(match.indices)
     try:
         shape = rule.sizes(axis_sizes)
@@ -195,21 +183,20 @@ def _kind(group: _TensorGroup, groups: _Groups) -> Kind:
             other, at = next((t, at) for t, at in zip(group.tensors, group.all_at, strict=True) if at[place] >= size)
             why = f"{axis} {at[place]} is out of range, config.json says {size}"
             raise PlanError(f"{other.where}: tensor '{other.name}': {why}")
-    layers = next((seen for axis, seen in group.seen.items() if axis not in groups.dealt), frozenset[int]())
     return Kind(
         name=tensor.name,
         dtype=tensor.dtype,
         template=match.template,
-        pattern=groups.architecture.pattern_of(tensor.name, match.template),
+        pattern=architecture.pattern_of(tensor.name, match.template),
         index_axes=group.axes,
         rule=rule,
         indices=group.indices,
-        places=tuple((axis, index) for axis, index in match.indices.items() if axis in groups.dealt),
+        places=tuple((axis, index) for axis, index in match.indices.items() if axis in architecture.dealt),
         shape=shape,
         stated=stated_shape(group.rule.shapes[0]) if belonging and belonging.states_shape else None,
         advice=belonging.advice if belonging else None,
         count=len(group.tensors),
-        layers=groups.layers.setdefault(layers, layers),
+        layers=next((seen for axis, seen in group.seen.items() if axis not in architecture.dealt), frozenset()),
     )
 
 
@@ -260,7 +247,7 @@ def _with_layouts_on_disk(
     Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
     its companions) decide together, because they are laid out in the same way.
     """
-    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), list[list[int]]()
+    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), dict[_TensorGroup, set[int]]()
     for group in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
         lengths_of, tensor = sizes.of(group.match.indices), group.tensor
         if tensor.shape is None:
@@ -274,8 +261,8 @@ def _with_layouts_on_disk(
             except NotationError:
                 alternatives.append(None)
         on_disk = tensor.local if tensor.shape is None else tensor.shape
-        fitting.append([place for place, lengths in enumerate(alternatives) if lengths == on_disk])
-        if not fitting[-1]:
+        fitting[group] = {place for place, lengths in enumerate(alternatives) if lengths == on_disk}
+        if not fitting[group]:
             pairs = zip(group.shapes, alternatives, strict=True)
             choices = " and ".join(f"'{shape}' {list(lengths or ())}" for shape, lengths in pairs)
             raise PlanError(
@@ -283,14 +270,14 @@ def _with_layouts_on_disk(
                 _WRONG_RULE,
             )
     common: dict[str, set[int]] = {}
-    for group, places in zip(several, fitting, strict=True):
+    for group, places in fitting.items():
         end = _ending(group.match.template)
-        common[end] = common.get(end, {*places}) & {*places}
+        common[end] = common.get(end, places) & places
     chosen: dict[tuple[str, int], set[int]] = {}
-    for group, places in zip(several, fitting, strict=True):
-        options = places if len(places) == 1 else sorted(common[_ending(group.match.template)])
-        if len({group.shapes[place].joined for place in options}) != 1:
-            tensor, choices = group.tensor, " and ".join(f"'{group.shapes[place]}'" for place in places)
+    for group, places in fitting.items():
+        options = sorted(places if len(places) == 1 else common[_ending(group.match.template)])
+        if len({re.sub(r"[\[\]]", "", str(group.shapes[place])) for place in options}) != 1:
+            tensor, choices = group.tensor, " and ".join(f"'{group.shapes[place]}'" for place in sorted(places))
             raise PlanError(
                 f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape or tensor.local or ())}, "
                 f"which may be either of {choices}",

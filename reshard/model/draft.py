@@ -111,7 +111,7 @@ def _lines(
     for kind in kinds:
         match = base.match(kind.name)
         groups[match.template if match else base.in_general(kind.name, _axis)].append(kind)
-    unclear, split = set[str](), {axis for families in base.families.values() for family in families for axis in family}
+    unclear = set[str]()
     unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
     for template, group in unlike.items():
         shapes = [shape for rule in base.tensors.get(template, ()) for shape in rule.shapes if not shape.is_open]
@@ -127,7 +127,7 @@ def _lines(
             if len(group[0].shape or ()) > 1 or template.endswith(".bias"):
                 unclear.add(_part(template))
     for template in (family for family in groups if family not in unlike):
-        is_split = any(shape.axes & split for rule in base.tensors[template] for shape in rule.shapes)
+        is_split = any(shape.axes & base.dealt for rule in base.tensors[template] for shape in rule.shapes)
         if is_split and "{layer}" in template and _part(template) in unclear:
             yield template, (_whole(groups[template]), "a weight beside it is not clear")
 

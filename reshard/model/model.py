@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError, NotationError, PlanError, brief
@@ -46,14 +46,6 @@ def check_members(axis: str, count: int | None, tensors: int) -> None:
         )
 
 
-class _Unknown(dict[str, int]):
-    """Indices that nobody knows."""
-
-    def get(self, *_: object) -> NoReturn:
-        """Raise an error."""
-        raise NotationError("an index is not known")
-
-
 class AxisSizes:
     """The size of every axis for a tensor's indices: from the config, else measured on disk."""
 
@@ -74,33 +66,37 @@ class AxisSizes:
         """The quantization scheme that the config states."""
         return scheme_of(self.settings)
 
+    def _indices_behind(self, expressions: Iterable[Expression]) -> frozenset[str]:
+        """The axes in names whose index some of these expressions depend on, also through sizes that they name."""
+        sizes, reached = self._architecture.sizes, frozenset[str]()
+        names = frozenset[str]().union(*(expression.names for expression in expressions))
+        while names - reached:
+            reached |= names
+            names = names.union(*(sizes[name].names for name in names - self._index_names if name in sizes))
+        return names & self._index_names
+
     @cached_property
     def _used_indices(self) -> frozenset[str]:
-        expressions = list(self._architecture.sizes.values())
-        expressions += [r.when for rules in self._architecture.tensors.values() for r in rules if r.when is not None]
-        return self._index_names & frozenset().union(*(expression.names for expression in expressions))
+        rules = (rule for rules in self._architecture.tensors.values() for rule in rules)
+        conditions = [rule.when for rule in rules if rule.when is not None]
+        return self._indices_behind([*self._architecture.sizes.values(), *conditions])
 
     def indices_for(self, rules: Sequence[Rule]) -> frozenset[str]:
         """The axes in names whose index decides which of a line's rules holds, or how the tensors are split.
 
         The sizes of all axes of a family matter, because they are split together.
         """
-        axes = frozenset().union(*(shape.axes for rule in rules for shape in rule.shapes))
+        axes = frozenset[str]().union(*(shape.axes for rule in rules for shape in rule.shapes))
         families = (family for families_of in self._architecture.families.values() for family in families_of)
         axes = axes.union(*(family for family in families if axes & {*family}))
-        names = frozenset().union(*(rule.when.names for rule in rules if rule.when and self._asks_for_index(rule.when)))
-        while True:
-            sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
-            names = names.union(*(expression.names for expression in sizes))
-            further = names - self._index_names - axes
-            if not further & self._architecture.sizes.keys():
-                return names & self._index_names
-            axes |= further
+        sizes = [self._architecture.sizes[axis] for axis in axes if axis in self._architecture.sizes]
+        conditions = [rule.when for rule in rules if rule.when is not None and self._asks_for_index(rule.when)]
+        return self._indices_behind([*sizes, *conditions])
 
     def _asks_for_index(self, condition: Expression) -> bool:
         """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
         try:
-            self.evaluate(condition, _Unknown())
+            self.evaluate(condition, None)
         except NotationError:
             return True
         return False
@@ -108,12 +104,8 @@ class AxisSizes:
     @cached_property
     def varying(self) -> frozenset[str]:
         """The axes whose size depends on an index in the tensor's name."""
-        sizes, axes = self._architecture.sizes, frozenset[str]()
-        while True:
-            wider = frozenset(axis for axis, e in sizes.items() if e.names & (self._index_names | axes))
-            if wider == axes:
-                return axes
-            axes = wider
+        sizes = self._architecture.sizes.items()
+        return frozenset(axis for axis, expression in sizes if self._indices_behind([expression]))
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -138,25 +130,29 @@ class AxisSizes:
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
-        self._steps = 0
         for rule in match.rules:
             if rule.when is None or self.evaluate(rule.when, match.indices):
                 return rule
         return None
 
-    def evaluate(self, expression: Expression, indices: Mapping[str, int]) -> Any:
-        """The value of an expression for a tensor with these indices; raises NotationError if it has none."""
+    def evaluate(self, expression: Expression, indices: Mapping[str, int] | None) -> Any:
+        """The value of an expression for a tensor with these indices; raises NotationError if it has none.
+
+        None: they are not known, and an expression that asks for one has no value.
+        """
+        self._steps = 0
         return expression.evaluate(lambda name: self._look_up(name, indices, ()))
 
     def look_up(self, name: str) -> Any:
         """The size of an axis, or else a setting of the config; None if there is neither."""
+        self._steps = 0
         return self._look_up(name, {}, ())
 
     def count(
         self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
     ) -> int | None:
         """The size that the config gives to an axis, or None; settings for which ``without`` holds are ignored."""
-        expression = self._architecture.sizes.get(axis)
+        expression, self._steps = self._architecture.sizes.get(axis), 0
         if expression is None:
             return None
         try:
@@ -165,7 +161,7 @@ class AxisSizes:
             return None
         return int(value) if isinstance(value, (int, float)) else None
 
-    def _config_size(self, axis: str, indices: Mapping[str, int], below: tuple[str, ...]) -> int | None:
+    def _config_size(self, axis: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> int | None:
         expression = self._architecture.sizes[axis]
         self._steps += 1
         if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
@@ -173,6 +169,8 @@ class AxisSizes:
         try:
             value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
         except NotationError as error:
+            if indices is None:
+                raise
             plan = self._architecture.name
             raise PlanError(
                 f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
@@ -185,8 +183,10 @@ class AxisSizes:
             raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
         return value
 
-    def _look_up(self, name: str, indices: Mapping[str, int], below: tuple[str, ...]) -> Any:
+    def _look_up(self, name: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> Any:
         if name in self._index_names:
+            if indices is None:
+                raise NotationError("an index is not known")
             return indices.get(name)
         if name in self._architecture.sizes and name not in below:
             return self._config_size(name, indices, below)

@@ -207,8 +207,8 @@ class _Reading:
     def _portion(self, kind: Kind, component: Component, use: Use) -> Portion:
         line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
         for axes, halves in ((line.pairs, True), (line.halves, False)):
-            if axes and axes[use.source]:
-                component = component.in_two(axes[use.source], sizes, halves=halves)
+            if axes and (axis := axes[use.source % len(axes)]):  # one is for all sources
+                component = component.in_two(axis, sizes, halves=halves)
         dims = list(range(len(component.counts)))
         if line.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]

@@ -282,6 +282,7 @@ def test_known_layouts(text, sizes, shares, expected):
         ("(kv [head] + kv [ff])", "square brackets stand once"),
         ("(kv [group [head]])", "square brackets stand once"),
         ("(kv (group [head]))", "square brackets stand once"),
+        ("(kv [group] [head])", "square brackets stand once"),
         ("(kv + )", "nothing stands before ')'"),
         ("( )", "nothing stands before ')'"),
         ("kv * head", "'/' stands between"),
@@ -453,15 +454,6 @@ def test_the_unit_that_a_dimension_needs(text, unit):
 def test_axes_that_enclose_others(text, enclosing):
     (dim,) = parse(text).dims
     assert {axis for axis in dim.axes if encloses(dim, axis)} == enclosing
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("(kv [head])", "(kv head)"), ("(kv [group head])/4", "(kv group head)/4"), ("(kv [q: group + k: 1])", None),
-     ("(kv head)", None)],
-)  # fmt: skip
-def test_a_part_that_is_a_product_is_joined_to_what_repeats_it(text: str, expected: str | None):
-    assert parse(text).joined == parse(expected or text)
 
 
 @given(

@@ -27,6 +27,7 @@ def value(text: str):
         ("kinds[-1]", "full"),
         ("per_layer[layer].heads", 5),
         ("per_layer[layer + 1].heads", None),
+        ("kinds[missing]", None),
         ("kinds[layer] == 'linear' and layer in [1, 2]", True),
         ("layer not in [1, 2]", False),
         ("missing > 1", False),

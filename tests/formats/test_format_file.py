@@ -45,7 +45,7 @@ WRONG = [
     ("[models.x]\ntensors = 3", "models.x.tensors should be"),
     ("[models.x]\nconstants = [3]", "models.x.constants[0] should be"),
     ('[models."x,".names]\n"a.*" = "b.*"', "'x,' names a model type without a name"),
-    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = 3 }', "'a.*'.when should be"),
+    ('[models.x.tensors]\n"a.*" = { from = "b.*", when = [] }', "'a.*'.when should be"),
     ('[models.x.tensors]\n"a.*" = { from = "b.*", when = "" }', "'a.*'.when: '' is not an expression"),
     ("chunks = 1", "chunks should be true or false and is 1"),
     ('pad_vocabulary_to = "vocab"', "pad_vocabulary_to: 'vocab' should be over size and tp"),
@@ -167,3 +167,12 @@ def test_threads_see_whole_lists_of_what_covers_a_name(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Pattern, "match", asked_meanwhile)
     assert len(rules.uses(name)) == lengths[0] > 0
+
+
+def test_any_rule_may_be_of_some_model_types_alone(tmp_path: Path) -> None:
+    rules = _format(tmp_path, '[models.x.refused]\n"a.*" = "it cannot"\n[refused]\n"b.*" = { why = "nor this" }').rules
+    assert [(rule.old.text, rule.why, rule.when and rule.when.text) for rule in rules.refusals] == [
+        ("a.*", "it cannot", "model_type == 'x'"), ("b.*", "nor this", None),
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match=r"models\.x: unknown key 'keep'"):
+        _format(tmp_path, "[models.x]\nkeep = true")

@@ -70,3 +70,18 @@ def test_units_are_of_their_axes() -> None:
 def test_what_does_not_give_units_is_refused(units: object) -> None:
     with pytest.raises(Unfit, match=r"file\.uneven.* should be"):
         read_mesh({"tp": 8, "uneven": units}, "file")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "file has no dimensions"),
+        ({"pp": 2, "same_ranks": True}, "file has no dimensions over the same ranks"),
+        ({"tp": 2, "same_ranks": 1}, "file.same_ranks should be true or false"),
+        ({"tp": 2, "dp": 2}, "'dp' of 2 is no mesh dimension"),
+        ({"tp": 2, "pp": 2}, "pp is not its first dimension"),
+    ],
+)
+def test_what_is_no_mesh(document: dict[str, object], message: str) -> None:
+    with pytest.raises(Unfit, match=message):
+        read_mesh(document, "file")

@@ -14,6 +14,8 @@ from safetensors.torch import load_file as load_torch
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.safetensors import read_header
+from formats.notation.architecture import SETTINGS
+from formats.notation.architecture_files import find_architecture
 from formats.notation.format_file import adapter_format_names
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
@@ -160,6 +162,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         split(wrong, tmp_path / "out", tp=2, config=base)
     local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
     split(local, tmp_path / "out", tp=2)
+
+
+def test_a_number_of_the_model_that_an_adapter_saves_whole_has_a_rule() -> None:
+    config = {"model_type": "apertus", SETTINGS: {"peft_type": "LORA", "r": 2}}
+    match = find_architecture(config, Path()).match(f"{PREFIX}model.layers.3.mlp.act_fn.beta")
+    assert match is not None and [str(shape) for rule in match.rules for shape in rule.shapes] == [""]
 
 
 def test_inspect_says_what_split_would_say(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from formats.mesh import Mesh
+from formats.notation.architecture import architecture_from_document
 from formats.notation.architecture_files import find_architecture
+from formats.notation.expressions import read_expression
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import format_table, rows_of, totals_of
 from reshard.model.binding import bind
@@ -67,3 +69,20 @@ def test_experts_of_other_ranks_are_not_counted_on_the_first():
     assert sum(row.bytes_per_rank for row in rows) == 2 * 6 * 20 * 2
     assert {(row.copies, row.replicated) for row in rows} == {((1,), 0)}
     assert (norm.copies, norm.replicated) == ((4,), 40)
+
+
+def test_a_condition_may_ask_for_a_size_that_depends_on_the_layer() -> None:
+    document = {
+        "sizes": {"hidden": "hidden_size", "ff": "widths[layer]"},
+        "tensors": {"{layer}.up": [{"when": "ff > 10", "shape": "ff hidden"}, {"shape": "hidden ff"}]},
+    }
+    architecture = architecture_from_document(document, "own", "own")
+    tensors = [FullTensor("0.up", "F32", (4, 8), "file"), FullTensor("1.up", "F32", (16, 4), "file")]
+    model = bind(architecture, {"hidden_size": 4, "widths": [8, 16]}, tensors)
+    assert [str(kind.rule) for kind in model.kinds] == ["hidden ff", "ff hidden"]
+
+
+def test_sizes_are_asked_for_any_number_of_times() -> None:
+    sizes, heads = bind(find_architecture(PHI3, Path()), PHI3, []).sizes, read_expression("kv * group")
+    for _ in range(4000):
+        assert (sizes.evaluate(heads, {}), sizes.look_up("group"), sizes.count("head", {})) == (8, 2, 6)

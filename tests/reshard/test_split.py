@@ -385,6 +385,23 @@ def test_a_users_plan(tmp_path):
         split(source, tmp_path / "out2", tp=3, **access)
 
 
+def test_sizes_of_a_users_plan_may_be_of_each_layer(tmp_path: Path) -> None:
+    source, plan = tmp_path / "source", tmp_path / "mine.toml"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "mine", "hidden_size": 8, "widths": [12, 24]}))
+    tensors = {f"{layer}.up": torch.randn(width, 8) for layer, width in enumerate((12, 24))}
+    save_file(tensors, source / "model.safetensors")
+    plan.write_text(
+        '[sizes]\nhidden = "hidden_size"\nff = "widths[layer]"\n[parallel]\ntp = [["ff"]]\n'
+        '[tensors]\n"{layer}.up" = "ff hidden"\n'
+    )
+    split(source, tmp_path / "out", tp=3, plan_file=plan)
+    shard = load_file(tmp_path / "out/rank-02-of-03/model.safetensors")
+    assert torch.equal(shard["1.up"], tensors["1.up"][16:]) and torch.equal(shard["0.up"], tensors["0.up"][8:])
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
 TWO_LAYOUTS = """
 model_types = ["two"]
 [sizes]

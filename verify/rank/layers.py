@@ -265,7 +265,7 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
     held_by_tensor = {id(values[name]): part for name, part in experts.items()}
     parts = [(values[name], role.along) for name, role in by_name.items() if role.along]
     for path, module in [*model.named_modules()]:
-        rule = rules.get(module, ModuleRule({}, {}))
+        rule = rules.get(module, ModuleRule())
         if rule.alone:
             continue
         tensors = {**own_parameters(module), **own_buffers(module)}

@@ -472,7 +472,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
-        states = replace(source, format=format, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, twice=twice)
+        states = replace(source, format=format, plan=plan, model=model, ranks=ranks, chunks=chunks, twice=twice)
         yield affix, replace(states, intact={})
 
 

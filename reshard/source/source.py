@@ -115,7 +115,7 @@ class Cast(NamedTuple):
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
+    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``model`` is that of the
     full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.moves``). ``names`` has all
     tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
     by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
@@ -123,7 +123,7 @@ class Source:
 
     path: FilePath
     plan: Plan
-    unsplit: Model
+    model: Model
     names: tuple[str, ...]
     ranks: tuple[Mapping[str, TensorInfo], ...]
     files: Mapping[FilePath, SourceFile]
@@ -157,7 +157,7 @@ class Source:
     rank_files: Sequence[ProgramFile] = ()
     """The weight files of a program's format, with the ranks that their names say."""
     cast: Cast | None = None
-    """What it is cast to. Then ``unsplit`` has the dtypes to which those of ``plan`` are cast."""
+    """What it is cast to. Then ``model`` has the dtypes to which those of ``plan`` are cast."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
@@ -247,11 +247,6 @@ class Source:
             if file.remote is not None:
                 file.remote.check_unchanged()
         check_unchanged(self.stamps)
-
-    @property
-    def model(self) -> Model:
-        """The architecture bound to the tensors of the full checkpoint."""
-        return self.unsplit
 
     @property
     def is_remote(self) -> bool:

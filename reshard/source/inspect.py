@@ -16,16 +16,10 @@ from typing import Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
-from formats.files.checkpoint import CONFIG, DELTA, is_adapter, open_adapter, refuse_foreign
+from formats.files.checkpoint import CONFIG, DELTA, is_adapter, open_adapter, read_weights, refuse_foreign
 from formats.files.dcp import Whole
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import (
-    MANIFEST,
-    METADATA_KEY,
-    Identity,
-    rank_folders,
-    read_shard,
-)
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, rank_folders, read_shard
 from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
@@ -272,17 +266,13 @@ def _take_ranks(report: Report, folder: Folder) -> None:
                 if report.mesh is None:
                     _take_identity(report, shard.identity)
     else:
-        ways = readings(folder, folder.formats[0])
-        of_stages = [way for way in ways if way[0].mesh is not None and "ep" not in dict(way[0].mesh.degrees)]
-        with suppress(CheckpointError):  # mp_rank_00_001 may be a stage, or a rank of experts
-            infos = tensors_in(folder, ways[0][0].path, inside)
-            ways = ways if any(".experts." in info.name for info in infos) else of_stages or ways
-        for entry in ways[0]:
+        entries = readings(folder, folder.formats[0])[0]
+        for entry in entries:
             files[entry.rank].append(entry.path)
-        report.beside = left_behind(folder, folder.formats[0], ways[0])
-        stages = 1 + max(entry.stage for entry in ways[0])
-        count = max(1 + max(files), *(entry.ranks or 0 for entry in ways[0]))
-        report.mesh = ways[0][0].mesh or mesh_of(-(-count // stages), pp=stages)
+        report.beside = left_behind(folder, folder.formats[0], entries)
+        stages = 1 + max(entry.stage for entry in entries)
+        count = max(1 + max(files), *(entry.ranks or 0 for entry in entries))
+        report.mesh = entries[0].mesh or mesh_of(-(-count // stages), pp=stages)
     report.tensors = max((len(_read(report, folder, of_rank, inside)[0]) for of_rank in files.values()), default=0)
     if report.mesh is not None:
         report.ranks_present = tuple(sorted(files))
@@ -311,8 +301,9 @@ def _read(
         report.nbytes += file.stat().st_size
         try:
             tensors += tensors_in(folder, file, inside)
-            if file.suffix == ".safetensors" and report.kind == "full checkpoint":
-                _take_shard(report, read_header(file), file)
+            header = folder.once(read_weights, file)[2] if inside is None else None
+            if header is not None and report.kind == "full checkpoint":
+                _take_shard(report, header, file)
         except CheckpointError as error:
             problems.append(error.message)
     _count(report, tensors)

@@ -81,7 +81,11 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
         mesh, ways = folder.mesh, list(itertools.product((False, True), repeat=2))
         if mesh is not None:
             ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)]
-        return [files for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
+        found = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
+        inside = format.container.inside
+        if found and not any(".experts." in info.name for info in tensors_in(folder, found[0][1][0].path, inside)):
+            found = [way for way in found if not way[0]] or found  # mp_rank_00_001 is a stage, no rank of experts
+        return [files for _, files in found]
     matches = numbered_names(format.files.pp, names) if format.files.pp else []
     width = max([words["tp"] for _, words in matches], default=0) + 1  # ranks of a stage
     for each in (format.files.name, format.files.parts) if not matches else ():

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import (
-    CONFIG,
-    Checkpoint,
-    fingerprint,
-    has_adapter,
-    has_usual_weights,
-    read_weights,
-)
+from formats.files.checkpoint import CONFIG, Checkpoint, fingerprint, has_adapter, has_usual_weights, read_weights
 from formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (

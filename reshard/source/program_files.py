@@ -119,8 +119,7 @@ def _of_coordinates(
     if not places:
         return []
     stages, experts, tensors = (max(numbers) + 1 for numbers in zip(*places, strict=True))
-    if (pp and stages == 1) or (ep and experts == 1):
-        return []
+    stages, experts = max(stages, 1 + pp), max(experts, 1 + ep)  # names have these numbers only where there are several
     chunks: list[str | None] = [None]  # the entries of a file that have tensors: several with virtual pipeline stages
     if (inside := format.container.inside) is not None:
         file = next(iter(places.values()))

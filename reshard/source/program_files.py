@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import Distributed, tensor_bytes
+from formats.files.dcp import Blob, Distributed, tensor_bytes
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
 from formats.files.torch_bin import read_saved
@@ -28,7 +27,7 @@ from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers
 from formats.notation.format import Format, Pattern, numbered_names
-from formats.store import FilePath, glob, name_in, open_file, read_file
+from formats.store import FilePath, glob, name_in, read_file, read_ranges
 from reshard.source.source import Folder
 
 LAYER = "layer"
@@ -402,22 +401,22 @@ class Training:
         total = 0
         for name in self.parts.rest:
             blob, whole = self.saved.objects.get(name), self.saved.tensors.get(name)
-            if isinstance(blob, bytes):
-                yield name, None, blob
-                continue
-            places: list[tuple[Chunk | None, FilePath, int, int]] = [(None, *blob)] if blob else []
-            places += [(at, info.file, info.offset, info.nbytes) for at, info in (whole.chunks if whole else ())]
-            total += sum(length for *_, length in places)
+            chunks = whole.chunks if whole is not None else ()
+            ranges = [(info.file, info.offset, info.offset + info.nbytes) for _, info in chunks]
+            if isinstance(blob, Blob):
+                ranges.append((blob.file, blob.offset, blob.offset + blob.length))
+            total += sum(end - begin for _, begin, end in ranges)
             if total > LARGEST:
                 raise CheckpointError(
                     f"{self.saved.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
                     f"up to '{name}'",
                     "merge it, or split it into another program's format: both leave this behind",
                 )
-            for at, path, offset, length in places:
-                with open_file(path) as file:
-                    content = os.pread(file.fileno(), length, offset)
-                yield name, at, content if whole is None or at is None else tensor_bytes(whole.dtype, at.shape, content)
+            contents = read_ranges(ranges)
+            for (at, info), content in zip(chunks, contents, strict=False):
+                yield name, at, tensor_bytes(info.dtype, at.shape, content)
+            if blob is not None:
+                yield name, None, blob if isinstance(blob, bytes) else contents[-1]
 
 
 LARGEST = 256 << 20

@@ -138,7 +138,10 @@ class _Reading:
 
 def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
     """The tensors of each rank; those in chunks as one rank would have them."""
-    return ranks if chunks is None else [_whole_tensors(ranks, chunks)]
+    if chunks is None:
+        return ranks
+    infos = {name: info for tensors in ranks for name, info in tensors.items()}
+    return [{name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}]
 
 
 def open_program(folder: Folder, model: Model | None = None) -> Source:
@@ -343,14 +346,6 @@ def _chunks_of(
     return tuple(ranks), {name: dict(enumerate(at for at, _ in chunks)) for name, chunks in pieces.items()}
 
 
-def _whole_tensors(
-    ranks: Sequence[Mapping[str, TensorInfo]], chunks: Mapping[str, Mapping[int, Chunk]]
-) -> dict[str, TensorInfo]:
-    """The whole tensors that files have chunks of."""
-    infos = {name: info for tensors in ranks for name, info in tensors.items()}
-    return {name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}
-
-
 def _config_of(
     format: Format, folder: Folder, ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -465,7 +460,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
         ranks, chunks = _chunks_of(format, training.saved, names)
-        tensors = [_whole_tensors(ranks, chunks)]
+        tensors = _held(ranks, chunks)
         full = inferred_tensors(format, architecture, config, tensors)
         twice = tied_twice(architecture, config, full) if source.twice else {}
         full = [tensor for tensor in full if tensor.name not in twice]

@@ -1,5 +1,5 @@
-"""Finds a source that a user names (a folder, an id on the Hub), says what it is, and opens it: a full checkpoint, or
-shards in whatever format.
+"""Finds a source that a user names (a folder, an id on the Hub), and opens it: a full checkpoint, or shards in whatever
+format. ``Folder`` says which of these it is.
 """
 
 from __future__ import annotations

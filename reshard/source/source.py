@@ -1,4 +1,4 @@
-"""The source of a command: a full or a split checkpoint, opened the same way."""
+"""A folder to open, and what is opened, the source of a command: a full or a split checkpoint, the same way."""
 
 from __future__ import annotations
 

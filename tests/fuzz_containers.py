@@ -31,8 +31,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_bin import read_bin
-from reshard.source.program_files import tensors_in
+from formats.files.torch_bin import read_bin, read_saved
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""
@@ -167,7 +166,8 @@ def read_boxes_of(folder: Path) -> None:
 
 def read_rank(folder: Path) -> None:
     """Read a rank's file of Megatron-LM's older form."""
-    _inside(tensors_in(folder / "model_optim_rng.pt", "model"))
+    for tensors in read_saved(folder / "model_optim_rng.pt", "model").tensors.values():
+        _inside([*tensors.values()])
 
 
 Change = Callable[[bytes, random.Random], bytes]

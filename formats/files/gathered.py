@@ -150,32 +150,22 @@ def with_named_states(saved: Distributed) -> Distributed:
     head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
     """
     keys = {name: keys for name, keys in saved.keys.items() if name in saved.tensors}
-    numbered = {
-        name: key for name, key in keys.items() if len(key) == 4 and key[:2] == STATE and str(key[2]).isdecimal()
-    }
+    numbered = {name: k for name, k in keys.items() if len(k) == 4 and k[:2] == STATE and str(k[2]).isdecimal()}
     groups = [name for name in saved.objects if _PARAMETERS.fullmatch(name)]
     if not numbered or len(groups) != 1 or not isinstance(blob := saved.objects[groups[0]], Blob):
         return saved
-    plain = {
-        name: str(key[1]).removeprefix("module.") for name, key in keys.items() if key[0] == "model" and len(key) == 2
-    }
+    plain = {name: str(k[1]).removeprefix("module.") for name, k in keys.items() if k[0] == "model" and len(k) == 2}
     numbers, shapes = read_object(blob), {key: saved.tensors[name].shape for name, key in plain.items()}
     for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
         if not isinstance(numbers, list) or len(way) != len(numbers):
             continue
         of_number = dict(zip(map(str, numbers), way, strict=True))
-        new: dict[str, Keys] = {
-            name: (*STATE, of_number.get(str(key[2]), ""), key[3]) for name, key in numbered.items()
-        }
+        new = {name: (*STATE, of_number.get(str(key[2]), ""), key[3]) for name, key in numbered.items()}
         if all(saved.tensors[name].shape in ((), shapes.get(str(key[2]))) for name, key in new.items()):
-            new = dict(saved.keys) | {name: ("model", key) for name, key in plain.items()} | new
+            new = {**saved.keys, **{name: ("model", key) for name, key in plain.items()}, **new}
             renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in saved.tensors}
             tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in saved.tensors.items()}
             objects = {**saved.objects, groups[0]: object_bytes(way)}
-            return replace(
-                saved,
-                tensors=tensors,
-                objects=objects,
-                keys={renamed.get(name, name): key for name, key in new.items()},
-            )
+            keys = {renamed.get(name, name): key for name, key in new.items()}
+            return replace(saved, tensors=tensors, objects=objects, keys=keys)
     return saved

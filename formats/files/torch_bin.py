@@ -9,8 +9,9 @@ Source: ``torch/serialization.py`` of PyTorch 2.4 to 2.13.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, NamedTuple
@@ -54,17 +55,20 @@ class Saved(NamedTuple):
     extras: dict[str, int | float | str]
 
 
-def read_saved(path: FilePath, is_wanted: Callable[[str], bool]) -> Saved:
-    """Find where the tensors of the ``is_wanted`` entries of a saved dictionary lie in its file.
+def read_saved(path: FilePath, inside: str) -> Saved:
+    """Find where the tensors of an entry of a saved dictionary lie in its file, and those of entries that have its name
+    and a number (``model0``).
 
     What programs save beside tensors (settings, states of random generators) is not made. Raises ``CheckpointError``.
     """
+    wanted = re.compile(re.escape(inside) + "[0-9]*")
     with torch_file(path) as archive:
         state = archive.read(TENSORS.with_classes(*BESIDE), "tensors and plain settings are read")
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        located = {n: _locate(archive, _state_dict(path, at)) for n, at in entries.items() if is_wanted(n)}
+        parts = {name: _state_dict(path, value) for name, value in entries.items() if wanted.fullmatch(name)}
+        located = {name: _locate(archive, part) for name, part in parts.items()}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
     return Saved({n: at[0] for n, at in located.items()}, {n: at[1] for n, at in located.items()}, plain)
 

@@ -55,12 +55,10 @@ def find_training(folder: FilePath) -> Training | None:
     states = [path for path in glob(step, "*_states.pt") if any(name.fullmatch(path.name) for name in patterns)]
     if states:
         return Training(states[0], partial(read_zero, step), "saved by DeepSpeed")
-    for model in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
-        if model in names and ((folder / model).is_file() or (folder / model / METADATA).is_file()):
-            file = folder / model
-            return Training(
-                file if file.is_file() else file / METADATA, partial(_read_accelerate, folder, names), _ACCELERATE
-            )
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0", "optimizer.bin"):
+        for file in (folder / name, folder / name / METADATA):
+            if file.is_file():
+                return Training(file, partial(_read_accelerate, folder, names), _ACCELERATE)
     return None
 
 
@@ -93,31 +91,30 @@ def _read_torch(folder: FilePath) -> Distributed:
 
 
 def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
-    what = _ACCELERATE
     if "pytorch_model_fsdp_1" in names:
         raise CheckpointError(f"{folder} has several models", "give the folder of one (pytorch_model_fsdp_0)")
-    optimizer = next((folder / name for name in ("optimizer_0", "optimizer.bin") if name in names), None)
     if "pytorch_model_fsdp_0" in names:
         parts = [read_distributed(folder / name) for name in ("pytorch_model_fsdp_0", "optimizer_0") if name in names]
-        return joined(parts, folder, what)
+        return joined(parts, folder, _ACCELERATE)
     if "pytorch_model_fsdp.bin" not in names:
         raise CheckpointError(
             f"{folder} has the states of an optimizer, and no model", "bring pytorch_model_fsdp_0 back"
         )
     from formats.files.fsdp_ranks import read_fsdp  # rarely needed
 
-    optimizer_file = optimizer if optimizer is not None and optimizer.is_file() else None
-    return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", optimizer_file)], what)
+    optimizers = (folder / name for name in ("optimizer_0", "optimizer.bin"))
+    optimizer = next((file for file in optimizers if file.is_file()), None)
+    return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", optimizer)], _ACCELERATE)
 
 
 def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
     """Files of ranks, by the names of which the number of all ranks is known, or that of the last."""
     from formats.files.fsdp_ranks import read_fsdp  # rarely needed
 
-    files: dict[tuple[bool, int], FilePath] = {}
-    worlds: dict[int, str] = {}
+    models, optimizers, worlds = dict[int, FilePath](), dict[int, FilePath](), dict[int, str]()
     for match in matches:
-        files[match[1] in ("model", "pytorch_model_fsdp"), int(match[match.re.groups])] = folder / match[0]
+        files = models if match[1] in ("model", "pytorch_model_fsdp") else optimizers
+        files[int(match[match.re.groups])] = folder / match[0]
         if match.re is _VERL:
             worlds[int(match[2])] = match[0]
     if (folder / "fsdp_config.json").is_file():
@@ -129,20 +126,18 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
             f"{folder} has files of different numbers of ranks: {' and '.join(map(str, worlds.values()))}",
             "keep the files of one save",
         )
-    world = next(iter(worlds), 1 + max(number for _, number in files))
-    if not any(is_model for is_model, _ in files):
+    world = next(iter(worlds), 1 + max([*models, *optimizers]))
+    if not models:
         why = f"{folder} has the states of an optimizer, and no model"
         raise CheckpointError(why, "bring the model's files back")
-    has_optimizer = any(not is_model for is_model, _ in files)
-    for is_model in (True, *([False] if has_optimizer else [])):
-        missing = [rank for rank in range(world) if (is_model, rank) not in files]
+    for what, files in (("model", models), ("optimizer", optimizers)):
+        missing = [rank for rank in range(world) if files and rank not in files]
         if missing:
-            what = "model" if is_model else "optimizer"
             raise CheckpointError(
                 f"{folder}: the {what}'s file of rank {missing[0]} of {world} is missing",
                 "bring all ranks' files together",
             )
-    pairs = [(files[True, rank], files.get((False, rank))) for rank in range(world)]
+    pairs = [(models[rank], optimizers.get(rank)) for rank in range(world)]
     return read_fsdp(folder, pairs, "saved by verl or SkyRL" if worlds else "saved by accelerate")
 
 

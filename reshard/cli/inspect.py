@@ -32,10 +32,8 @@ def inspect_command(as_json: bool, **options: Any) -> int:
 
     report = inspect(request_of(InspectRequest, options, quiet=as_json))
     if as_json:
-        keys = {"nbytes": "bytes", "has_manifest": "written_by_reshard", "counts_ranks": "", "counts_all": ""}
-        counted = "ranks" if report.counts_ranks else "everything" if report.counts_all else "model"
-        parameters = {"parameters": report.parameters, "parameters_are_of": counted}
-        document = {**fields_of(report, **keys), **parameters, "path": options["source"], "complete": report.complete}
+        document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
+        document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
         print_json({"command": "inspect", **document})
     else:
         print_lines(str(report))

@@ -9,8 +9,8 @@ from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.move.jobs import Progress, no_progress
-from reshard.source.opening import Access, Place, find, recognise
-from reshard.source.source import Source
+from reshard.source.opening import Access, Place, find
+from reshard.source.source import Folder, Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_beside
 
@@ -54,8 +54,8 @@ def open_both(a: Place, b: Place, access: Access) -> tuple[Source, Source]:
     Raises ReshardError.
     """
     paths = [find(side, access, Weights.FILES if access.download else Weights.RANGES) for side in (a, b)]
-    recognised = [recognise(path) for path in paths]
-    has_models = [side.kind != "program" or side.manifest is not None for side in recognised]
+    folders = [Folder(path) for path in paths]
+    has_models = [side.kind != "program" or side.manifest is not None for side in folders]
     opened: list[Source] = []
     access, dtype = replace(access, dtype=None), access.dtype
     for path, _ in sorted(zip(paths, has_models, strict=True), key=lambda side: not side[1]):

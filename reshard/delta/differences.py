@@ -210,7 +210,7 @@ def differences(
     a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
-    of_a, of_b = ({tensor.name: tensor for tensor in side.unsplit.tensors} for side in (a, b))
+    of_a, of_b = ({tensor.name: tensor for tensor in side.model.tensors} for side in (a, b))
     for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
     alike = {name: diff for name, tensor in of_a.items() if (diff := _known(tensor, of_b.get(name))).kind == SAME}
@@ -248,7 +248,7 @@ def differences(
     tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()
-    config_a, config_b = ({key: json.dumps(value) for key, value in side.unsplit.config.items()} for side in (a, b))
+    config_a, config_b = ({key: json.dumps(value) for key, value in side.model.config.items()} for side in (a, b))
     config = tuple(sorted({key for key, _ in config_a.items() ^ config_b.items()}))
     return Diff(a.display_name, b.display_name, tuple(tensors), total, config)
 

@@ -22,11 +22,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from formats.errors import CheckpointError, MismatchError, NotationError
 from formats.files.chunks import check_tiling
@@ -82,24 +82,6 @@ class KnownLines:
                 if line not in present and not any(is_within(line, part) for part in strange):
                     yield line
 
-    def within(self, prefix: str) -> KnownLines:
-        """The same, but only lines that begin like this are demanded."""
-        always = {
-            module: tuple(line for line in lines if line.startswith(prefix)) for module, lines in self.always.items()
-        }
-        return KnownLines(always, self.all)
-
-    def spelled(self, spell: Callable[[str], str]) -> KnownLines:
-        """The same lines and modules under other names."""
-        always = {spell(f"{module}.")[:-1]: tuple(map(spell, lines)) for module, lines in self.always.items()}
-        return KnownLines(always, frozenset(map(spell, self.all)))
-
-    def beside(self, other: KnownLines) -> KnownLines:
-        """These lines and others."""
-        modules = self.always.keys() | other.always.keys()
-        always = {module: (*self.always.get(module, ()), *other.always.get(module, ())) for module in modules}
-        return KnownLines(always, self.all | other.all)
-
 
 def is_within(line: str, module: str) -> bool:
     """Whether a line belongs to a module; every line belongs to the module ""."""
@@ -125,11 +107,16 @@ def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
     With towers, they are those of the towers, and those of the language model's own type without its head, which may be
     that of the towers' class.
     """
-    lines, inside = known_lines(str(config.get("model_type") or Types.class_of(config))), language_model(config)
-    if inside is None:
-        return lines
-    inner, towers = known_lines(inside.model_type), lines or KnownLines({}, frozenset())
-    return towers.beside(inner.within(inside.own_prefix).spelled(inside.spelled)) if inner else towers
+    towers, inside = known_lines(str(config.get("model_type") or Types.class_of(config))), language_model(config)
+    inner = known_lines(inside.model_type) if inside is not None else None
+    if inside is None or inner is None:
+        return towers
+    always = dict(towers.always) if towers is not None else {}
+    for module, lines in inner.always.items():
+        own = (inside.spelled(line) for line in lines if line.startswith(inside.own_prefix))
+        spelled = inside.spelled(f"{module}.")[:-1]
+        always[spelled] = (*always.get(spelled, ()), *own)
+    return KnownLines(always, (towers.all if towers is not None else frozenset()) | {*map(inside.spelled, inner.all)})
 
 
 @lru_cache
@@ -287,12 +274,9 @@ class Present:
         return self._dealt[stack]
 
     def needed(self, template: str, at: At) -> bool:
-        """Whether a line (or an inner stack) must have a tensor at these indices, given that it has one at others."""
+        """Whether a line must have a tensor at these indices, given that it has one at others."""
         if template.endswith(_RECOMPUTED):
             return False
-        if template.endswith("}"):  # an inner stack
-            lines = [line for line in self.lines if line.startswith(f"{template}.")]
-            return any(self.needed(line, at) for line in lines)
         indices = dict(zip(_axes(template), at, strict=False))
         try:
             rule = self.sizes.holds(Match(template, self.architecture.tensors[template], indices))
@@ -369,12 +353,13 @@ class Present:
             places = [(*place, index) for place in places for index in range(count)]
         return places
 
-    def inside(self, stack: str, at: At) -> Iterator[BoundTensor]:
-        """All tensors of a member of a stack."""
+    def as_in(self, inner: str, other: At, at: At) -> Iterator[str]:
+        """The tensors that a line or stack must have at some indices, as it has them at others: their names."""
         for template, places in self.lines.items():
-            if template.startswith(f"{stack}."):
+            if template == inner or template.startswith(f"{inner}."):
                 for place, tensors in places.items():
-                    yield from tensors if place[: len(at)] == at else ()
+                    if place[: len(other)] == other and self.needed(template, (*at, *place[len(at) :])):
+                        yield from (_moved(tensor.name, other, at) for tensor in tensors)
 
     def spelled(self, template: str, at: At = ()) -> str:
         """The name of a tensor as this checkpoint would spell it."""
@@ -425,53 +410,43 @@ def _missing_indices(present: Present) -> Iterator[str]:
             for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
                 # the nearest of those with most lines shows what it must have
                 near = min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
-                for tensor in present.inside(stack, (*outer, near)):
-                    if present.needed(tensor.template, (*outer, index, *tensor.at[len(outer) + 1 :])):
-                        yield _moved(tensor.name, (*outer, near), (*outer, index))
+                yield from present.as_in(stack, (*outer, near), (*outer, index))
+
+
+T = TypeVar("T")
+
+
+def _lacking(members: Iterable[tuple[At, frozenset[T]]]) -> Iterator[tuple[At, T, At]]:
+    """The members that lack something which another has, if that one has all that they have: both, and what it is."""
+    kinds: dict[frozenset[T], list[At]] = defaultdict(list)
+    for at, inside in members:
+        kinds[inside].append(at)
+    for few, many in itertools.permutations(kinds, 2):
+        if few < many:
+            yield from ((at, each, kinds[many][0]) for at in kinds[few] for each in many - few)
 
 
 def _missing_in_some(present: Present) -> Iterator[str]:
     """The tensors that one layer lacks and another has, if the other has all lines of the first."""
     for stack, members in present.stacks.items():
-        if not present.is_dealt(stack):
-            continue
-        kinds: dict[frozenset[str], list[At]] = defaultdict(list)
-        for at, inside in members.items():
-            if not present.may_lack(stack, at):
-                kinds[frozenset(inside)].append(at)
-        for few, many in itertools.permutations(kinds, 2):
-            if few < many:
-                for at in kinds[few]:
-                    for inner in sorted(many - few):
-                        if present.needed(inner, at):
-                            yield from _as_in(present, inner, kinds[many][0], at)
-
-
-def _as_in(present: Present, inner: str, other: At, at: At) -> Iterator[str]:
-    """The names of a line's (or inner stack's) tensors at ``other``, moved to the indices ``at``."""
-    for template, places in present.lines.items():
-        if template == inner or template.startswith(f"{inner}."):
-            for place, tensors in places.items():
-                if place[: len(other)] == other:
-                    yield from (_moved(tensor.name, other, at) for tensor in tensors)
+        if present.is_dealt(stack):
+            complete = ((at, frozenset(inside)) for at, inside in members.items() if not present.may_lack(stack, at))
+            for at, inner, other in _lacking(complete):
+                yield from present.as_in(inner, other, at)
 
 
 def _missing_companions(present: Present) -> Iterator[str]:
     """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
+    first: dict[Kind, tuple[str, str]] = {}  # the name of a tensor of each kind, with all indices set to 0
     for places in present.lines.values():
         if max(map(len, places.values())) == 1:
             continue
-        kinds: dict[frozenset[tuple[str, str]], list[At]] = defaultdict(list)
-        first: dict[Kind, tuple[str, str]] = {}  # the name of a tensor of each kind, with all indices set to 0
-        for at, tensors in places.items():
-            for tensor in tensors:
-                if tensor.kind not in first:
-                    first[tensor.kind] = _moved(tensor.name, at, (0,) * len(at)), tensor.dtype
-            kinds[frozenset([first[tensor.kind] for tensor in tensors])].append(at)
-        for few, many in itertools.permutations(kinds, 2):
-            if few < many:
-                for at in kinds[few]:
-                    yield from (_moved(name, (0,) * len(at), at) for name, _ in sorted(many - few))
+        for at, tensor in ((at, tensor) for at, tensors in places.items() for tensor in tensors):
+            if tensor.kind not in first:
+                first[tensor.kind] = _moved(tensor.name, at, (0,) * len(at)), tensor.dtype
+        of_places = ((at, frozenset([first[tensor.kind] for tensor in tensors])) for at, tensors in places.items())
+        for at, (name, _), _ in _lacking(of_places):
+            yield _moved(name, (0,) * len(at), at)
 
 
 def _missing_layers(present: Present) -> Iterator[str]:
@@ -513,12 +488,11 @@ def _missing_always(present: Present) -> Iterator[str]:
     """What transformers' class of this model type always has, where its rules are the built-in ones."""
     config = present.model.config
     built_in = built_in_file(config)
-    if built_in is None or built_in.stem != present.architecture.name:
+    lines = lines_of(config) if built_in is not None and built_in.stem == present.architecture.name else None
+    if lines is None:
         return
-    lines = lines_of(config)
     lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for stack, at, stored in present.members() if lines else ():
-        assert lines is not None
+    for stack, at, stored in present.members():
         if (stack, stored) not in lacking:
             lacking[stack, stored] = sorted(lines.lacking(stack, stored, is_draft=present.is_draft))
         for line in lacking[stack, stored]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,24 +16,20 @@ from typing import Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
-from formats.files.checkpoint import DELTA, is_adapter, open_adapter, refuse_foreign
-from formats.files.safetensors import Header, TensorInfo, parse_header, read_header
-from formats.files.sharded import (
-    MANIFEST,
-    METADATA_KEY,
-    Identity,
-    rank_folders,
-    read_shard,
-)
+from formats.files.checkpoint import CONFIG, DELTA, is_adapter, open_adapter, read_weights, refuse_foreign
+from formats.files.dcp import Whole
+from formats.files.safetensors import Header, TensorInfo, read_header
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, rank_folders, read_shard
 from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
 from formats.store import FilePath, glob
+from reshard.model.model import Kind
 from reshard.publishing.journal import unfinished_command, unfinished_parts
-from reshard.source.opening import Kind, Recognised, open_source, recognise
-from reshard.source.program_files import left_behind, program_files, readings, tensors_in, weights_folder
-from reshard.source.source import Source
+from reshard.source.opening import open_folder
+from reshard.source.program_files import left_behind, readings, tensors_in, weights_folder
+from reshard.source.source import Folder, Source
 from reshard.store.staging_names import SUFFIX, staging_of
 from reshard.text import Result, human_bytes, plural
 
@@ -42,9 +38,9 @@ from reshard.text import Result, human_bytes, plural
 class Report(Result):
     """What a path is.
 
-    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full model; with
-    ``counts_ranks`` those of all ranks, because a split checkpoint does not say what the full model was. ``loaded_by``:
-    the program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
+    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, of
+    all ``ranks`` if these do not say what that was, or of ``everything`` (``parameters_are_of``). ``loaded_by``: the
+    program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
     three are None for reshard's own format. ``problems``: why it is not complete, or is not what it claims to be.
     ``refused``: why split would refuse the folder, though nothing is missing in it.
     """
@@ -56,9 +52,7 @@ class Report(Result):
     architecture: str | None = None
     dtypes: dict[str, int] = field(default_factory=dict)
     tensors: int = 0
-    counts_ranks: bool = False
-    counts_all: bool = False
-    """Training states may be counted too: no config.json says which tensors are the model's."""
+    parameters_are_of: str = "model"
     any_mesh: bool = False
     """Any mesh loads it; ``mesh`` is the one that it was written on."""
     beside: tuple[str, ...] = ()
@@ -115,32 +109,25 @@ def inspect(path: FilePath) -> Report:
         command = unfinished_command(path)
         if command is not None:
             return _staging(path, command)
-    recognised = recognise(path)
-    report = Report(path, _KINDS[recognised.kind], "safetensors")
+    folder = Folder(path)
+    report = Report(path, "split checkpoint", "safetensors")
+    if folder.kind in ("full", "adapter"):
+        report.kind = "full checkpoint" if folder.kind == "full" else "PEFT adapter"
     _take_config(report, path)
-    if recognised.formats:
-        report.format = " or ".join(format.name for format in recognised.formats)
-        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in recognised.formats))
+    if folder.formats:
+        _take_formats(report, folder.formats)
         report.has_manifest = (path / MANIFEST).is_file()
-    if recognised.manifest is not None:
-        _take_identity(report, recognised.manifest.identity)
-        report.source, report.commit = recognised.manifest.source.location, recognised.manifest.source.commit
-        report.architecture = str(recognised.manifest.architecture.get("name", "")) or report.architecture
+    if folder.manifest is not None:
+        _take_identity(report, folder.manifest.identity)
+        report.source, report.commit = folder.manifest.source.location, folder.manifest.source.commit
+        report.architecture = str(folder.manifest.architecture.get("name", "")) or report.architecture
     try:
-        source = open_source(path, match=recognised)
+        source = open_folder(folder)
     except ReshardError as error:
-        _take_what_is_there(report, recognised, error)
+        _take_what_is_there(report, folder, error)
     else:
         _take_source(report, source)
     return report
-
-
-_KINDS: Mapping[Kind, str] = {
-    "full": "full checkpoint",
-    "adapter": "PEFT adapter",
-    "split": "split checkpoint",
-    "program": "split checkpoint",
-}
 
 
 # ----------------------------------------------------------------------------------------------- what can be opened
@@ -148,60 +135,51 @@ _KINDS: Mapping[Kind, str] = {
 
 def _take_source(report: Report, source: Source) -> None:
     """Add to the report what is said of a checkpoint that is complete."""
+    plan, training, checkpoint, manifest = source.plan, source.training, source.checkpoint, source.manifest
     sizes = [file.size for file in source.files.values()]
-    if source.training is not None:  # what a program saves beside tensors counts, too
-        sizes = [*source.training.saved.files.values()]
+    if training is not None:  # what a program saves beside tensors counts, too
+        sizes = [*training.saved.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
-    recorded = source.manifest.source.files if source.manifest is not None and source.format.plain else ()
-    if source.checkpoint is not None:
-        report.format = "safetensors" if all(file.header for file in source.checkpoint.files) else "PyTorch .bin"
-        _take_type(report, source.checkpoint.config)
-        _count(report, source.checkpoint.tensors.values())
+    if checkpoint is not None:
+        report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
+        _take_type(report, checkpoint.config)
+        _count(report, checkpoint.tensors.values())
         return
-    if recorded:
-        for file in recorded:
-            _count(report, parse_header(file.header, Path(file.name), file.size).tensors.values())
-    else:
-        report.tensors = len(source.model.tensors)
-        dtypes: Counter[str] = Counter()
-        for kind in source.model.kinds:
-            dtypes[kind.dtype] += kind.count * math.prod(kind.shape)
-        report.dtypes = dict(dtypes.most_common())
-    plan = source.plan
+    recorded = manifest.source.files if manifest is not None and source.format.plain else ()
+    for file in recorded:
+        _count(report, file.tensors.values())
+    for kind in source.model.kinds if not recorded else ():
+        _count(report, [kind], kind.count)
     report.mesh, report.padding = plan.mesh, _padding(plan.padding, source.model.sizes.of({}))
-    if source.stated is not None and source.manifest is None:
+    if source.stated is not None and manifest is None:
         _take_identity(report, source.stated)
-    if source.training is None:
-        report.ranks_present = tuple(range(len(source.ranks)))
     if not source.format.plain:
-        report.format, report.loaded_by = source.format.name, source.format.loading.program
+        _take_formats(report, [source.format])
         report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
         report.load = source.format.loading.command_of(report.path, plan.mesh)
-    if source.training is not None:
-        _take_trainer(report, source.training.saved.what)
+    if training is None:
+        report.ranks_present = tuple(range(len(source.ranks)))
+    else:
+        _take_trainer(report, training.saved.what)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be opened
 
 
-def _take_what_is_there(report: Report, recognised: Recognised, error: ReshardError) -> None:
+def _take_what_is_there(report: Report, folder: Folder, error: ReshardError) -> None:
     """Add to the report what is there of a checkpoint that cannot be opened, and why it cannot.
 
     Raises ``error`` if there is no checkpoint at all.
     """
-    if recognised.damage is not None:
-        report.problems.append(recognised.damage.message)
-    program = recognised.kind == "program"
-    there = recognised.manifest is not None
-    if any(
-        format.files.is_distributed and (there or program_files(format, report.path)) for format in recognised.formats
-    ):
-        _take_distributed(report, recognised.formats, error)
-    elif program or recognised.kind == "split":
-        _take_ranks(report, _files_of_ranks(report, recognised), recognised)
+    if folder.damage is not None:
+        report.problems.append(folder.damage.message)
+    if any(format.files.is_distributed for format in folder.formats):
+        _take_distributed(report, folder, error)
+    elif folder.kind in ("program", "split"):
+        _take_ranks(report, folder)
     else:
-        _take_full(report, error)
-    if program and report.complete and report.files and not (report.path / "config.json").is_file():
+        _take_full(report, folder, error)
+    if folder.formats and report.complete and report.files and not (report.path / CONFIG).is_file():
         report.refused = "no config.json is there, which split and merge need"
         report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
     if report.rank is None and report.complete and report.refused is None:
@@ -212,48 +190,53 @@ def _take_what_is_there(report: Report, recognised: Recognised, error: ReshardEr
     report.hint = report.hint or (error.hint if report.rank is None else None)
 
 
-def _take_full(report: Report, error: ReshardError) -> None:
+def _take_full(report: Report, folder: Folder, error: ReshardError) -> None:
     """Add what is there of a full checkpoint, or of an adapter."""
-    files = glob(report.path, "*.safetensors") or glob(report.path, "*.bin") if report.path.is_dir() else []
-    files = [file for file in files if report.kind == _KINDS["adapter"] or not is_adapter(file.name)]
-    index = glob(report.path, "*.index.json") if report.path.is_dir() else []
-    if (not files and not index) or (report.path / DELTA).is_file():
+    path, is_adapters = report.path, folder.kind == "adapter"
+    files = glob(path, "*.safetensors") or glob(path, "*.bin") if path.is_dir() else []
+    files = [file for file in files if is_adapters or not is_adapter(file.name)]
+    index = glob(path, "*.index.json") if path.is_dir() else []
+    if (not files and not index) or (path / DELTA).is_file():
         raise error
     if any(file.name.endswith((".bin", ".bin.index.json")) for file in (*files, *index)):
         report.format = "PyTorch .bin"
-    problems = _read(report, files)[1]
+    _, problems = _read(report, folder, files)
     if problems and report.rank is None:
         report.problems += dict.fromkeys([error.message, *problems])
-    elif report.kind == _KINDS["adapter"]:
+    elif is_adapters:
         try:
-            _take_type(report, open_adapter(report.path, None).config)
+            _take_type(report, open_adapter(path, None).config)
         except CheckpointError as lacking:  # nothing is missing in the folder
             report.refused = lacking.message
 
 
-def _take_distributed(report: Report, formats: Sequence[Format], why: ReshardError) -> None:
+def _take_distributed(report: Report, folder: Folder, error: ReshardError) -> None:
     """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
-    folder = next((at for format in formats if find_training(at := weights_folder(format, report.path))), report.path)
-    matching = [format for format in formats if any((folder / name).is_file() for name in format.container.documents)]
+    formats = folder.formats
+    place = next(
+        (at for format in formats if folder.once(find_training, at := weights_folder(format, report.path))), report.path
+    )
+    matching = [format for format in formats if any((place / name).is_file() for name in format.container.documents)]
     if matching:
-        report.format = " or ".join(format.name for format in matching)
-        report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in matching))
+        _take_formats(report, matching)
     elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
     try:
-        checkpoint = read_training(folder)
+        checkpoint = folder.once(read_training, place)
     except ReshardError:
-        report.problems.append(why.message)
-        training = find_training(folder)
-        place = training.file.parent if training else folder
-        files = [file for ends in ("distcp", "pt", "bin") for file in glob(place, f"*.{ends}") if file.is_file()]
+        report.problems.append(error.message)
+        training = folder.once(find_training, place)
+        at = training.file.parent if training else place
+        sizes = [
+            file.stat().st_size for end in ("distcp", "pt", "bin") for file in glob(at, f"*.{end}") if file.is_file()
+        ]
         _take_trainer(report, training.what if training else None)
-        report.files, report.nbytes = len(files), sum(file.stat().st_size for file in files)
-        return
-    report.files, report.nbytes = len(checkpoint.files), sum(checkpoint.files.values())
-    _count(report, (TensorInfo(t.name, t.dtype, t.shape, report.path, 0, 0) for t in checkpoint.tensors.values()))
-    report.counts_all, report.any_mesh = True, True
-    _take_trainer(report, checkpoint.what)
+    else:
+        sizes = [*checkpoint.files.values()]
+        _count(report, checkpoint.tensors.values())
+        report.parameters_are_of, report.any_mesh = "everything", True
+        _take_trainer(report, checkpoint.what)
+    report.files, report.nbytes = len(sizes), sum(sizes)
 
 
 def _take_trainer(report: Report, what: str | None) -> None:
@@ -263,64 +246,34 @@ def _take_trainer(report: Report, what: str | None) -> None:
         report.loaded_by = report.load = report.has_manifest = None
 
 
-Files = Mapping[int, Sequence[FilePath]]
-"""The files that are there of each rank of which any is."""
+def _take_ranks(report: Report, folder: Folder) -> None:
+    """Add which ranks are there, and count the full model's tensors if a manifest has them, else those of the ranks.
 
-
-def _files_of_ranks(report: Report, recognised: Recognised) -> Files:
-    """The files that a manifest lists, those in the folders of ranks, or those that are named as a format says."""
-    path, files = report.path, defaultdict[int, list[FilePath]](list)
-    if recognised.manifest is not None:
-        for rank, records in recognised.manifest.ranks.items():
-            weights = (
-                path / record.name for record in records if record.name.endswith((".safetensors", ".pth", ".pt"))
-            )
-            there = [file for file in weights if file.is_file()]
-            files |= {rank: there} if there else {}
-    elif recognised.kind == "split":
-        for file in (file for folder in rank_folders(path) for file in glob(folder, "*.safetensors")):
+    Their files are those that the manifest lists, those in the folders of ranks, or those that are named as a format
+    says.
+    """
+    path, manifest, files = report.path, folder.manifest, defaultdict[int, list[FilePath]](list)
+    inside = folder.formats[0].container.inside if folder.formats else None
+    if manifest is not None:
+        for rank, record in ((rank, record) for rank, records in manifest.ranks.items() for record in records):
+            if record.name.endswith((".safetensors", ".pth", ".pt")) and (path / record.name).is_file():
+                files[rank].append(path / record.name)
+    elif folder.kind == "split":
+        for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
             with suppress(CheckpointError):  # whoever opens it says so
                 shard = read_shard(read_header(file).metadata, file)
                 files[shard.rank].append(file)
                 if report.mesh is None:
                     _take_identity(report, shard.identity)
-    elif ways := readings(recognised.formats[0], path):
-        of_stages = [way for way in ways if way[0].mesh is not None and "ep" not in dict(way[0].mesh.degrees)]
-        with suppress(CheckpointError):  # mp_rank_00_001 may be a stage, or a rank of experts
-            infos = tensors_in(ways[0][0].path, recognised.formats[0].container.inside)
-            ways = ways if any(".experts." in info.name for info in infos) else of_stages or ways
-        for program_file in ways[0]:
-            files[program_file.rank].append(program_file.path)
-        report.beside = tuple(left_behind(ways[0]))
-        count, stages = (
-            1 + max(numbers) for numbers in zip(*((entry.rank, entry.stage) for entry in ways[0]), strict=True)
-        )
-        count = max([count, *(entry.ranks or 0 for entry in ways[0])])
-        report.mesh = ways[0][0].mesh or mesh_of(-(-count // stages), pp=stages)
-    return files
-
-
-def _read(report: Report, files: Iterable[FilePath], inside: str | None = None) -> tuple[list[TensorInfo], list[str]]:
-    """The tensors in files, and what is wrong with some of them; a header may say that they are of a rank."""
-    tensors, problems = list[TensorInfo](), list[str]()
-    for file in (file for file in files if file.is_file()):
-        report.files += 1
-        report.nbytes += file.stat().st_size
-        try:
-            tensors += tensors_in(file, inside)
-            if file.suffix == ".safetensors" and report.kind == _KINDS["full"]:
-                _take_shard(report, read_header(file), file)
-        except CheckpointError as error:
-            problems.append(error.message)
-    _count(report, tensors)
-    return tensors, problems
-
-
-def _take_ranks(report: Report, files: Files, recognised: Recognised) -> None:
-    """Add which ranks are there, and count the full model's tensors if a manifest has them, else those of the ranks."""
-    manifest, program = recognised.manifest, recognised.kind == "program"
-    inside = recognised.formats[0].container.inside if program else None
-    largest = max((len(_read(report, entry, inside)[0]) for entry in files.values()), default=0)
+    else:
+        entries = readings(folder, folder.formats[0])[0]
+        for entry in entries:
+            files[entry.rank].append(entry.path)
+        report.beside = left_behind(folder, folder.formats[0], entries)
+        stages = 1 + max(entry.stage for entry in entries)
+        count = max(1 + max(files), *(entry.ranks or 0 for entry in entries))
+        report.mesh = entries[0].mesh or mesh_of(-(-count // stages), pp=stages)
+    report.tensors = max((len(_read(report, folder, of_rank, inside)[0]) for of_rank in files.values()), default=0)
     if report.mesh is not None:
         report.ranks_present = tuple(sorted(files))
         report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in files)
@@ -329,13 +282,32 @@ def _take_ranks(report: Report, files: Files, recognised: Recognised) -> None:
         report.problems.append(
             f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"
         )
-        how = "write them again" if program else "write them with 'reshard split … --rank R'"
+        how = "write them again" if folder.formats else "write them with 'reshard split … --rank R'"
         report.hint = f"bring the files of all ranks together, or {how}"
-    report.counts_ranks, report.tensors = not (manifest and manifest.source.files), largest
+    report.parameters_are_of = "ranks"
     if manifest is not None and manifest.source.files:
-        report.dtypes, report.tensors = {}, 0
-        for file in manifest.source.files:
-            _count(report, file.tensors.values())
+        report.dtypes, report.tensors, report.parameters_are_of = {}, 0, "model"
+        for recorded in manifest.source.files:
+            _count(report, recorded.tensors.values())
+
+
+def _read(
+    report: Report, folder: Folder, files: Iterable[FilePath], inside: str | None = None
+) -> tuple[list[TensorInfo], list[str]]:
+    """The tensors in files, and what is wrong with some of them; a header may say that they are of a rank."""
+    tensors, problems = list[TensorInfo](), list[str]()
+    for file in (file for file in files if file.is_file()):
+        report.files += 1
+        report.nbytes += file.stat().st_size
+        try:
+            tensors += tensors_in(folder, file, inside)
+            header = folder.once(read_weights, file)[2] if inside is None else None
+            if header is not None and report.kind == "full checkpoint":
+                _take_shard(report, header, file)
+        except CheckpointError as error:
+            problems.append(error.message)
+    _count(report, tensors)
+    return tensors, problems
 
 
 # ------------------------------------------------------------------------------------------ a file, unfinished output
@@ -401,7 +373,7 @@ def _padding(padded: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, t
 
 def _take_config(report: Report, folder: FilePath) -> None:
     try:
-        config = read_config(folder / "config.json")
+        config = read_config(folder / CONFIG)
     except CheckpointError:  # whoever opens the checkpoint says so
         config = {}
     _take_type(report, config)
@@ -414,52 +386,53 @@ def _take_type(report: Report, config: Mapping[str, Any]) -> None:
     report.architecture = rules_file.stem if rules_file else None
 
 
-def _count(report: Report, tensors: Iterable[TensorInfo]) -> None:
-    dtypes: Counter[str] = Counter(report.dtypes)
+def _take_formats(report: Report, formats: Sequence[Format]) -> None:
+    report.format = " or ".join(format.name for format in formats)
+    report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in formats))
+
+
+def _count(report: Report, tensors: Iterable[TensorInfo | Whole | Kind], times: int = 1) -> None:
+    dtypes = Counter(report.dtypes)
     for tensor in tensors:
-        dtypes[tensor.dtype] += math.prod(tensor.shape)
-        report.tensors += 1
+        dtypes[tensor.dtype] += times * math.prod(tensor.shape)
+        report.tensors += times
     report.dtypes = dict(dtypes.most_common())
 
 
 # ------------------------------------------------------------------------------------------------------------ the text
 
+_PARAMETERS_OF = {
+    "model": "",
+    "ranks": " (all ranks here together)",
+    "everything": " (all that is stored, states of training too)",
+}
 
-def _pairs(report: Report) -> list[tuple[str, str]]:
-    pairs = [("what", report.kind), ("format", report.format)]
-    if report.loaded_by is not None:
-        pairs.append(("loaded by", report.loaded_by))
-        pairs.append(("written by", "reshard" if report.has_manifest else "not known (there is no reshard.json)"))
-    if report.model_type is not None or report.kind == "full checkpoint":
-        rules = f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"
-        pairs.append(("model type", f"{report.model_type or 'unknown'} ({rules})"))
-    if report.mesh is not None or report.any_mesh:
-        rank = f", rank {report.rank}" if report.rank is not None else ""
-        pairs.append(("mesh", "any: its files have chunks" if report.any_mesh else f"{report.mesh}{rank}"))
-    if report.ranks_missing:
-        pairs.append(("ranks here", listed(report.ranks_present) or "none"))
-        pairs.append(("missing", listed(report.ranks_missing)))
-    if report.dtypes:
-        of_ranks = " (all ranks here together)" if report.counts_ranks else ""
-        of_ranks = " (all that is stored, states of training too)" if report.counts_all else of_ranks
-        kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())
-        pairs += [
-            ("parameters", f"{report.parameters:,}{of_ranks}"),
-            ("dtypes", kinds),
-            ("tensors", f"{report.tensors:,}"),
-        ]
-    if report.beside:
-        pairs.append(("beside", f"{listed(report.beside, 5)}: not of the model, and not counted"))
-    if report.load is not None:
-        pairs.append(("load it", report.load))
-    size = f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
-    pairs.append(("weights", size))
-    pairs += [("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()]
-    if report.source:
-        pairs.append(("source", report.source + (f" at {report.commit}" if report.commit else "")))
-    pairs.append(("complete", "yes" if report.complete else "no"))
-    pairs += [("problem", problem) for problem in report.problems]
-    pairs += [("refused", report.refused)] if report.refused else []
-    if report.hint and (report.refused or not report.complete):
-        pairs.append(("hint", report.hint))
-    return pairs
+
+def _pairs(report: Report) -> Iterator[tuple[str, str]]:
+    rules = f"rules: {report.architecture}" if report.architecture else "no rules for it: see 'reshard plan --help'"
+    has_type = report.model_type is not None or report.kind == "full checkpoint"
+    is_known = "reshard" if report.has_manifest else "not known (there is no reshard.json)"
+    mesh = f"{report.mesh}{f', rank {report.rank}' if report.rank is not None else ''}" if report.mesh else None
+    pairs = (
+        ("what", report.kind),
+        ("format", report.format),
+        ("loaded by", report.loaded_by),
+        ("written by", is_known if report.loaded_by is not None else None),
+        ("model type", f"{report.model_type or 'unknown'} ({rules})" if has_type else None),
+        ("mesh", "any: its files have chunks" if report.any_mesh else mesh),
+        ("ranks here", (listed(report.ranks_present) or "none") if report.ranks_missing else None),
+        ("missing", listed(report.ranks_missing)),
+        ("parameters", f"{report.parameters:,}{_PARAMETERS_OF[report.parameters_are_of]}" if report.dtypes else None),
+        ("dtypes", ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())),
+        ("tensors", f"{report.tensors:,}" if report.dtypes else None),
+        ("beside", f"{listed(report.beside, 5)}: not of the model, and not counted" if report.beside else None),
+        ("load it", report.load),
+        ("weights", f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"),
+        *(("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()),
+        ("source", f"{report.source}{f' at {report.commit}' if report.commit else ''}" if report.source else None),
+        ("complete", "yes" if report.complete else "no"),
+        *(("problem", problem) for problem in report.problems),
+        ("refused", report.refused),
+        ("hint", report.hint if report.refused or not report.complete else None),
+    )
+    return ((label, text) for label, text in pairs if text)

@@ -1,5 +1,5 @@
-"""Finds a source that a user names (a folder, an id on the Hub), says what it is, and opens it: a full checkpoint, or
-shards in whatever format.
+"""Finds a source that a user names (a folder, an id on the Hub), and opens it: a full checkpoint, or shards in whatever
+format. ``Folder`` says which of these it is.
 """
 
 from __future__ import annotations
@@ -7,35 +7,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
+from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
     Checkpoint,
     find_side_files,
-    has_adapter,
-    has_usual_weights,
     open_adapter,
     open_checkpoint,
+    read_weights,
     with_modelopt,
 )  # fmt: skip
-from formats.files.checksum import stamps_in
 from formats.files.safetensors import TensorInfo
-from formats.files.sharded import (
-    MANIFEST,
-    METADATA_KEY,
-    Manifest,
-    is_sharded,
-    plan_digest,
-    read_manifest,
-)  # fmt: skip
+from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, plan_digest
 from formats.notation.architecture import SETTINGS, Architecture
-from formats.notation.format import Format
-from formats.notation.format_file import HUGGING_FACE, OWN, format_of
+from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, StoredPath, name_in
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
@@ -118,56 +107,11 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     )  # fmt: skip
 
 
-Kind = Literal["full", "adapter", "split", "program"]
-
-
-@dataclass(frozen=True)
-class Recognised:
-    """What a folder is: a full checkpoint, a PEFT adapter, shards in reshard's own form, or in a program's format.
-
-    ``formats`` are those that its files may be in: only one if a manifest names it. ``damage`` is why the manifest
-    cannot be read.
-    """
-
-    kind: Kind
-    manifest: Manifest | None = None
-    formats: tuple[Format, ...] = ()
-    damage: ReshardError | None = None
-
-
-def recognise(path: FilePath) -> Recognised:
-    """Recognise a folder. Any other folder counts as a full checkpoint: opening it says what is missing.
-
-    Raises CheckpointError if a program's file names a folder of weights that is not there.
-    """
-    manifest, damage = None, None
-    if (path / MANIFEST).is_file():
-        try:
-            manifest = read_manifest(path / MANIFEST)
-            if manifest.format is not None:
-                return Recognised("program", manifest, (format_of(manifest.format),))
-        except CheckpointError as error:
-            damage = error
-        except ReshardError as error:  # it names a format that is not known here
-            damage = CheckpointError(f"{path / MANIFEST}: {error.message}", error.hint)
-    split = is_sharded(path)
-    if not has_usual_weights(path) and (damage is not None or not split):
-        from reshard.source.program_files import formats_for  # rarely needed
-
-        candidates = tuple(formats_for(path))
-        if candidates:
-            return Recognised("program", None, candidates, damage)
-    if split:
-        return Recognised("split", manifest, (), damage)
-    return Recognised("adapter" if has_adapter(path) else "full")
-
-
 def open_source(
     path: FilePath,
     *,
     plan_file: Path | None = None,
     config: Path | None = None,
-    match: Recognised | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
     adapted: Model | None = None,
@@ -175,28 +119,33 @@ def open_source(
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    ``config`` is a folder with the config.json and side files of a model in another program's format. ``match`` says
-    what the folder is, if that is known. Shards in a program's format are opened as those of a known ``model``, if one
-    is given, whatever they hold; an adapter as one to the model ``adapted``. ``base`` is the manifest of the shards
-    that its tensors are computed from. Of a full checkpoint that ``is_part`` of a model, tensors may be missing. Raises
-    CheckpointError, MismatchError and PlanError.
+    ``config`` is a folder with the config.json and side files of a model in another program's format. Shards in a
+    program's format are opened as those of a known ``model``, if one is given, whatever they hold; an adapter as one to
+    the model ``adapted``. ``base`` is the manifest of the shards that its tensors are computed from. Of a full
+    checkpoint that ``is_part`` of a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
-    stamps = stamps_in(path)
-    match = match or recognise(path)
-    is_known = model is not None and match.kind == "program"
+    folder = Folder(path, config=config, plan_file=plan_file, base=base)
+    return open_folder(folder, model=model, adapted=adapted, is_part=is_part)
+
+
+def open_folder(
+    folder: Folder, *, model: Model | None = None, adapted: Model | None = None, is_part: bool = False
+) -> Source:
+    """Open what is recognised already (see ``open_source``)."""
+    path, is_adapter = folder.path, folder.kind == "adapter"
+    is_known = model is not None and folder.kind == "program"
     if not is_known and isinstance(path, Path) and unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
-    if match.damage is not None:
-        raise match.damage
-    folder = Folder(path, stamps, match.manifest, config, plan_file, base)
-    if match.kind == "program":
+    if folder.damage is not None:
+        raise folder.damage
+    if folder.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
-        return open_program(folder, match.formats, model)
-    if match.kind == "split":
+        return open_program(folder, model)
+    if folder.kind == "split":
         return _open_sharded(folder)
-    is_adapter, known = match.kind == "adapter", dict(adapted.config) if adapted is not None else None
-    checkpoint = open_adapter(path, config, known) if is_adapter else open_checkpoint(path)
+    known = dict(adapted.config) if adapted is not None else None
+    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path)
     # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
     if adapted is None and METADATA_KEY in checkpoint.files[0].metadata:
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
@@ -205,12 +154,11 @@ def open_source(
 
 def lines_of_any(source: Place, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
-    path, config = find(source, access, Weights.HEADERS), access.config
-    match = recognise(path)
-    folder = Folder(path, {}, match.manifest, None, access.plan_file)
-    if match.kind == "split":
+    path = find(source, access, Weights.HEADERS)
+    folder = Folder(path, plan_file=access.plan_file)
+    if folder.kind == "split":
         return folder.architecture(with_modelopt(read_config(path / CONFIG), path))
-    checkpoint = open_adapter(path, config) if match.kind == "adapter" else open_checkpoint(path)
+    checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
@@ -274,12 +222,12 @@ def _open_sharded(folder: Folder) -> Source:
     from reshard.source.program_files import own_files, read_ranks, read_shards  # rarely needed
 
     path, manifest = folder.path, folder.manifest
-    files = own_files(path, manifest, folder.weights)
-    shards = read_shards(files, folder.weights, manifest.identity if manifest else None)
+    files = own_files(folder)
+    shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
         raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
     identity = shards[0].identity
-    ranks = read_ranks(OWN, files, path, identity.mesh, folder.weights)
+    ranks = read_ranks(folder, OWN, files, identity.mesh)
     if manifest is not None:
         side = {record.name: path / record.name for record in manifest.side_files}
     else:
@@ -305,7 +253,7 @@ def _open_sharded(folder: Folder) -> Source:
         places = {
             name: at
             for entry, shard in pairs
-            for name, at in zip(folder.weights(entry.path)[0], shard.places, strict=False)
+            for name, at in zip(folder.once(read_weights, entry.path)[0], shard.places, strict=False)
         }
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]

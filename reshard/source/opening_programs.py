@@ -6,16 +6,15 @@ It may be read as several formats, and as ranks of several meshes: the first tha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from formats.documents import json_bytes, read_config
@@ -23,14 +22,13 @@ from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
 from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
-from formats.files.safetensors import TensorInfo, read_header
+from formats.files.safetensors import TensorInfo
 from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, without_numbers
-from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
-from formats.store import NEAR, FilePath, Range, joined, name_in, open_file, read_file, read_ranges
+from formats.store import NEAR, FilePath, Range, joined, name_in, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
@@ -55,7 +53,7 @@ from reshard.source.program_files import (
     weights_folder,
     without_files,
 )
-from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
+from reshard.source.source import UNSPLIT, Folder, Source
 
 
 class _MisfitError(Exception):
@@ -108,9 +106,8 @@ class _Reading:
         dense = [mesh_of(tp, pp=stages)] if tp == 1 or not self.format.same_ranks or not has_experts else []
         return [*dense, mesh_of(tp, tp, same_ranks=True, pp=stages)] if has_experts and tp > 1 else dense
 
-    def plan(self, mesh: Mesh) -> Plan:
-        """The plan on a mesh, with the padding that the files have, if it is not known. Raises PlanError."""
-        plan = program_plan(self.model, self.format, mesh)
+    def padded(self, plan: Plan, mesh: Mesh) -> Plan:
+        """The plan on a mesh with the padding that the files have, if it is not known. Raises PlanError."""
         if self.is_known or not self.format.padding.free:
             return plan
         padding = padding_of(on_mesh(plan, self.format), _held(self.ranks, self.chunks))
@@ -119,7 +116,7 @@ class _Reading:
     def unlike(self, mesh: Mesh) -> Iterator[tuple[int, _Reading, Plan]]:
         """The number of tensors that differ from the plan on ``mesh``, and both; nothing if there is no plan."""
         try:
-            plan = self.plan(mesh)
+            plan = self.padded(program_plan(self.model, self.format, mesh), mesh)
             arrangement = arrangement_of(plan, self.format)
         except ReshardError:
             return
@@ -141,41 +138,43 @@ class _Reading:
 
 def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
     """The tensors of each rank; those in chunks as one rank would have them."""
-    return ranks if chunks is None else [_whole_tensors(ranks, chunks)]
+    if chunks is None:
+        return ranks
+    infos = {name: info for tensors in ranks for name, info in tensors.items()}
+    return [{name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}]
 
 
-def open_program(folder: Folder, candidates: Sequence[Format], model: Model | None = None) -> Source:
-    """Open a folder in a program's format: in the first of ``candidates``, and on the first mesh, that fits.
+def open_program(folder: Folder, model: Model | None = None) -> Source:
+    """Open a folder in a program's format: in the first of the formats that it may be in, and on the first mesh, that
+    fits.
 
     With a ``model`` it is opened as shards of that model, whatever it holds: with the format and mesh that most of its
     tensors fit. Then side files may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
     if folder.manifest is not None and model is None:
         check_recorded(folder.path, folder.manifest)
-    ways = [(format, files) for format in candidates for files in readings(format, folder.path, folder.mesh)]
+    ways = [(format, files) for format in folder.formats for files in readings(folder, format)]
     if not ways:
-        raise without_files(candidates[0], folder.path)
-    distributed = cache(lambda: read_training(weights_folder(trained[0][0], folder.path)))
-    trained = [way for way in ways if way[0].files.is_distributed]
+        raise without_files(folder.formats[0], folder.path)
+    trained = [format for format, _ in ways if format.files.is_distributed]
     if model is None and trained and len(ways) > 1:  # where both are, safetensors are a part of what was saved
-        likely = _likeliest([program for program, _ in trained], folder, distributed())
-        ways = [way for way in trained if way[0] in likely]
+        likely = _likeliest(trained, folder)
+        ways = [way for way in ways if way[0] in likely]
     misfits: list[_MisfitError] = []
     unlike: list[tuple[int, _Reading, Plan]] = []
     for format, files in ways:
         try:
-            reading = _read(folder, format, files, distributed, model)
+            reading = _read(folder, format, files, model)
         except _MisfitError as misfit:
             misfits.append(misfit)
             continue
         for mesh in reading.meshes:
             try:
                 with _misfit(0 if files[0].mesh else 2):  # how much it says that a mesh is refused
-                    program_plan(reading.model, format, mesh)
+                    plan = program_plan(reading.model, format, mesh)
                 with _misfit(2):
-                    plan = reading.plan(mesh)
-                    stored = arrangement_of(plan, format, reading.chunks, reading.twice)
-                    check_stored(stored, reading.ranks, folder.path)
+                    source = _source(folder, reading, reading.padded(plan, mesh), lacking=model is not None)
+                    check_stored(source.arrangement, source.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
                 if model is not None:
@@ -183,55 +182,46 @@ def open_program(folder: Folder, candidates: Sequence[Format], model: Model | No
                 continue
             if model is None:
                 check_complete(reading.model, folder.path)
-            return _source(folder, reading, plan, lacking=model is not None)
+            return source
     if unlike:
         _, reading, plan = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, plan, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
 
-def _read(
-    folder: Folder,
-    format: Format,
-    files: Sequence[ProgramFile],
-    distributed: Callable[[], Distributed],
-    given_model: Model | None,
-) -> _Reading:
+def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
     """What the files have, as shards of a model that is known, or of that which a config.json describes."""
-    shards = read_shards(files, folder.weights)
+    shards = read_shards(folder, files)
     split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
     chunks, training, note, computed = None, None, None, dict[str, bytes]()
     with _misfit(1):
         if format.container.chunks and not format.files.is_distributed:
-            ranks, chunks = read_chunked(files, folder.weights)
+            ranks, chunks = read_chunked(folder, files)
         elif not format.container.chunks:
-            ranks = read_ranks(format, files, folder.path, folder.mesh, folder.weights)
-    if given_model is not None:
-        config, architecture = dict(given_model.config), given_model.architecture
+            ranks = read_ranks(folder, format, files, folder.mesh)
+    if known is not None:
+        config, architecture = dict(known.config), known.architecture
     else:
         config, computed = _config_of(format, folder, ranks)
         architecture = folder.architecture(config)
     mesh = folder.mesh or files[0].mesh
-    has_mesh = given_model is not None or all(
+    has_mesh = known is not None or all(
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
-        record = folder.manifest.source if folder.manifest else None
-        twice = record.twice if record is not None else {}
+        twice = folder.manifest.source.twice if folder.manifest else {}
+        recorded = [file.tensors for file in folder.manifest.source.files] if folder.manifest else []
         if format.files.is_distributed:
-            checkpoint, origins = distributed(), _origins_of(format, architecture, config)
+            saved, origins = _saved(folder, format), _origins_of(format, architecture, config)
             parts = parts_of(
-                checkpoint, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
+                saved, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
             )
-            training = Training(checkpoint, parts)
-            ranks, chunks = _chunks_of(format, checkpoint, training.parts.model)
+            training = Training(saved, parts)
+            ranks, chunks = _chunks_of(format, saved, parts.model)
         tensors = _held(ranks, chunks)
-        if (
-            given_model is None and folder.config is not None
-        ):  # it is given apart from the weights, whose dtype it should say
-            restored = [file.tensors for file in record.files] if record is not None else []
-            dtype, given = dtype_of(restored or tensors), json.loads(computed[CONFIG])
+        if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
+            dtype, given = dtype_of(recorded or tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
                 config, _ = with_dtype(config, architecture.section(config), dtype)
@@ -240,33 +230,30 @@ def _read(
                 computed[CONFIG] = json_bytes(own) + b"\n"
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
-        if given_model is not None:
+        if known is not None:
             held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
             full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
-        elif record is not None and record.files:
-            infos = (info for file in record.files for info in file.tensors.values())
+        elif recorded:
+            infos = itertools.chain.from_iterable(infos.values() for infos in recorded)
             full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
         else:  # what is kept has the dtype of the original; what a program computes from it may have another
-            kept = read_header(folder.path / INTACT_FILE).tensors if (folder.path / INTACT_FILE).is_file() else {}
+            intact = folder.path / INTACT_FILE
+            kept = folder.once(read_weights, intact)[0] if intact.is_file() else {}
             own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
-        if (record is None or not record.files) and (
-            format.rules.keep or any(line.also for line in format.rules.lines)
-        ):
+        if not recorded and (format.rules.keep or any(line.also for line in format.rules.lines)):
             twice = tied_twice(architecture, config, full)
         full = [tensor for tensor in full if tensor.name not in twice]
         twice = {name: first for name, first in twice.items() if any(name in infos for infos in ranks)}
-    if given_model is not None:
+    is_known = folder.manifest is not None
+    if known is not None:
         if format.container.chunks:
-            mesh = folder.mesh or (split.mesh if split is not None else UNSPLIT)
-        is_known = folder.manifest is not None or (format.container.chunks and split is not None)
-        return _Reading(format, files, ranks, chunks, training, given_model, mesh, is_known, twice=twice)
+            mesh, is_known = folder.mesh or (split.mesh if split else UNSPLIT), is_known or split is not None
+        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice)
     with _misfit(2 * has_mesh):
-        sizes = (
-            folder.manifest.identity.sizes if folder.manifest else inferred_sizes(architecture, config, tensors, full)
-        )
-        model = bind(architecture, config, full, axes=sizes)
+        sizes = folder.manifest.identity.sizes if folder.manifest else None
+        model = bind(architecture, config, full, axes=sizes or inferred_sizes(architecture, config, tensors, full))
         numbers = sum(math.prod(info.shape) for infos in tensors for info in infos.values())
         for kind in model.kinds:
             if math.prod(kind.shape) > _MARGIN * numbers + FEW:
@@ -275,7 +262,6 @@ def _read(
                     "stored",
                     "it is not the config.json of these tensors, or is damaged",
                 )
-    is_known = folder.manifest is not None
     return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, note, twice)
 
 
@@ -286,17 +272,17 @@ _MARGIN = 64
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
-    intact = read_weights(path / INTACT_FILE)[0] if (path / INTACT_FILE).is_file() else {}
+    kept = path / INTACT_FILE
+    intact = folder.once(read_weights, kept)[0] if kept.is_file() else {}
     infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in reading.files}
-    infos |= {path / INTACT_FILE: []} if (path / INTACT_FILE).is_file() else {}
+    infos |= {kept: []} if kept.is_file() else {}
     states = training.chunks() if training else ()
     for info in itertools.chain(*(tensors.values() for tensors in (*reading.ranks, intact)), states):
         infos.setdefault(info.file, []).append(info)
+    is_trainers = training is not None and training.saved.what is not None
     if manifest is not None:
         side = {record.name: path / record.name for record in manifest.side_files}
-    elif folder.config is not None and format.files.tracker is not None:
-        side = {}  # a trainer's own files: it saves none of the model's
-    elif training is not None and training.saved.what is not None:
+    elif is_trainers or (folder.config is not None and format.files.tracker is not None):
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
     else:
         own = {
@@ -312,24 +298,15 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
-        (_program_file(folder, file, entry) for file, entry in infos.items()), side, computed=reading.computed,
+        (folder.file(file, entry) for file, entry in infos.items()), side, computed=reading.computed,
         intact=intact, chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
-        left_behind=training.parts.words() if training else tuple(left_behind(reading.files)),
+        left_behind=training.parts.words() if training else left_behind(folder, format, reading.files),
+        rank_files=reading.files,
     )  # fmt: skip
 
 
-def _program_file(folder: Folder, path: FilePath, tensors: Sequence[TensorInfo]) -> SourceFile:
-    source_file = folder.file(path)
-    if source_file.header is not None or source_file.expected is None:
-        return source_file
-    gaps, end, size = list[tuple[int, bytes]](), 0, source_file.size  # what belongs to no tensor
-    with open_file(path) as file:
-        for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
-            if begin > end:
-                file.seek(end)
-                gaps.append((end, file.read(begin - end)))
-            end = max(end, behind)
-    return replace(source_file, rest=tuple(gaps))
+def _saved(folder: Folder, format: Format) -> Distributed:
+    return folder.once(read_training, weights_folder(format, folder.path))
 
 
 def _knows(format: Format, origins: NameInverse, name: str) -> bool:
@@ -338,15 +315,14 @@ def _knows(format: Format, origins: NameInverse, name: str) -> bool:
     return origins.knows(name)
 
 
-def _likeliest(candidates: Sequence[Format], folder: Folder, saved: Distributed) -> list[Format]:
+def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
     """The formats of distributed checkpoints that know the most of the names; without a config.json, all of them."""
-    counts: dict[str, int] = {}
+    saved, counts = _saved(folder, candidates[0]), dict[str, int]()
     for format in candidates:
         try:
             config, _ = _config_of(format, folder, ())
-            path = folder.plan_file
-            architecture = load_architecture(path) if path else find_architecture(config, folder.path)
-            counts[format.name] = known_names(saved, partial(_knows, format, _origins_of(format, architecture, config)))
+            origins = _origins_of(format, folder.architecture(config), config)
+            counts[format.name] = known_names(saved, partial(_knows, format, origins))
         except ReshardError:
             counts[format.name] = 0
     return [format for format in candidates if counts[format.name] == max(counts.values())]
@@ -370,14 +346,6 @@ def _chunks_of(
     return tuple(ranks), {name: dict(enumerate(at for at, _ in chunks)) for name, chunks in pieces.items()}
 
 
-def _whole_tensors(
-    ranks: Sequence[Mapping[str, TensorInfo]], chunks: Mapping[str, Mapping[int, Chunk]]
-) -> dict[str, TensorInfo]:
-    """The whole tensors that files have chunks of."""
-    infos = {name: info for tensors in ranks for name, info in tensors.items()}
-    return {name: info._replace(shape=whole_shape(chunks[name].values())) for name, info in infos.items()}
-
-
 def _config_of(
     format: Format, folder: Folder, ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -386,23 +354,23 @@ def _config_of(
     The config is the one that was given, or that beside the weights, or is made from the program's own. Raises
     CheckpointError.
     """
-    path, config_folder, side = folder.path, folder.config, dict[str, FilePath]()
-    if config_folder is not None:
-        side = {name_in(file, config_folder): file for file in find_side_files(config_folder) if file.is_file()}
+    path, where, side = folder.path, folder.config, dict[str, FilePath]()
+    if where is not None:
+        side = {name_in(file, where): file for file in find_side_files(where) if file.is_file()}
     elif format.files.is_distributed and not (path / CONFIG).is_file():
         side = model_files(path)
-    if config_folder is not None or side:
-        where = config_folder or side[CONFIG].parent
-        config = with_modelopt(read_config(where / CONFIG), where)
-        return config, {name: read_file(file) for name, file in side.items()}
+    if where is not None or side:
+        at: FilePath = where or side[CONFIG].parent
+        config = with_modelopt(folder.once(read_config, at / CONFIG), at)
+        return config, {name: folder.once(read_file, file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:
-            return with_modelopt(read_config(path / CONFIG), path), {}
+            return with_modelopt(folder.once(read_config, path / CONFIG), path), {}
         except CheckpointError as error:
             hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
             raise CheckpointError(error.message, error.hint or hint) from None
     stored = ((info.name, info.dtype, info.shape) for info in ranks[0].values())
-    config = made_config(format.settings, read_config(path / format.settings.file), stored, len(ranks))
+    config = made_config(format.settings, folder.once(read_config, path / format.settings.file), stored, len(ranks))
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
@@ -492,19 +460,15 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
         ranks, chunks = _chunks_of(format, training.saved, names)
-        tensors = [_whole_tensors(ranks, chunks)]
+        tensors = _held(ranks, chunks)
         full = inferred_tensors(format, architecture, config, tensors)
         twice = tied_twice(architecture, config, full) if source.twice else {}
         full = [tensor for tensor in full if tensor.name not in twice]
         model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
-        yield (
-            affix,
-            replace(
-                source, format=format, plan=plan, unsplit=model, ranks=ranks, chunks=chunks, intact={}, twice=twice
-            ),
-        )
+        states = replace(source, format=format, plan=plan, model=model, ranks=ranks, chunks=chunks, twice=twice)
+        yield affix, replace(states, intact={})
 
 
 def with_unlike_constants(source: Source) -> Source:
@@ -527,7 +491,7 @@ def with_unlike_constants(source: Source) -> Source:
     one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
     whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
     names = dict.fromkeys(map(without_numbers, unlike))
-    return dataclasses.replace(source, left_behind=(*source.left_behind, *names), constants=whole)
+    return replace(source, left_behind=(*source.left_behind, *names), constants=whole)
 
 
 def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:

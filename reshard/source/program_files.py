@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
 from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import Distributed, object_bytes
-from formats.files.safetensors import Header, TensorInfo
+from formats.files.dcp import Blob, Distributed, object_bytes
+from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
+from formats.files.torch_bin import read_saved
 from formats.files.torch_zip import pickled_tensor
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers
 from formats.notation.format import Format, Pattern, numbered_names
-from formats.notation.format_file import all_formats
-from formats.store import FilePath, glob, name_in, open_file, read_file
+from formats.store import FilePath, glob, name_in, read_file, read_ranges
+from reshard.source.source import Folder
 
-if TYPE_CHECKING:
-    from formats.files.torch_bin import Saved
-
-Weights = Callable[[FilePath], tuple[dict[str, TensorInfo], dict[str, str], Header | None]]
-"""``read_weights``, or what keeps what it has read."""
 LAYER = "layer"
 """The index of layers in a format's names."""
 
@@ -71,126 +66,105 @@ def weights_folder(format: Format, folder: FilePath) -> FilePath:
     return folder / name
 
 
-def program_files(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list[ProgramFile]:
+def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
     """The weight files of a folder that are named as a format says, in the order of their ranks and parts.
 
-    If the names fit several meshes, they are read as those of ``mesh``, or of the first possible mesh.
+    They are there once for each way in which the names can be read, on the mesh of the manifest if there is one.
     """
-    return next(iter(readings(format, folder, mesh)), [])
-
-
-def readings(format: Format, folder: FilePath, mesh: Mesh | None = None) -> list[list[ProgramFile]]:
-    """The weight files of a folder, once for each way in which their names can be read."""
-    folder = weights_folder(format, folder)
+    where = weights_folder(format, folder.path)
+    if format.files.is_single and not (where / str(format.files.tracker)).is_file():
+        return []  # another program's states may be read as this, but are not called so
     pattern = "/".join("*" for _ in format.files.name.split("/"))
-    names = [name_in(path, folder) for path in glob(folder, pattern)] if folder.is_dir() else []
+    is_listed = where.is_dir() and not format.files.is_single
+    names = [name_in(path, where) for path in glob(where, pattern)] if is_listed else []
     if "{tp_rank" in format.files.name:
-        ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)] if mesh else itertools.product((0, 1), repeat=2)
-        files_of_ways = [_of_coordinates(format, folder, names, bool(pp), bool(ep)) for pp, ep in ways]
-        return [files for files in files_of_ways if files]
-    if format.files.is_single:
-        names = []  # another program's states may be read as this, but are not called so
-        if not (folder / str(format.files.tracker)).is_file():
-            return []
-    files = _of_ranks(format, folder, names)
-    return [files] if files else []
+        mesh, ways = folder.mesh, list(itertools.product((False, True), repeat=2))
+        if mesh is not None:
+            ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)]
+        found = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
+        inside = format.container.inside
+        if found and not any(".experts." in info.name for info in tensors_in(folder, found[0][1][0].path, inside)):
+            found = [way for way in found if not way[0]] or found  # mp_rank_00_001 is a stage, no rank of experts
+        return [files for _, files in found]
+    matches = numbered_names(format.files.pp, names) if format.files.pp else []
+    width = max([words["tp"] for _, words in matches], default=0) + 1  # ranks of a stage
+    for each in (format.files.name, format.files.parts) if not matches else ():
+        matches += numbered_names(each, names) if each else []
+    numbered = [
+        (words.get("part", words.get("number", 0)), ProgramFile(
+            where / name, words.get("pp", 0) * width + words.get("tp", words.get("rank", words.get("shard", 1) - 1)),
+            words.get("pp", 0), words.get("ranks"),
+        ))
+        for name, words in matches
+    ]  # fmt: skip
+    if numbered:
+        return [[file for _, file in sorted(numbered, key=lambda entry: (entry[1].rank, entry[0]))]]
+    training = folder.once(find_training, where) if format.files.is_distributed else None
+    return (
+        [[ProgramFile(training.file, 0, 0, None)]] if training else []
+    )  # its files have other names, or none is there
 
 
-def _of_ranks(format: Format, folder: FilePath, names: Sequence[str]) -> list[ProgramFile]:
-    staged = numbered_names(format.files.pp, names) if format.files.pp else []
-    width = max([words["tp"] for _, words in staged], default=0) + 1  # ranks of a stage
-    rows: list[tuple[int, int, int, int | None, str]]
-    rows = [(w["pp"] * width + w["tp"], w["part"], w["pp"], None, name) for name, w in staged]
-    plain = (
-        []
-        if rows
-        else [
-            match for each in (format.files.name, format.files.parts) if each for match in numbered_names(each, names)
-        ]
-    )
-    rows += [
-        (w.get("rank", w.get("shard", 1) - 1), w.get("part", w.get("number", 0)), 0, w.get("ranks"), name)
-        for name, w in plain
-    ]
-    ordered = sorted(rows, key=lambda file: file[:2])
-    if not ordered and format.files.is_distributed and (training := find_training(folder)) is not None:
-        return [ProgramFile(training.file, 0, 0, None)]  # its files have other names, or none is there
-    return [ProgramFile(folder / name, rank, stage, ranks) for rank, _, stage, ranks, name in ordered]
-
-
-def _of_coordinates(format: Format, folder: FilePath, names: Sequence[str], pp: bool, ep: bool) -> list[ProgramFile]:
+def _of_coordinates(
+    folder: Folder, format: Format, where: FilePath, names: Sequence[str], pp: bool, ep: bool
+) -> list[ProgramFile]:
     """Files whose names say the place of their rank along each dimension of the mesh."""
     pattern = format.files.of(pp, ep)
     if (pp and "{pp_rank" not in pattern) or (ep and "{ep_rank" not in pattern):
         return []
     places = {
-        tuple(words.get(f"{name}_rank", 0) for name in ("pp", "ep", "tp")): folder / name
+        tuple(words.get(f"{name}_rank", 0) for name in ("pp", "ep", "tp")): where / name
         for name, words in numbered_names(pattern, names)
     }
     if not places:
         return []
     stages, experts, tensors = (max(numbers) + 1 for numbers in zip(*places, strict=True))
-    if (pp and stages == 1) or (ep and experts == 1):
-        return []
+    stages, experts = max(stages, 1 + pp), max(experts, 1 + ep)  # names have these numbers only where there are several
+    chunks: list[str | None] = [None]  # the entries of a file that have tensors: several with virtual pipeline stages
+    if (inside := format.container.inside) is not None:
+        file = next(iter(places.values()))
+        chunks = [
+            *sorted(folder.once(read_saved, file, inside).tensors, key=lambda name: int(name.removeprefix(inside) or 0))
+        ]
+        if not chunks:
+            raise CheckpointError(f"{file}: has no entry '{inside}' with tensors")
     width = max(tensors, experts)
     # Experts that no rank has a part of are dealt over the ranks that all else is divided over.
     diagonal = {(rank % experts, rank % tensors): rank for rank in range(width)}
     same = min(experts, tensors) > 1 and {place[1:] for place in places} <= diagonal.keys()
-    chunks = _chunks(format, next(iter(places.values())))
     mesh = mesh_of(tensors, experts, pp=stages * len(chunks))
     if same:
         inner = (("tp", tensors), ("ep", experts))
         mesh = Mesh(tuple(degree for degree in mesh.degrees if degree[0] == "pp") + inner, same_ranks=True)
     files = []
-    for chunk, inside in enumerate(chunks):
+    for chunk, entry in enumerate(chunks):
         for (stage, expert, tensor), path in sorted(places.items()):
             number = chunk * stages + stage
             number_in_stage = diagonal[expert, tensor] if same else expert * tensors + tensor
             rank = number * (width if same else experts * tensors) + number_in_stage
-            files.append(ProgramFile(path, rank, number, mesh.size, inside, mesh))
+            files.append(ProgramFile(path, rank, number, mesh.size, entry, mesh))
     return files
 
 
-def _chunks(format: Format, path: FilePath) -> list[str | None]:
-    """The entries of a file that have tensors: several where a rank has several (virtual) pipeline stages."""
-    if format.container.inside is None:
-        return [None]
-    inside, entries = format.container.inside, _saved(path, format.container.inside).tensors
-    if not entries:
-        raise CheckpointError(f"{path}: has no entry '{inside}' with tensors")
-    return [*sorted(entries, key=lambda name: int(name.removeprefix(inside) or 0))]
-
-
-def _saved(path: FilePath, inside: str) -> Saved:
-    from formats.files.torch_bin import read_saved  # rarely needed
-
-    pattern = re.compile(re.escape(inside.rstrip("0123456789")) + "[0-9]*")
-    return read_saved(path, lambda name: pattern.fullmatch(name) is not None)
-
-
-def tensors_in(path: FilePath, inside: str | None) -> list[TensorInfo]:
+def tensors_in(folder: Folder, file: FilePath, inside: str | None) -> list[TensorInfo]:
     """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
     if inside is None:
-        return [*read_weights(path)[0].values()]
-    return [info for tensors in _saved(path, inside).tensors.values() for info in tensors.values()]
+        return [*folder.once(read_weights, file)[0].values()]
+    return [info for tensors in folder.once(read_saved, file, inside).tensors.values() for info in tensors.values()]
 
 
-def left_behind(files: Sequence[ProgramFile]) -> list[str]:
+def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> tuple[str, ...]:
     """What files have besides the tensors of the model, in a few words. Raises MismatchError if they are of different
     steps.
     """
-    names: dict[str, None] = {}
-    first: tuple[FilePath, object] | None = None
-    for file in files:
-        if file.inside is None:
-            continue
-        settings = _saved(file.path, file.inside).extras
-        step = settings.get("iteration")
-        first = first or (file.path, step)
-        if step != first[1]:
-            raise MismatchError(f"{file.path} is of iteration {brief(step)}, {first[0]} of iteration {brief(first[1])}")
+    inside, first, names = format.container.inside, files[0].path, dict[str, None]()
+    for path in (file.path for file in files) if inside is not None else ():
+        settings, begun = (folder.once(read_saved, at, inside).extras for at in (path, first))
+        step, expected = settings.get("iteration"), begun.get("iteration")
+        if step != expected:
+            raise MismatchError(f"{path} is of iteration {brief(step)}, {first} of iteration {brief(expected)}")
         names |= dict.fromkeys(name for name, value in settings.items() if isinstance(value, str))
-    return [*names]
+    return tuple(names)
 
 
 def without_files(format: Format, folder: FilePath) -> CheckpointError:
@@ -206,18 +180,13 @@ def without_files(format: Format, folder: FilePath) -> CheckpointError:
     )
 
 
-def formats_for(folder: FilePath) -> list[Format]:
-    """The formats whose file names a folder has."""
-    return [format for format in all_formats().values() if program_files(format, folder)]
-
-
 def read_chunked(
-    files: Sequence[ProgramFile], weights: Weights
+    folder: Folder, files: Sequence[ProgramFile]
 ) -> tuple[tuple[dict[str, TensorInfo], ...], dict[str, dict[int, Chunk]]]:
     """The tensors of each file, and the chunks of each tensor. Raises CheckpointError."""
     ranks, chunks = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, Chunk]](dict)
     for number, file in enumerate(files):
-        tensors, _, header = weights(file.path)
+        tensors, _, header = folder.once(read_weights, file.path)
         ranks.append(tensors)
         shapes = {name: info.shape for name, info in tensors.items()}
         for name, at in read_chunks(file.path, header.metadata if header else {}, shapes).items():
@@ -226,13 +195,13 @@ def read_chunked(
 
 
 def read_ranks(
-    format: Format, files: Sequence[ProgramFile], where: FilePath, mesh: Mesh | None, weights: Weights
+    folder: Folder, format: Format, files: Sequence[ProgramFile], mesh: Mesh | None
 ) -> tuple[dict[str, TensorInfo], ...]:
     """The tensors of each rank, of ``mesh`` if it is known.
 
     Raises CheckpointError if a rank is missing, or a tensor is there twice.
     """
-    count = max([file.rank for file in files]) + 1
+    count, where = max(file.rank for file in files) + 1, folder.path
     counts = {file.ranks for file in files if file.ranks is not None}
     if len(counts) > 1:
         raise MismatchError(f"{where} has files of different numbers of ranks, {', '.join(map(str, sorted(counts)))}")
@@ -241,9 +210,9 @@ def read_ranks(
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
         if file.inside is None:
-            infos, aliases, _ = weights(file.path)
+            infos, aliases, _ = folder.once(read_weights, file.path)
         else:
-            saved = _saved(file.path, file.inside)
+            saved = folder.once(read_saved, file.path, str(format.container.inside))
             if file.inside not in saved.tensors:
                 raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
             infos, aliases = saved.tensors[file.inside], saved.aliases[file.inside]
@@ -326,30 +295,27 @@ def check_recorded(path: FilePath, manifest: Manifest) -> None:
                 raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
 
 
-def own_files(path: FilePath, manifest: Manifest | None, weights: Weights) -> list[ProgramFile]:
+def own_files(folder: Folder) -> list[ProgramFile]:
     """The files in the folders of ranks: those of the manifest or, without one, those that say whose they are.
 
     Raises CheckpointError if a file is not as the manifest says, MismatchError if it lies in another rank's folder.
     """
-    files = []
+    path, manifest, files = folder.path, folder.manifest, list[ProgramFile]()
     if manifest is not None:
         check_recorded(path, manifest)
         names = ((rank, record.name) for rank, records in sorted(manifest.ranks.items()) for record in records)
         entries = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
         return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in entries]
-    for folder in rank_folders(path):
-        for file in glob(folder, "*.safetensors"):
-            header = weights(file)[2]
-            shard = read_shard(header.metadata if header is not None else {}, file)
-            if (name := shard.identity.mesh.folder(shard.rank)) != folder.name:
-                raise MismatchError(f"{file} is a shard of {name}, not of {folder.name}")
-            files.append(ProgramFile(file, shard.rank, 0, shard.identity.mesh.size))
+    for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
+        header = folder.once(read_weights, file)[2]
+        shard = read_shard(header.metadata if header is not None else {}, file)
+        if (name := shard.identity.mesh.folder(shard.rank)) != file.parent.name:
+            raise MismatchError(f"{file} is a shard of {name}, not of {file.parent.name}")
+        files.append(ProgramFile(file, shard.rank, 0, shard.identity.mesh.size))
     return files
 
 
-def read_shards(
-    files: Sequence[ProgramFile], weights: Weights = read_weights, expected: Identity | None = None
-) -> list[Shard]:
+def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity | None = None) -> list[Shard]:
     """What files say of the split that they belong to, if reshard wrote them. Other programs' files do not state it.
 
     Raises MismatchError if such files are of another rank than their name says, or of different splits, or not of the
@@ -357,7 +323,9 @@ def read_shards(
     """
     shards, where = list[Shard](), MANIFEST
     for file in files:
-        tensors, _, header = weights(file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
+        tensors, _, header = (
+            folder.once(read_weights, file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
+        )
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header.metadata, file.path)
@@ -434,24 +402,22 @@ class Training:
         total = 0
         for name in self.parts.rest:
             blob, whole = self.saved.objects.get(name), self.saved.tensors.get(name)
-            if isinstance(blob, bytes):
-                yield name, None, blob
-                continue
-            places: list[tuple[Chunk | None, FilePath, int, int]] = [(None, *blob)] if blob else []
-            places += [(at, info.file, info.offset, info.nbytes) for at, info in (whole.chunks if whole else ())]
-            total += sum(length for *_, length in places)
+            chunks = whole.chunks if whole is not None else ()
+            ranges = [(info.file, info.offset, info.offset + info.nbytes) for _, info in chunks]
+            if isinstance(blob, Blob):
+                ranges.append((blob.file, blob.offset, blob.offset + blob.length))
+            total += sum(end - begin for _, begin, end in ranges)
             if total > LARGEST:
                 raise CheckpointError(
                     f"{self.saved.path} has more than {LARGEST >> 20} MB beside the model's tensors and their states, "
                     f"up to '{name}'",
                     "merge it, or split it into another program's format: both leave this behind",
                 )
-            for at, path, offset, length in places:
-                with open_file(path) as file:
-                    content = os.pread(file.fileno(), length, offset)
-                if whole is not None and at is not None:
-                    content = object_bytes(pickled_tensor(0, name, whole.dtype, at.shape), content)
-                yield name, at, content
+            contents = read_ranges(ranges)
+            for (at, info), content in zip(chunks, contents, strict=False):
+                yield name, at, object_bytes(pickled_tensor(0, name, info.dtype, at.shape), content)
+            if blob is not None:
+                yield name, None, blob if isinstance(blob, bytes) else contents[-1]
 
 
 LARGEST = 256 << 20

@@ -1,25 +1,20 @@
-"""The source of a command: a full or a split checkpoint, opened the same way."""
+"""A folder to open, and what is opened, the source of a command: a full or a split checkpoint, the same way."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from formats.documents import read_config
-from formats.errors import CheckpointError
-from formats.files.checkpoint import (
-    CONFIG,
-    Checkpoint,
-    fingerprint,
-    read_weights,
-)
-from formats.files.checksum import Stamp, check_unchanged, stamps_of
-from formats.files.safetensors import Header, TensorInfo
+from formats.errors import CheckpointError, ReshardError
+from formats.files.checkpoint import CONFIG, Checkpoint, fingerprint, has_adapter, has_usual_weights, read_weights
+from formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
+from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
     MANIFEST,
     Identity,
@@ -27,22 +22,24 @@ from formats.files.sharded import (
     Manifest,
     SourceFileRecord,
     SourceRecord,
+    is_sharded,
     plan_digest,
+    read_manifest,
 )
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture, architecture_from_document, to_document
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.notation.format import Format
-from formats.notation.format_file import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE, all_formats, format_of
 from formats.quantization.methods import block_size
-from formats.store import FilePath, StoredPath, local_path, location_of, name_in, read_file
+from formats.store import FilePath, StoredPath, local_path, location_of, name_in, open_file, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
-    from reshard.source.program_files import Training
+    from reshard.source.program_files import ProgramFile, Training
     from reshard.store.remote import Remote
 
 UNSPLIT = Mesh((("tp", 1),))
@@ -111,7 +108,7 @@ class Cast(NamedTuple):
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``unsplit`` is the model of the
+    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``model`` is that of the
     full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.moves``). ``names`` has all
     tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
     by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
@@ -119,7 +116,7 @@ class Source:
 
     path: FilePath
     plan: Plan
-    unsplit: Model
+    model: Model
     names: tuple[str, ...]
     ranks: tuple[Mapping[str, TensorInfo], ...]
     files: Mapping[FilePath, SourceFile]
@@ -150,8 +147,10 @@ class Source:
     """The second names of tied tensors in its files, each with the first."""
     error: Callable[[], tuple[str, float] | None] | None = None
     """Of weights that are quantized as they are read: that with the largest relative error so far, and the error."""
+    rank_files: Sequence[ProgramFile] = ()
+    """The weight files of a program's format, with the ranks that their names say."""
     cast: Cast | None = None
-    """What it is cast to. Then ``unsplit`` has the dtypes to which those of ``plan`` are cast."""
+    """What it is cast to. Then ``model`` has the dtypes to which those of ``plan`` are cast."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
@@ -243,11 +242,6 @@ class Source:
         check_unchanged(self.stamps)
 
     @property
-    def model(self) -> Model:
-        """The architecture bound to the tensors of the full checkpoint."""
-        return self.unsplit
-
-    @property
     def is_remote(self) -> bool:
         """Whether weights are read from another machine."""
         return any(file.is_elsewhere for file in self.files.values())
@@ -262,14 +256,11 @@ class Source:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
         if self.cast is not None:
             return self.cast.record()
-        if self.checkpoint is not None:
-            return self._record_of(self.checkpoint)
-        if self.manifest is not None:
-            return self.manifest.source
-        name = self.stated.source if self.stated else self.location
-        return SourceRecord(name, self.location, None, {}, None, ())
-
-    def _record_of(self, checkpoint: Checkpoint) -> SourceRecord:
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            name = self.stated.source if self.stated else self.location
+            unknown = SourceRecord(name, self.location, None, {}, None, ())
+            return self.manifest.source if self.manifest is not None else unknown
         files = [SourceFileRecord(f.name, f.size, None, f.header) for f in checkpoint.files if f.header is not None]
         is_safetensors, index = len(files) == len(checkpoint.files), checkpoint.index
         return SourceRecord(
@@ -317,37 +308,79 @@ class Source:
         return [self.files[path] for path in dict.fromkeys(paths)]
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder to open, and what is known of it before its tensors are read.
+T = TypeVar("T")
 
-    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan.
+
+class Folder:
+    """A folder to open: what it is, and what was read of it. Each file is read once.
+
+    It is a full checkpoint, a PEFT adapter, shards in reshard's own form, or in a program's format (``kind``). Any
+    other folder counts as a full checkpoint: opening it says what is missing. ``formats`` are those that its files may
+    be in: only one if a manifest names it. ``damage`` is why the manifest cannot be read.
+
+    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan, ``base`` the manifest
+    of the shards that it is computed from. Raises CheckpointError if a program's file names a folder of weights that is
+    not there.
     """
 
-    path: FilePath
-    stamps: Mapping[FilePath, Stamp]
-    manifest: Manifest | None = None
-    config: Path | None = None
-    plan_file: Path | None = None
-    base: Manifest | None = None
-    """The manifest of the shards that it is computed from."""
+    def __init__(
+        self, path: FilePath, *, config: Path | None = None, plan_file: Path | None = None, base: Manifest | None = None
+    ) -> None:
+        self.path, self.config, self.plan_file, self.base = path, config, plan_file, base
+        self.stamps = stamps_in(path)
+        self._contents: dict[Hashable, Any] = {}
+        self.manifest: Manifest | None = None
+        self.damage: ReshardError | None = None
+        self.formats: tuple[Format, ...] = ()
+        try:
+            if (path / MANIFEST).is_file():
+                self.manifest = read_manifest(path / MANIFEST)
+                self.formats = (format_of(self.manifest.format),) if self.manifest.format is not None else ()
+        except CheckpointError as error:
+            self.damage = error
+        except ReshardError as error:  # it names a format that is not known here
+            self.damage = CheckpointError(f"{path / MANIFEST}: {error.message}", error.hint)
+        is_split = is_sharded(path)
+        if not self.formats and not has_usual_weights(path) and (self.damage is not None or not is_split):
+            from reshard.source.program_files import readings  # rarely needed
+
+            self.formats = tuple(format for format in all_formats().values() if readings(self, format))
+        self.kind: Literal["full", "adapter", "split", "program"] = "full"
+        if self.formats:
+            self.kind = "program"
+        elif is_split:
+            self.kind = "split"
+        elif has_adapter(path):
+            self.kind = "adapter"
+
+    def once(self, read: Callable[..., T], *args: Hashable) -> T:
+        """What ``read`` returns for these arguments, which is read once."""
+        key = (read, *args)
+        if key not in self._contents:
+            self._contents[key] = read(*args)
+        content: T = self._contents[key]
+        return content
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh in its manifest."""
         return self.manifest.identity.mesh if self.manifest else None
 
-    @cached_property
-    def weights(self) -> Callable[[FilePath], tuple[dict[str, TensorInfo], dict[str, str], Header | None]]:
-        """``read_weights``, which reads each file once."""
-        return cache(read_weights)
-
-    def file(self, path: FilePath) -> SourceFile:
-        """A weight file of it."""
-        header = self.weights(path)[2] if path.suffix == ".safetensors" else None
-        of_header = (header.raw, header.metadata) if header is not None else (None, {})
-        name, expected = name_in(path, self.path), self.checksums.get(path)
-        return SourceFile(path, name, path.stat().st_size, of_header[0], expected, metadata=of_header[1])
+    def file(self, path: FilePath, tensors: Iterable[TensorInfo] = ()) -> SourceFile:
+        """A weight file of it. If its checksum is known and it has no header, also what belongs to no tensor."""
+        header = self.once(read_weights, path)[2] if path.suffix == ".safetensors" else None
+        name, size, expected = name_in(path, self.path), path.stat().st_size, self.checksums.get(path)
+        if header is not None or expected is None:
+            of_header = (header.raw, header.metadata) if header is not None else (None, {})
+            return SourceFile(path, name, size, of_header[0], expected, metadata=of_header[1])
+        gaps, end = list[tuple[int, bytes]](), 0
+        with open_file(path) as file:
+            for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
+                if begin > end:
+                    file.seek(end)
+                    gaps.append((end, file.read(begin - end)))
+                end = max(end, behind)
+        return SourceFile(path, name, size, None, expected, tuple(gaps))
 
     @cached_property
     def checksums(self) -> Mapping[FilePath, str | None]:

@@ -56,7 +56,7 @@ def cast(source: Source, name: str) -> Source:
         tuple(new.get(kind, kind) for kind in model.kinds),
     )  # fmt: skip
     made = Cast(word, source, lambda: _record(source, opened, word))
-    opened = replace(source, unsplit=found, side_files=sides, note="; ".join(notes), cast=made)
+    opened = replace(source, model=found, side_files=sides, note="; ".join(notes), cast=made)
     return opened
 
 

@@ -10,8 +10,8 @@ from formats.notation.architecture import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
 from reshard.model.model import Model
-from reshard.source.opening import Access, HubAccess, Place, find, open_source, recognise
-from reshard.source.source import Source
+from reshard.source.opening import Access, HubAccess, Place, find, open_folder, open_source
+from reshard.source.source import Folder, Source
 from reshard.store.selection import Weights
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
 
     Raises ReshardError.
     """
-    recognised = recognise(path)
-    if recognised.kind != "program" or recognised.manifest is not None:
+    folder = Folder(path, plan_file=access.plan_file)
+    if folder.kind != "program" or folder.manifest is not None:
         return open_found(path, replace(access, config=None))
     if model is None or access.config is not None:
         return open_found(path, access)
-    return open_source(path, plan_file=access.plan_file, model=model)
+    return open_folder(folder, model=model)
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:

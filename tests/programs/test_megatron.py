@@ -21,6 +21,7 @@ from formats.files.dcp import NewChunk, Stored, build_chunks, build_metadata, re
 from formats.files.safetensors import read_header
 from formats.notation.format_file import all_formats
 from reshard.api import merge, split
+from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -331,6 +332,18 @@ def _refused(source: Path, out: Path, config: Path, text: str) -> None:
     with pytest.raises(ReshardError, match=text):
         merge(source, out, config=config)
     assert not out.exists() and not out.with_name(out.name + ".partial").exists()
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("llama", {"pp": 2}), ("mixtral", {"ep": 2})])
+def test_the_name_of_one_of_several_ranks_says_that_others_are_missing(
+    model: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    split(checkpoint("megatron", model), tmp_path / "out", tp=1, **mesh, format="megatron-legacy")
+    (tmp_path / "out" / "reshard.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "release" / "mp_rank_00_001")
+    with pytest.raises(ReshardError, match=r"the files of rank 1 of 2 are missing \(release/mp_rank_00_001/"):
+        open_source(tmp_path / "out")
+    assert inspect(tmp_path / "out").ranks_missing == (1,)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import read_header
 from reshard.api import merge, split
+from reshard.source.opening import open_source
 from tests import store
 from tests.support import change_tensor
 
@@ -22,6 +26,24 @@ def test_no_file_is_read_again_for_its_checksum(model: str, tmp_path: Path, monk
     monkeypatch.setattr("reshard.writing.rewrite.checksum_of", again)
     split(store.checkpoint(model), tmp_path / "shards", tp=2, format="vllm")
     merge(tmp_path / "shards", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("form", ["megatron-legacy", "dcp"])
+def test_a_folder_that_does_not_say_its_format_is_opened_with_each_file_read_once(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(store.checkpoint("llama"), tmp_path / "out", tp=2, format=form)
+    (tmp_path / "out" / "reshard.json").unlink()
+    reads, own = Counter[str](), os.open
+
+    def counted(path: Any, *args: Any, **options: Any) -> int:
+        reads[str(path)] += 1
+        return own(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", counted)
+    open_source(tmp_path / "out")
+    several = {path for path, count in reads.items() if count > 1 and not path.endswith("checkpointed_iteration.txt")}
+    assert str(tmp_path / "out" / "config.json") in reads and not several
 
 
 @pytest.mark.parametrize(("model", "name"), [("llama", "k_scale"), ("gpt_oss", "w2_bias"), ("mamba2", ".A")])

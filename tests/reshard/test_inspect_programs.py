@@ -99,6 +99,17 @@ def test_a_missing_rank(shards: Path, has_manifest: bool) -> None:
     assert found["problems"] == ["rank 0 of tp 2 is missing"]
 
 
+def test_a_manifest_that_does_not_list_all_ranks(shards: Path) -> None:
+    manifest = json.loads((shards / "reshard.json").read_text())
+    for file in manifest["ranks"].pop()["files"]:
+        (shards / file["name"]).unlink()
+    (shards / "reshard.json").write_text(json.dumps(manifest))
+    code, found = said(shards)
+    assert code == 1 and found["ranks_missing"] == [1]
+    done = command("merge", shards, shards.parent / "merged")
+    assert done.returncode == 2 and "the files of rank 1 of 2 are missing" in done.stderr
+
+
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_missing_part(shards: Path, has_manifest: bool, last: bool) -> None:

@@ -16,8 +16,8 @@ from formats.store import FilePath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
-from reshard.source.opening import open_source, recognise
-from reshard.source.source import Source
+from reshard.source.opening import open_source
+from reshard.source.source import Folder, Source
 from verify.bytes import folder
 from verify.bytes.comparison import Comparison, Progress, no_progress
 from verify.bytes.exact_report import ExactReport
@@ -45,7 +45,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     try:
         return open_source(path, plan_file=plan_file, model=original.model)
     except ReshardError as error:
-        if _is_unreadable(error) or recognise(path).kind not in {"split", "program"}:
+        if _is_unreadable(error) or Folder(path).kind not in {"split", "program"}:
             raise
         text = f"{error.message} ({error.hint})" if error.hint else error.message
         return ExactReport("unknown", 0, 0, 0, problems=(text,))

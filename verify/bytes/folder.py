@@ -38,7 +38,6 @@ from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
-from reshard.source.program_files import program_files
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
 from verify.bytes.reading import Files
@@ -337,8 +336,8 @@ def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> li
     """The weight files of a rank; with chunks, those of a number, which may be larger than the mesh (``of_mesh``)."""
     if shards.format.plain:
         return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
-    files = program_files(shards.format, shards.path, mesh)
-    return [shards.files[file.path] for file in files if (file.rank % mesh.size if of_mesh else file.rank) == rank]
+    files = (file for file in shards.rank_files if (file.rank % mesh.size if of_mesh else file.rank) == rank)
+    return [shards.files[file.path] for file in files]
 
 
 # ---------------------------------------------------------------------------------------------------------- documents

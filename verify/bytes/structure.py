@@ -13,14 +13,14 @@ import numpy as np
 from formats.errors import ReshardError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import Chunk
-from formats.files.sharded import INTACT_FILE, MANIFEST
+from formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.store import name_in, read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
-from reshard.source.program_files import ProgramFile, program_files, read_shards, weights_folder
+from reshard.source.program_files import ProgramFile, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.atoms import owners
@@ -200,8 +200,8 @@ class Structure:
         """
         shards, chunks = self.shards, self.arrangement.chunks
         assert chunks is not None
-        files = program_files(shards.format, shards.path)
-        self.of_any_mesh = not read_shards(files)
+        files = shards.rank_files
+        self.of_any_mesh = not any(METADATA_KEY in file.metadata for file in shards.files.values())
         planned = None if self.of_any_mesh else self._planned.chunks
         for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
@@ -253,7 +253,7 @@ def ranks_of(shards: Source) -> Sequence[int]:
     if shards.chunks is None or shards.format.files.is_distributed:  # the chunks of a number lie in any files
         return range(len(shards.ranks))
     size = shards.plan.mesh.size
-    return [file.rank % size if size > 1 else file.rank for file in program_files(shards.format, shards.path)]
+    return [file.rank % size if size > 1 else file.rank for file in shards.rank_files]
 
 
 def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[str]:

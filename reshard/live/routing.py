@@ -87,6 +87,11 @@ class Part(NamedTuple):
         """Bytes that are sent."""
         return self.box.numel * DTYPE_BITS[self.move.dtype] // 8
 
+    @property
+    def function(self) -> str | None:
+        """What the target stores of each element, if not the element."""
+        return self.move.dst.portion.function
+
 
 class View(NamedTuple):
     """A box in one of a rank's tensors: that of this name, and of this number among those of the name, as if it were

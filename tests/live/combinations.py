@@ -29,7 +29,7 @@ from reshard.commands.load import load_rank
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import Routes, plan_push
 from reshard.live.sides import LiveState, bound
-from reshard.live.views import Blocks, Tensors
+from reshard.live.views import Parcel, Tensors
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -174,10 +174,12 @@ def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors])
             sends = [each for each in plans[sender][step] if each.target.holder // target.width == receiver]
             receives = [each for each in plans[first + receiver][step] if each.source.holder // source.width == sender]
             assert sends == receives, "two ranks would not agree"
+            if not sends:
+                continue
             room = torch.empty(sum(each.nbytes for each in sends), dtype=torch.uint8)
             assert len(room) <= BUCKET
-            Blocks(sends, source, sends=True).pack(given[sender], room)
-            Blocks(receives, target, sends=False).unpack(found[receiver], room)
+            Parcel(step, receiver, sends, routes, {}, sends=True).pack(given[sender], False, room)
+            Parcel(step, sender, receives, routes, {}, sends=False).unpack(found[receiver], room)
             sent += len(room)
     assert sent == routes.nbytes == sum(routes.received)
 

@@ -194,13 +194,11 @@ class _Process:
 
     def _parcels_of(self, routes: Routes) -> Iterator[Parcel]:
         """What this rank sends or receives."""
-        first, memory = routes.source.ranks, dict[str, torch.Tensor]()
-        sends = self.rank < first
+        memory, sends = dict[str, torch.Tensor](), self.rank < self.meeting.trainers
         for step, parts in enumerate(routes.parts(self.rank)):
             parts_of: dict[int, list[Part]] = {}
             for part in parts:
-                peer = first + part.target.holder // routes.target.width
-                parts_of.setdefault(peer if sends else part.source.holder // routes.source.width, []).append(part)
+                parts_of.setdefault(part.receiver if sends else part.sender, []).append(part)
             for peer, own in parts_of.items():
                 yield Parcel(step, peer, own, routes, memory, sends=sends)
 

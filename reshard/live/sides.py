@@ -122,17 +122,15 @@ class Side:
     """One side of a push.
 
     ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holders stand for
-    ranks: holder ``h`` is on rank ``h // width``, and has a chunk of a stored tensor. ``parts`` has the part in which
+    ranks: holder ``h`` is on rank ``h % ranks``, and has a chunk of a stored tensor. ``parts`` has the part in which
     that is, by its number among those that the rank has of the tensor; None for a side that is made by rules.
-    ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
+    ``live`` is what the ranks of a live side hold.
     """
 
     arrangement: Arrangement
     stored: tuple[Stored, ...]
     ranks: int
-    width: int = 1
     parts: Mapping[str, Mapping[int, int]] | None = None
-    dtypes: Mapping[str, str] | None = None
     live: LiveState | None = None
 
     def atoms(self) -> Iterator[tuple[Atom, Location]]:
@@ -146,10 +144,6 @@ class Side:
             yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
         else:
             yield from ((name, part.dtype, part.local) for who, part, name, _ in self.live.stored() if who == rank)
-
-    def dtype(self, stored: Stored) -> str:
-        """The dtype in which a stored tensor is there."""
-        return (self.dtypes or {}).get(stored.name, stored.dtype)
 
 
 def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
@@ -215,61 +209,55 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
     for rank, part, name, lead in live.stored():
         parts_of.setdefault(name, []).append((rank, part.runs[lead:]))
         shapes[name], dtypes[name] = part.shape[lead:], part.dtype
-    kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], int] = {}
-    kind_of = {name: kinds.setdefault(tuple(parts), len(kinds)) for name, parts in parts_of.items()}
-    chunks = [_chunks(parts) for parts in kinds]
-    width = max((len(chunks_there) for of_ranks in chunks for chunks_there in of_ranks.values()), default=1)
-    holders = [
-        {rank * width + i: chunk for rank, chunks_there in of_ranks.items() for i, chunk in enumerate(chunks_there)}
-        for of_ranks in chunks
-    ]
+    kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], _Chunks] = {}
+    chunks_of = {
+        name: kinds.get(kind := tuple(parts)) or kinds.setdefault(kind, _chunks(parts, len(live.ranks)))
+        for name, parts in parts_of.items()
+    }
     stored: list[Stored] = []
     geometries: dict[tuple[Geometry, int], Geometry] = {}
     for tensor in arrangement.stored:
-        if (kind := kind_of.get(tensor.name)) is None:
+        if (chunks := chunks_of.get(tensor.name)) is None:
             continue
-        key = (tensor.geometry, kind)
+        key = (tensor.geometry, id(chunks))
         if key not in geometries:
             whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
             _check_shape(tensor.name, shapes[tensor.name], whole, [runs for _, runs in parts_of[tensor.name]])
-            chunks_there = holders[kind]
-            geometries[key] = tensor.geometry.in_chunks(
-                {h: chunks_there[h].at for h in chunks_there}, {h: chunks_there[h].view for h in chunks_there}
-            )
-        stored.append(tensor._replace(geometry=geometries[key]))
+            geometries[key] = tensor.geometry.in_chunks(chunks.at, chunks.views)
+        stored.append(tensor._replace(geometry=geometries[key], dtype=dtypes[tensor.name]))
     present = {atom for tensor in stored for atom in tensor.atoms}
     lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
     if lacking:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
-    if strange := kind_of.keys() - {tensor.name for tensor in stored}:
+    if strange := chunks_of.keys() - {tensor.name for tensor in stored}:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
-    numbers = [{holder: chunk.part for holder, chunk in chunks_there.items()} for chunks_there in holders]
-    parts = {name: numbers[kind] for name, kind in kind_of.items()}
-    return Side(arrangement, tuple(stored), len(live.ranks), width, parts, dtypes, live)
+    parts = {name: chunks.parts for name, chunks in chunks_of.items()}
+    return Side(arrangement, tuple(stored), len(live.ranks), parts, live)
 
 
-class _Chunk(NamedTuple):
-    """A chunk of a stored tensor, as a view of the part of that number which a rank has."""
+class _Chunks(NamedTuple):
+    """The chunks of a stored tensor by their holders: each as a view of the part of that number which a rank has."""
 
-    at: Chunk
-    view: tuple[int, tuple[int, ...]]
-    part: int
+    at: dict[int, Chunk]
+    views: dict[int, tuple[int, tuple[int, ...]]]
+    parts: dict[int, int]
 
 
-def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]]) -> dict[int, list[_Chunk]]:
-    """The chunks of a stored tensor that each rank has, one for each product of runs, given the parts of all ranks."""
-    chunks: dict[int, list[_Chunk]] = {}
-    numbers: Counter[int] = Counter()
+def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]], ranks: int) -> _Chunks:
+    """The chunks that ranks have, one for each product of runs, given the parts of all ranks."""
+    chunks, chunk_count, part_count = _Chunks({}, {}, {}), Counter[int](), Counter[int]()
     for rank, runs in parts:
         strides = row_major([sum(run.length for run in dim) for dim in runs], 1)
         dims = [
             list(zip(dim, itertools.accumulate((run.length for run in dim), initial=0), strict=False)) for dim in runs
         ]
         for chosen in itertools.product(*dims):
-            at = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
+            holder = chunk_count[rank] * ranks + rank
+            chunks.at[holder] = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
             base = sum(begin * stride for (_, begin), stride in zip(chosen, strides, strict=True))
-            chunks.setdefault(rank, []).append(_Chunk(at, (base, strides), numbers[rank]))
-        numbers[rank] += 1
+            chunks.views[holder], chunks.parts[holder] = (base, strides), part_count[rank]
+            chunk_count[rank] += 1
+        part_count[rank] += 1
     return chunks
 
 

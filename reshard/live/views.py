@@ -38,10 +38,10 @@ class Parcel:
     ) -> None:  # fmt: skip
         self.step, self.peer, self.nbytes = step, peer, sum(part.nbytes for part in parts)
         self._parts, self._sends, self._memory = parts, sends, memory
-        self._target, self._side = routes.target, routes.source if sends else routes.target
+        self._side = routes.source if sends else routes.target
         self._views: list[tuple[Part, View, int]] | None = None
         self._sent: torch.Tensor | None = None
-        is_plain = all(part.move.dtype == self._stored(part) and not part.function for part in parts)
+        is_plain = all(part.move.dtype == part.move.dst.stored.dtype and not part.function for part in parts)
         self.word = min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts) if is_plain else None
 
     def size(self, tensors: Tensors) -> int:
@@ -90,10 +90,7 @@ class Parcel:
                 )
             room = new
         for part, view, block in self._blocks(tensors, room):
-            view.copy_(_converted(part, block, self._stored(part)))
-
-    def _stored(self, part: Part) -> str:
-        return self._target.dtype(part.move.dst.stored)
+            view.copy_(_converted(part, block, part.move.dst.stored.dtype))
 
     def _fill(self, tensors: Tensors, room: torch.Tensor) -> None:
         for _, view, block in self._blocks(tensors, room):

@@ -85,7 +85,7 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         engine, rank = self.weight_transfer_engine, vllm_engine.get_world_group().rank_in_group
-        arrangement = arranged(open_source(checkpoint).model, Target("vllm", tp=tp))
+        arrangement = arranged(open_source(Path(checkpoint)).model, Target("vllm", tp=tp))
         start = time.perf_counter()
         found = vllm_engine.ask_loader(engine, arrangement, rank)
         seconds, model = time.perf_counter() - start, engine.model

@@ -166,13 +166,13 @@ def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.T
 
 def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors]) -> None:
     """Do what the processes do, bucket by bucket."""
-    source, target, first = routes.source, routes.target, routes.source.ranks
+    target, first = routes.target, routes.source.ranks
     plans = [list(routes.parts(rank)) for rank in range(first + target.ranks)]
     sent = 0
     for step in range(len(routes.ends)):
         for sender, receiver in itertools.product(range(first), range(target.ranks)):
-            sends = [each for each in plans[sender][step] if each.target.holder // target.width == receiver]
-            receives = [each for each in plans[first + receiver][step] if each.source.holder // source.width == sender]
+            sends = [each for each in plans[sender][step] if each.receiver == first + receiver]
+            receives = [each for each in plans[first + receiver][step] if each.sender == sender]
             assert sends == receives, "two ranks would not agree"
             if not sends:
                 continue

@@ -91,20 +91,21 @@ class View(NamedTuple):
     contiguous. ``offset`` is from its first element on.
     """
 
-    name: str
-    number: int
+    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    name: str = ""
+    number: int = 0
 
 
 def view_of(part: Part, side: Side, *, sends: bool) -> View:
     """A part's box on one side."""
     (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
     offset = stored.geometry.first(at.holder, number) + at.base
-    if side.parts is None:
-        return View(stored.name_on(at.holder), 0, part.box.shape, at.strides, offset)
-    return View(stored.name, side.parts[stored.name][at.holder], part.box.shape, at.strides, offset)
+    place = (stored.name_on(at.holder), 0)
+    if side.parts is not None:
+        place = (stored.name, side.parts[stored.name][at.holder])
+    return View(offset, part.box.shape, at.strides, *place)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -267,8 +268,8 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
                 )
             most = Counter[int]()
             for box in common:
-                most[~box.sources[0].holder] += box.numel * len(box.targets)
-                most.update({at.holder: box.numel for at in box.targets})
+                most[box.sources[0].holder % first] += box.numel * len(box.targets)
+                most.update({first + at.holder % target.ranks: box.numel for at in box.targets})
             ways = [common]
             if max(most.values(), default=0) * item > bucket:
                 ways = [(part,) for box in common for part in _cut(box, bucket // item)]

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from formats.errors import PlanError, ReshardError
+from formats.notation.axes import Run
+from formats.notation.format_file import format_of
 from reshard.live import exports
 from reshard.live.meshes import target_of, trainer_state
 from reshard.live.routing import plan_push
+from reshard.live.sides import LiveState
 from reshard.pages.markup import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
@@ -83,6 +86,24 @@ def test_no_step_is_larger_than_a_bucket(llama: Path, source: str, target: str) 
     plan = exports.routes(llama, source=source, target=target, bucket=1 << 12)
     for rank in range(plan.source.ranks):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
+
+
+def test_no_step_is_larger_than_a_bucket_where_ranks_have_rows_in_turns(llama: Path) -> None:
+    """Many small pieces of one tensor on a rank: none is as large as a bucket, all together are."""
+    model, name = open_source(llama).model, "model.embed_tokens.weight"
+    (parts,) = trainer_state(model, target_of("fsdp2:1")).ranks
+    ranks = [
+        [
+            each._replace(runs=(tuple(Run(row, 1) for row in range(rank, each.shape[0], 2)), *each.runs[1:]))
+            if each.name == name
+            else each
+            for each in parts
+        ]
+        for rank in range(2)
+    ]
+    plan = plan_push(model, LiveState(format_of("dcp-transformers"), ranks), target_of("fsdp2:8"), bucket=1 << 12)
+    for process in range(10):
+        assert max(sum(part.nbytes for part in parts) for parts in plan.parts(process)) <= 1 << 12
 
 
 def test_a_bucket_has_room(llama: Path) -> None:

@@ -501,20 +501,20 @@ def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mappin
 
 def pull(
     model: torch.nn.Module | None = None, *, store: str, rank: int, world: int, trainers: int,
-    program: str = "transformers", keep: bool = True, device: str | None = None, **options: Any,
+    program: str = "transformers", keep: bool = True, device: str | None = None, witness: Witness | None = None,
+    poison: Callable[[str | None], None] | None = None, **options: Any,
 ) -> Pull:  # fmt: skip
     """A receiver's rank of ``world``. ``model`` is written to; without one, ``receive`` returns the tensors.
 
-    ``program`` names the model's tensors. ``options`` are those of ``Meeting`` and ``Pull``. Raises PlanError.
+    ``program`` names the model's tensors. ``keep``, ``witness`` and ``poison`` are those of ``Pull``, ``options`` those
+    of ``Meeting``. Raises PlanError.
     """
-    ways = {key: options.pop(key) for key in ("witness", "poison") if key in options}
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
     if model is None:
-        return Pull(meeting, rank, device, **ways)
-    poison = ways.pop("poison", partial(poisoned, model))
+        return Pull(meeting, rank, device, witness=witness, poison=poison)
     return Pull(
         meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
-        poison=poison, **ways,
+        witness=witness, poison=poison or partial(poisoned, model),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
 from reshard.live.routing import BUCKET, Part, Routes, plan_push
-from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document
+from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document, unstacked
 from reshard.live.views import Parcel, Tensors
 from reshard.live.wire import Message, Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -130,9 +130,11 @@ class _Process:
                 self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
                 self._wire = Wire(self._fence, self.rank, self.device or "cpu", meeting.bucket, shared=meeting.shared)
-            except ReshardError as error:
-                self.close()
-                raise LiveError(f"{lost}{error.message}", error.hint) from error
+            except BaseException as error:
+                self.close()  # so that the others hear at once
+                if isinstance(error, ReshardError):
+                    raise LiveError(f"{lost}{error.message}", error.hint) from error
+                raise
         assert self.routes is not None
         return self._fence, self._wire, self.routes
 
@@ -432,8 +434,9 @@ def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rout
     config, goal, beyond = first["config"], target_of(first["target"]), frozenset[str]()
 
     def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
-        ranks = [from_document(answer["held"]) for answer in answers]
-        return of_checkpoints(LiveState(format_of(answers[0]["format"]), ranks), config)
+        format = format_of(answers[0]["format"])
+        ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
+        return of_checkpoints(LiveState(format, ranks), config)
 
     live, _ = state(trainers)
     model = bound(live, config, dtype=first["dtype"])
@@ -449,10 +452,8 @@ def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rout
 def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
     """A rank's tensors by the names of those that a side has; others are left alone."""
     tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
-    live = LiveState(side.arrangement.format, [[part for part, _ in parts]])
-    for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
-        if name in tensors:
-            tensors[name].append(tensor)
+    for part, tensor in parts:
+        tensors.get(unstacked(side.arrangement.format, part).name, []).append(tensor)
     return {name: pieces for name, pieces in tensors.items() if pieces}
 
 

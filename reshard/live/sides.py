@@ -86,24 +86,22 @@ Ranks = Sequence[Sequence[Slice]]
 _WHERE = Path("the live model")
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """What the ranks of a running program hold, by the names of a format."""
+class LiveState(NamedTuple):
+    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors."""
 
     format: Format
     ranks: Ranks
 
-    def stored(self) -> Iterator[tuple[int, Slice, str, int]]:
-        """All parts: the rank, the part, the stored tensor's name, and how many of the part's dimensions are indices in
-        that name.
-        """
-        names: dict[tuple[str, tuple[object, ...]], tuple[str, int]] = {}
-        for rank, parts in enumerate(self.ranks):
-            for part in parts:
-                key = (part.name, part.runs if self.format.rules.stacks else ())
-                if key not in names:
-                    names[key] = _unstacked(self.format, part)
-                yield rank, part, *names[key]
+
+def unstacked(format: Format, part: Slice) -> Slice:
+    """The part of a stored tensor that a part is: an index in its name is no dimension of it. Raises PlanError."""
+    while part.shape and (stack := stack_of(format.rules.stacks, part.name)) is not None:
+        runs = part.runs[0]
+        if len(runs) != 1 or runs[0].length != 1:
+            raise PlanError(f"tensor '{part.name}' has several indices of '{stack.index}' in one part")
+        name = name_at(stack, part.name, runs[0].offset)
+        part = part._replace(name=name, shape=part.shape[1:], runs=part.runs[1:])
+    return part
 
 
 def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
@@ -143,7 +141,7 @@ class Side:
             tensors = (entry for entry in self.arrangement.tensors_of(rank) if entry[0].constant is None)
             yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
         else:
-            yield from ((name, part.dtype, part.local) for who, part, name, _ in self.live.stored() if who == rank)
+            yield from ((part.name, part.dtype, part.local) for part in self.live.ranks[rank])
 
 
 def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
@@ -172,26 +170,16 @@ def whole(model: Model, live: LiveState) -> Arrangement:
 def _whole(live: LiveState, dtype: str | None) -> dict[str, TensorInfo]:
     """The whole stored tensors that ranks hold parts of."""
     infos: dict[str, TensorInfo] = {}
-    for rank, part, name, lead in live.stored():
-        shape, kind = part.shape[lead:], dtype if dtype and part.dtype == "F32" else part.dtype
-        info = infos.setdefault(name, TensorInfo(name, kind, shape, _WHERE, 0, 0))
-        if (info.shape, info.dtype) != (shape, kind):
-            raise MismatchError(
-                f"tensor '{name}' is {kind} {list(shape)} on rank {rank}, and {info.dtype} {list(info.shape)} on a "
-                "rank before it"
-            )
+    for rank, parts in enumerate(live.ranks):
+        for part in parts:
+            kind = dtype if dtype and part.dtype == "F32" else part.dtype
+            info = infos.setdefault(part.name, TensorInfo(part.name, kind, part.shape, _WHERE, 0, 0))
+            if (info.shape, info.dtype) != (part.shape, kind):
+                raise MismatchError(
+                    f"tensor '{part.name}' is {kind} {list(part.shape)} on rank {rank}, and {info.dtype} "
+                    f"{list(info.shape)} on a rank before it"
+                )
     return infos
-
-
-def _unstacked(format: Format, part: Slice) -> tuple[str, int]:
-    """The name of the stored tensor that a part is of, and how many of its dimensions are indices of that name."""
-    name, lead = part.name, 0
-    while lead < len(part.shape) and (stack := stack_of(format.rules.stacks, name)) is not None:
-        runs = part.runs[lead]
-        if len(runs) != 1 or runs[0].length != 1:
-            raise PlanError(f"tensor '{part.name}' has several indices of '{stack.index}' in one part")
-        name, lead = name_at(stack, name, runs[0].offset), lead + 1
-    return name, lead
 
 
 def by_rules(arrangement: Arrangement) -> Side:
@@ -206,9 +194,10 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
     """
     parts_of: dict[str, list[tuple[int, tuple[Runs, ...]]]] = {}
     shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
-    for rank, part, name, lead in live.stored():
-        parts_of.setdefault(name, []).append((rank, part.runs[lead:]))
-        shapes[name], dtypes[name] = part.shape[lead:], part.dtype
+    for rank, own_parts in enumerate(live.ranks):
+        for part in own_parts:
+            parts_of.setdefault(part.name, []).append((rank, part.runs))
+            shapes[part.name], dtypes[part.name] = part.shape, part.dtype
     kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], _Chunks] = {}
     chunks_of = {
         name: kinds.get(kind := tuple(parts)) or kinds.setdefault(kind, _chunks(parts, len(live.ranks)))

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,26 +129,22 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
-    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements."""
-    with _numbered(model) as rooms:
+    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements.
+
+    Meanwhile a model's tensors have 64 bits for each element, and -1 where nothing was loaded.
+    """
+    rooms, saved = rooms_of(model), dict[int, tuple[torch.Tensor, torch.Tensor, bool]]()
+    try:
+        for room in rooms.values():
+            if id(room) not in saved:
+                saved[id(room)] = room, room.data, room.requires_grad
+                room.requires_grad_(False)
+                room.data = torch.full(room.shape, -1, dtype=torch.int64)
         load(
             (name, (torch.arange(math.prod(shape)) + ((number + 1) << _BITS)).view(shape))
             for number, (name, (_, shape)) in enumerate(tensors.items())
         )
         return {name: _counted(room.detach().reshape(-1).numpy()) for name, room in rooms.items()}
-
-
-@contextmanager
-def _numbered(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """A model's tensors with -1 in each element, 64 bits each, for the length of a block."""
-    rooms, saved = rooms_of(model), {}
-    for room in rooms.values():
-        if id(room) not in saved:
-            saved[id(room)] = room, room.data, room.requires_grad
-            room.requires_grad_(False)
-            room.data = torch.full(room.shape, -1, dtype=torch.int64)
-    try:
-        yield rooms
     finally:
         for room, data, grad in saved.values():
             room.data = data

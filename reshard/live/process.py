@@ -24,7 +24,7 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
-from reshard.live.routing import BUCKET, Part, Routes, plan_push
+from reshard.live.routing import BUCKET, Part, Routes, plan_push, view_of
 from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document, unstacked
 from reshard.live.views import Parcel, Tensors
 from reshard.live.wire import Message, Stats, Wire
@@ -338,7 +338,7 @@ class Pull(_Process):
         """
         fence, wire, routes, has_base = self._begin(version)
         live = by_stored_name(routes.target, self._live()) if self._live else None
-        room = live if live is not None and not self._keep else self._rooms(routes, live)
+        room = live if live is not None and not self._keep else self._rooms(routes)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
             self._fill(routes, room)
@@ -375,16 +375,12 @@ class Pull(_Process):
         if self._poison is not None:
             self._poison(why)
 
-    def _rooms(self, routes: Routes, live: Tensors | None) -> dict[str, list[torch.Tensor]]:
+    def _rooms(self, routes: Routes) -> dict[str, list[torch.Tensor]]:
         """Tensors for what comes, kept between pushes."""
         if not self._room:
-            if live is not None:
-                self._room = {name: [torch.empty_like(tensor) for tensor in tensors] for name, tensors in live.items()}
-            else:
-                self._room = {
-                    name: [torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)]
-                    for name, dtype, shape in routes.target.tensors_of(self.number)
-                }
+            for name, dtype, shape in routes.target.tensors_of(self.number):
+                tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                self._room.setdefault(name, []).append(tensor)
         return self._room
 
     def _fill(self, routes: Routes, room: Tensors) -> None:
@@ -392,7 +388,7 @@ class Pull(_Process):
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = part.move.dst.stored.name_on(part.target.holder)
+                name = view_of(part, routes.target, sends=False).name
                 counts[name] = counts.get(name, 0) + part.box.numel
             self._padded = {
                 name for name, parts in room.items() if counts.get(name, 0) < sum(each.numel() for each in parts)

@@ -147,7 +147,7 @@ class _Process:
         def planned() -> dict[str, Any]:
             if self.routes is None:
                 self.routes, self._descriptions = _planned(self.meeting, descriptions), descriptions
-                self._parcels = list(self._parcels_of(self.routes))
+                self._parcels, self._base = list(self._parcels_of(self.routes)), None
                 self._forget()
             self._verify(self.routes)
             return {"digest": self.routes.digest}
@@ -329,7 +329,7 @@ class Pull(_Process):
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
 
     def _forget(self) -> None:
-        self._room, self._padded, self._base = {}, None, None
+        self._room, self._padded = {}, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,17 +193,12 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
 
     Raises MismatchError if ranks lack something or hold something else.
     """
-    parts_of: dict[str, list[tuple[int, tuple[Runs, ...]]]] = {}
-    shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
+    infos, parts_of = _whole(live, None), dict[str, list[tuple[int, tuple[Runs, ...]]]]()
     for rank, own_parts in enumerate(live.ranks):
         for part in own_parts:
             parts_of.setdefault(part.name, []).append((rank, part.runs))
-            shapes[part.name], dtypes[part.name] = part.shape, part.dtype
-    kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], _Chunks] = {}
-    chunks_of = {
-        name: kinds.get(kind := tuple(parts)) or kinds.setdefault(kind, _chunks(parts, len(live.ranks)))
-        for name, parts in parts_of.items()
-    }
+    chunks_at = cache(lambda parts: _chunks(parts, len(live.ranks)))
+    chunks_of = {name: chunks_at(tuple(parts)) for name, parts in parts_of.items()}
     stored: list[Stored] = []
     geometries: dict[tuple[Geometry, int], Geometry] = {}
     for tensor in arrangement.stored:
@@ -211,9 +207,9 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
         key = (tensor.geometry, id(chunks))
         if key not in geometries:
             whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
-            _check_shape(tensor.name, shapes[tensor.name], whole, [runs for _, runs in parts_of[tensor.name]])
+            _check_shape(tensor.name, infos[tensor.name].shape, whole, [runs for _, runs in parts_of[tensor.name]])
             geometries[key] = tensor.geometry.in_chunks(chunks.at, chunks.views)
-        stored.append(tensor._replace(geometry=geometries[key], dtype=dtypes[tensor.name]))
+        stored.append(tensor._replace(geometry=geometries[key], dtype=infos[tensor.name].dtype))
     present = {atom for tensor in stored for atom in tensor.atoms}
     lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
     if lacking:

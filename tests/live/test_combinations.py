@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError, ReshardError
+from formats.errors import MismatchError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.notation.format_file import format_of
 from reshard.live import exports
@@ -104,6 +104,16 @@ def test_no_step_is_larger_than_a_bucket_where_ranks_have_rows_in_turns(llama: P
     plan = plan_push(model, LiveState(format_of("dcp-transformers"), ranks), target_of("fsdp2:8"), bucket=1 << 12)
     for process in range(10):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(process)) <= 1 << 12
+
+
+def test_receivers_that_have_a_tensor_in_two_dtypes(llama: Path) -> None:
+    model, (trainer, target) = open_source(llama).model, map(target_of, ("fsdp2:1", "fsdp2:2"))
+    receivers = trainer_state(model, target)
+    wider = [part._replace(dtype="F32") if "norm" in part.name else part for part in receivers.ranks[1]]
+    with pytest.raises(
+        MismatchError, match=r"norm\.weight' is F32 \[\d+\] on rank 1, and BF16 \[\d+\] on a rank before"
+    ):
+        plan_push(model, trainer_state(model, trainer), receivers._replace(ranks=[receivers.ranks[0], wider]))
 
 
 def test_a_bucket_has_room(llama: Path) -> None:

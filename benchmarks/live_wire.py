@@ -100,7 +100,13 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     def over(wire: Wire) -> Callable[[int], None]:
         def message(step: int, turn: int) -> Message:
             mine = held[step, turn]
-            work = lambda part: (part.copy_(mine) if sends else mine.copy_(part), None)[1]  # noqa: E731
+
+            def work(part: torch.Tensor) -> None:
+                if sends:
+                    part.copy_(mine)
+                else:
+                    mine.copy_(part)
+
             return Message(step, peers[turn], share, work, sends)
 
         todo = [message(step, turn) for step in range(steps) for turn in range(len(peers))]

@@ -49,7 +49,7 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     from reshard.live.fence import Fence
-    from reshard.live.wire import Message, Step, Wire
+    from reshard.live.wire import Message, Wire
 
     torch.set_num_threads(1)
     senders, receivers, bucket = options.senders, options.receivers, options.bucket << 20
@@ -100,10 +100,16 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     def over(wire: Wire) -> Callable[[int], None]:
         def message(step: int, turn: int) -> Message:
             mine = held[step, turn]
-            return Message(peers[turn], share, lambda part: (part.copy_(mine) if sends else mine.copy_(part), None)[1])
 
-        messages = [[message(step, turn) for turn in range(len(peers))] for step in range(steps)]
-        todo = [Step(each if sends else [], [] if sends else each) for each in messages]
+            def work(part: torch.Tensor) -> None:
+                if sends:
+                    part.copy_(mine)
+                else:
+                    mine.copy_(part)
+
+            return Message(step, peers[turn], share, work, sends)
+
+        todo = [message(step, turn) for step in range(steps) for turn in range(len(peers))]
         return lambda version: (wire.exchange(todo, version), None)[1]
 
     ways = dict(zip(WAYS, (plain, packed, over(wires[0]), over(wires[1])), strict=True))

@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 CEILING = {
     "formats": Size(42, 6618, 679, 109),
-    "reshard": Size(114, 17130, 1596, 224),
+    "reshard": Size(114, 16898, 1551, 208),
     "verify": Size(54, 6567, 610, 98),
 }
 

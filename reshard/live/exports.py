@@ -39,7 +39,7 @@ def document(plan: Routes) -> Iterator[dict[str, Any]]:
             for part in parts:
                 sent, received = view_of(part, plan.source, sends=True), view_of(part, plan.target, sends=False)
                 yield {
-                    "step": step, "from": sender, "to": part.target.holder // plan.target.width,
+                    "step": step, "from": sender, "to": part.receiver - plan.source.ranks,
                     "tensor": part.move.atom.tensor, "dtype": part.move.dtype, "shape": [*sent.shape],
                     "source": {"tensor": sent.name, "offset": sent.offset, "stride": [*sent.stride]},
                     "target": {"tensor": received.name, "offset": received.offset, "stride": [*received.stride]},

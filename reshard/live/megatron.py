@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,33 +17,6 @@ from formats.errors import PlanError
 from formats.notation.axes import Run
 from reshard.live.parameters import piece, unwrapped
 from reshard.live.sides import Slice
-
-
-@runtime_checkable
-class _ShardedTensor(Protocol):
-    """A part of a stored tensor; the first ``prepend_axis_num`` dimensions, of size 1, are missing in ``data``."""
-
-    key: str
-    data: torch.Tensor
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    prepend_axis_num: int
-
-
-@runtime_checkable
-class _Factory(Protocol):
-    """A parameter that is stored in several parts."""
-
-    data: torch.Tensor
-
-    def build(self) -> object: ...
-
-
-@runtime_checkable
-class _Chunk(Protocol):
-    """A model of Megatron-Core, or the part of one that is a stage of the pipeline."""
-
-    def sharded_state_dict(self, *, metadata: dict[str, object]) -> object: ...
 
 
 @torch.no_grad()
@@ -58,39 +31,40 @@ def slices_of(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Slice, torch
     for chunk in [model] if isinstance(model, nn.Module) else model:
         chunk = unwrapped(chunk)
         live = {parameter.untyped_storage().data_ptr() for parameter in [*chunk.parameters(), *chunk.buffers()]}
-        if not isinstance(chunk, _Chunk):
+        if not hasattr(chunk, "sharded_state_dict"):
             raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
         for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
             if tensor.untyped_storage().data_ptr() not in live:
                 raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
-            parts.append(_of(part, tensor))
+            local = tensor[(None,) * part.prepend_axis_num]
+            offsets = zip(part.global_offset, local.shape, strict=True)
+            runs = tuple((Run(int(at), size),) if size else () for at, size in offsets)
+            parts.append(piece(part.key, tuple(part.global_shape), runs, local))
     return parts
 
 
-def _parts(state: object) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
-    """Each part of a stored tensor in a state, with its live tensor. Objects, such as extra states, are passed over."""
+def _parts(state: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each part of a stored tensor in a state, with its live tensor. Objects, such as extra states, are passed over.
+
+    A part is a ``ShardedTensor``: its first ``prepend_axis_num`` dimensions, of size 1, are missing in ``data``. What
+    has a ``build`` is a parameter that is stored in several parts.
+    """
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, list):
         for entry in state:
             yield from _parts(entry)
-    elif isinstance(state, _Factory):
-        yield from _built(state)
-    elif isinstance(state, _ShardedTensor):
+    elif hasattr(state, "prepend_axis_num"):
         yield state, state.data
-
-
-def _built(factory: _Factory) -> Iterator[tuple[_ShardedTensor, torch.Tensor]]:
-    """The parts that a factory makes of its parameter, as views of it."""
-    whole = factory.data
-    parts = [*_parts(factory.build())]
-    if all(tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, tensor in parts):
-        yield from parts
-        return
-    factory = copy(factory)  # it copies: given indices instead, it shows where its parts lie
-    factory.data = torch.arange(whole.numel()).view(whole.shape)
-    for part, indices in _parts(factory.build()):
-        yield part, _view(whole, indices, part.key)
+    elif hasattr(state, "build"):
+        whole, parts = state.data, [*_parts(state.build())]
+        if all(tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, tensor in parts):
+            yield from parts
+            return
+        probe = copy(state)  # it copies: given indices instead, it shows where its parts lie
+        probe.data = torch.arange(whole.numel()).view(whole.shape)
+        for part, indices in _parts(probe.build()):
+            yield part, _view(whole, indices, part.key)
 
 
 def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor:
@@ -104,11 +78,3 @@ def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor
     if not whole.is_contiguous() or min(strides) < 0 or not viewed.equal(indices):
         raise PlanError(f"{name}: what Megatron-Core would store is no view of what the model holds")
     return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)
-
-
-def _of(part: _ShardedTensor, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
-    local = tensor[(None,) * part.prepend_axis_num]
-    runs = tuple(
-        (Run(int(at), size),) if size else () for at, size in zip(part.global_offset, local.shape, strict=True)
-    )
-    return piece(part.key, tuple(part.global_shape), runs, local)

@@ -58,10 +58,11 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
     for name, tensor in _named(model, tied_once):
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
-        if not _is_elsewhere(tensor):
-            part, local = _of(name, tensor)
-            is_buffer = isinstance(model, nn.Module) and not isinstance(tensor, nn.Parameter)
-            parts.append((part._replace(is_buffer=is_buffer), local))
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            continue  # it is on a mesh that this rank is no part of
+        part, local = _of(name, tensor)
+        is_buffer = isinstance(model, nn.Module) and not isinstance(tensor, nn.Parameter)
+        parts.append((part._replace(is_buffer=is_buffer), local))
     return parts
 
 
@@ -98,11 +99,6 @@ def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, tor
         yield name, tensor
 
 
-def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on a mesh that this rank is no part of."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
-
-
 def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     """The part ``runs`` of a tensor of ``shape``, whose elements are in ``local``.
 
@@ -124,20 +120,13 @@ def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return piece(name, shape, tuple((Run(0, size),) if size else () for size in shape), tensor)
+    mesh, local = tensor.device_mesh, tensor.to_local()
     try:
-        runs, local = _local(tensor)
+        placements = [_plain(placement, tensor.dim()) for placement in tensor.placements]
+        runs = runs_of(shape, mesh.shape, mesh.get_coordinate() or (), placements, local.shape)
     except ReshardError as error:
         raise PlanError(f"{name}: {error.message}", error.hint) from error
     return piece(name, shape, runs, local)
-
-
-def _local(tensor: DTensor) -> tuple[tuple[Runs, ...], torch.Tensor]:
-    """The runs of a DTensor, and the live tensor with their elements."""
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # see _is_elsewhere
-    placements = [_plain(placement, tensor.dim()) for placement in tensor.placements]
-    return runs_of(tensor.shape, mesh.shape, coordinate, placements, local.shape), local
 
 
 def _plain(placement: Placement, dims: int) -> Cut | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,20 +24,19 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
-from reshard.live.routing import BUCKET, Part, Routes, plan_push
-from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document
-from reshard.live.views import Blocks, Changes, Memory, Tensors, word_size
-from reshard.live.wire import Message, Stats, Step, Wire
+from reshard.live.routing import BUCKET, Part, Routes, plan_push, view_of
+from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document, unstacked
+from reshard.live.views import Parcel, Tensors
+from reshard.live.wire import Message, Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import HubAccess, find
 from reshard.store.selection import Weights
 
 Parts = Sequence[tuple[Slice, torch.Tensor]]
 """What a rank holds, with its tensors."""
-Sizes = Sequence[Mapping[int, int]]
-"""For each step, the bytes of a rank's messages by the other rank."""
 
-
+Work = Callable[[torch.Tensor], None]
+"""What fills the memory of a message, or takes what came."""
 Witness = Callable[[Arrangement, int], Sequence[str]]
 """How what an engine's own loader does on a rank differs from the rules: a line for each tensor."""
 
@@ -67,15 +66,6 @@ class Meeting:
         return [f"{role} {i}" for role in ("trainer", "receiver") for i in range(getattr(self, f"{role}s"))]
 
 
-class _Peer(NamedTuple):
-    """A message of this rank, in each push: ``nbytes`` to or from ``rank``. ``changes`` is None where all is sent."""
-
-    rank: int
-    nbytes: int
-    blocks: Blocks
-    changes: Changes | None
-
-
 class _Process:
     """One process of a push. It meets the others when it first needs them, and again after a failure."""
 
@@ -86,12 +76,11 @@ class _Process:
         """The version that this process has; None: none, or half of one."""
         self._base: int | None = None
         """The version of which it has all that changes are added to, or compared with."""
-        self._memory = Memory()
         self._common = {"host": socket.gethostname(), "bucket": meeting.bucket}
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
-        self._messages: list[list[_Peer]] = []
+        self._parcels: list[Parcel] = []
 
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
@@ -141,9 +130,11 @@ class _Process:
                 self._fence = Fence(meeting.store, self.rank, meeting.names, timeout=meeting.timeout, join=join)
                 self._plan(self._fence)
                 self._wire = Wire(self._fence, self.rank, self.device or "cpu", meeting.bucket, shared=meeting.shared)
-            except ReshardError as error:
-                self.close()
-                raise LiveError(f"{lost}{error.message}", error.hint) from error
+            except BaseException as error:
+                self.close()  # so that the others hear at once
+                if isinstance(error, ReshardError):
+                    raise LiveError(f"{lost}{error.message}", error.hint) from error
+                raise
         assert self.routes is not None
         return self._fence, self._wire, self.routes
 
@@ -156,7 +147,7 @@ class _Process:
         def planned() -> dict[str, Any]:
             if self.routes is None:
                 self.routes, self._descriptions = _planned(self.meeting, descriptions), descriptions
-                self._messages = list(self._messages_of(self.routes))
+                self._parcels, self._base = list(self._parcels_of(self.routes)), None
                 self._forget()
             self._verify(self.routes)
             return {"digest": self.routes.digest}
@@ -203,36 +194,32 @@ class _Process:
         bases = {other["base"] for other in proposals}
         return fence, wire, routes, bases != {None} and len(bases) == 1
 
-    def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
-        """What this rank does in each bucket; ``sizes`` are those of its messages where only what changed is sent."""
-        steps, is_sender = [], self.rank < self.meeting.trainers
-        for number, peers in enumerate(self._messages):
-            sized = [(peer, peer.nbytes if sizes is None else sizes[number][peer.rank]) for peer in peers]
-            messages = [Message(peer.rank, size, self._work(peer, size, tensors)) for peer, size in sized if size]
-            steps.append(Step(messages, ()) if is_sender else Step((), messages))
-        return steps
-
-    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
-        """What fills or takes a message of so many bytes."""
-        raise NotImplementedError
-
-    def _messages_of(self, routes: Routes) -> Iterator[list[_Peer]]:
-        """For each bucket, the messages of this rank."""
-        source, target, first = routes.source, routes.target, routes.source.ranks
-        is_sender = self.rank < first
-        own = source if is_sender else target
-        for parts in routes.parts(self.rank):
-            peers: dict[int, list[Part]] = {}
+    def _parcels_of(self, routes: Routes) -> Iterator[Parcel]:
+        """What this rank sends or receives."""
+        memory, sends = dict[str, torch.Tensor](), self.rank < self.meeting.trainers
+        for step, parts in enumerate(routes.parts(self.rank)):
+            parts_of: dict[int, list[Part]] = {}
             for part in parts:
-                peer = first + part.target.holder // target.width if is_sender else part.source.holder // source.width
-                peers.setdefault(peer, []).append(part)
-            messages = []
-            for rank, pieces in peers.items():
-                blocks, word = Blocks(pieces, own, sends=is_sender), word_size(pieces, target)
-                nbytes = sum(part.nbytes for part in pieces)
-                changes = Changes(blocks, nbytes, word, self._memory) if word else None
-                messages.append(_Peer(rank, nbytes, blocks, changes))
-            yield messages
+                parts_of.setdefault(part.receiver if sends else part.sender, []).append(part)
+            for peer, own in parts_of.items():
+                yield Parcel(step, peer, own, routes, memory, sends=sends)
+
+    def _sizes(self, fence: Fence, tensors: Tensors | None = None) -> list[int]:
+        """The bytes of each parcel where only what changed is sent, of which the trainers tell the receivers."""
+
+        def own_sizes() -> dict[str, Any]:
+            return {"sizes": [(each.step, each.peer, each.size(tensors)) for each in self._parcels] if tensors else []}
+
+        replies = self._gather(fence, "changes", own_sizes, self.meeting.patience)
+        sizes = {(step, frozenset((rank, peer))): size
+                 for rank, reply in enumerate(replies) for step, peer, size in reply["sizes"]}  # fmt: skip
+        return [sizes[each.step, frozenset((self.rank, each.peer))] for each in self._parcels]
+
+    def _messages(self, sizes: Sequence[int] | None, work: Callable[[Parcel], Work]) -> list[Message]:
+        """What is sent or received of each parcel, if anything is: all of it, or of ``sizes`` what changed."""
+        sized = zip(self._parcels, sizes or [each.nbytes for each in self._parcels], strict=True)
+        is_sent = self.rank < self.meeting.trainers
+        return [Message(each.step, each.peer, size, work(each), is_sent) for each, size in sized if size]
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
@@ -261,7 +248,6 @@ class Push(_Process):
         super().__init__(meeting, rank, device)
         self._read, self._description = read_parts, dict(description)
         self._planned: list[Slice] = []
-        self._previous: dict[str, list[torch.Tensor]] = {}
 
     def _describe(self) -> dict[str, Any]:
         self._planned = self._own_parts(self._read())
@@ -285,46 +271,14 @@ class Push(_Process):
         result = _attempt(self._tensors)
         fence, wire, _, has_base = self._begin(version, result, delta=delta)
         tensors: Tensors = result["tensors"]
-        stats = wire.exchange(self._steps(tensors, self._sizes(fence, tensors) if has_base else None), version)
+        sizes = self._sizes(fence, tensors) if has_base else None
+        messages = self._messages(sizes, lambda parcel: partial(parcel.pack, tensors, delta))
+        stats = wire.exchange(messages, version)
         self._agree(fence, "received")
-        self._keep_copy(version, tensors if delta else None)
+        self._base = version if delta else None
         self._agree(fence, "committed")
         self.at = version
         return stats
-
-    def _sizes(self, fence: Fence, tensors: Tensors) -> Sizes:
-        """The bytes of each message of what changed; told to all."""
-
-        def own_sizes() -> dict[str, Any]:
-            return {"sizes": [{peer.rank: self._size(peer, tensors) for peer in peers} for peers in self._messages]}
-
-        replies = self._gather(fence, "changes", own_sizes, self.meeting.patience)
-        return [{int(rank): size for rank, size in step.items()} for step in replies[self.rank]["sizes"]]
-
-    def _size(self, peer: _Peer, tensors: Tensors) -> int:
-        return peer.nbytes if peer.changes is None else peer.changes.size(tensors, self._previous)
-
-    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
-        if size == peer.nbytes or peer.changes is None:
-            return partial(peer.blocks.pack, tensors)
-        return partial(peer.changes.pack, tensors, self._previous)
-
-    def _keep_copy(self, version: int, tensors: Tensors | None) -> None:
-        """Keep a copy of what was pushed, as it was sent."""
-        if tensors is None:
-            self._previous = {}
-            return
-        rounded = TORCH_DTYPES[self._description["dtype"]] if self._description["dtype"] else torch.float32
-        for name, parts in tensors.items():
-            if name not in self._previous:
-                dtypes = [rounded if tensor.dtype == torch.float32 else tensor.dtype for tensor in parts]
-                self._previous[name] = [torch.empty_like(e, dtype=d) for e, d in zip(parts, dtypes, strict=True)]
-            for copy, tensor in zip(self._previous[name], parts, strict=True):
-                copy.copy_(tensor)
-        self._base = version
-
-    def _forget(self) -> None:
-        self._previous, self._base = {}, None
 
     def _tensors(self) -> dict[str, Any]:
         parts = self._read()
@@ -375,7 +329,7 @@ class Pull(_Process):
                 raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
 
     def _forget(self) -> None:
-        self._room, self._padded, self._base = {}, None, None
+        self._room, self._padded = {}, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
@@ -384,13 +338,13 @@ class Pull(_Process):
         """
         fence, wire, routes, has_base = self._begin(version)
         live = by_stored_name(routes.target, self._live()) if self._live else None
-        room = live if live is not None and not self._keep else self._rooms(routes, live)
+        room = live if live is not None and not self._keep else self._rooms(routes)
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
             self._fill(routes, room)
         if self._live and not self._keep:
             self._mark("a push has begun to change it")
-        wire.exchange(self._steps(room, sizes), version)
+        wire.exchange(self._messages(sizes, lambda parcel: partial(parcel.unpack, room)), version)
         self._agree(fence, "received")
         self._open, self._base = (fence, version), version
         if live is not None and self._keep:
@@ -399,15 +353,6 @@ class Pull(_Process):
                 for tensor, new in zip(tensors, room[name], strict=True):
                     tensor.copy_(new)
         return {} if live is not None else {name: tensors[0] for name, tensors in room.items()}
-
-    def _sizes(self, fence: Fence) -> Sizes:
-        """The bytes of each message of what changed, as the trainers say."""
-        sizes = [reply.get("sizes", []) for reply in self._gather(fence, "changes", dict, self.meeting.patience)]
-        steps = enumerate(self._messages)
-        return [{peer.rank: sizes[peer.rank][step][str(self.rank)] for peer in peers} for step, peers in steps]
-
-    def _work(self, peer: _Peer, size: int, tensors: Tensors) -> Callable[[torch.Tensor], None]:
-        return partial((peer.blocks if size == peer.nbytes or peer.changes is None else peer.changes).unpack, tensors)
 
     def commit(self, version: int, error: str | None = None) -> None:
         """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does
@@ -430,16 +375,12 @@ class Pull(_Process):
         if self._poison is not None:
             self._poison(why)
 
-    def _rooms(self, routes: Routes, live: Tensors | None) -> dict[str, list[torch.Tensor]]:
+    def _rooms(self, routes: Routes) -> dict[str, list[torch.Tensor]]:
         """Tensors for what comes, kept between pushes."""
         if not self._room:
-            if live is not None:
-                self._room = {name: [torch.empty_like(tensor) for tensor in tensors] for name, tensors in live.items()}
-            else:
-                self._room = {
-                    name: [torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)]
-                    for name, dtype, shape in routes.target.tensors_of(self.number)
-                }
+            for name, dtype, shape in routes.target.tensors_of(self.number):
+                tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                self._room.setdefault(name, []).append(tensor)
         return self._room
 
     def _fill(self, routes: Routes, room: Tensors) -> None:
@@ -447,7 +388,7 @@ class Pull(_Process):
         if self._padded is None:
             counts: dict[str, int] = {}
             for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = part.move.dst.stored.name_on(part.target.holder)
+                name = view_of(part, routes.target, sends=False).name
                 counts[name] = counts.get(name, 0) + part.box.numel
             self._padded = {
                 name for name, parts in room.items() if counts.get(name, 0) < sum(each.numel() for each in parts)
@@ -489,8 +430,9 @@ def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rout
     config, goal, beyond = first["config"], target_of(first["target"]), frozenset[str]()
 
     def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
-        ranks = [from_document(answer["held"]) for answer in answers]
-        return of_checkpoints(LiveState(format_of(answers[0]["format"]), ranks), config)
+        format = format_of(answers[0]["format"])
+        ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
+        return of_checkpoints(LiveState(format, ranks), config)
 
     live, _ = state(trainers)
     model = bound(live, config, dtype=first["dtype"])
@@ -506,10 +448,8 @@ def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rout
 def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
     """A rank's tensors by the names of those that a side has; others are left alone."""
     tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
-    live = LiveState(side.arrangement.format, [[part for part, _ in parts]])
-    for (_, tensor), (_, _, name, _) in zip(parts, live.stored(), strict=True):
-        if name in tensors:
-            tensors[name].append(tensor)
+    for part, tensor in parts:
+        tensors.get(unstacked(side.arrangement.format, part).name, []).append(tensor)
     return {name: pieces for name, pieces in tensors.items() if pieces}
 
 
@@ -558,20 +498,20 @@ def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mappin
 
 def pull(
     model: torch.nn.Module | None = None, *, store: str, rank: int, world: int, trainers: int,
-    program: str = "transformers", keep: bool = True, device: str | None = None, **options: Any,
+    program: str = "transformers", keep: bool = True, device: str | None = None, witness: Witness | None = None,
+    poison: Callable[[str | None], None] | None = None, **options: Any,
 ) -> Pull:  # fmt: skip
     """A receiver's rank of ``world``. ``model`` is written to; without one, ``receive`` returns the tensors.
 
-    ``program`` names the model's tensors. ``options`` are those of ``Meeting`` and ``Pull``. Raises PlanError.
+    ``program`` names the model's tensors. ``keep``, ``witness`` and ``poison`` are those of ``Pull``, ``options`` those
+    of ``Meeting``. Raises PlanError.
     """
-    ways = {key: options.pop(key) for key in ("witness", "poison") if key in options}
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
     if model is None:
-        return Pull(meeting, rank, device, **ways)
-    poison = ways.pop("poison", partial(poisoned, model))
+        return Pull(meeting, rank, device, witness=witness, poison=poison)
     return Pull(
         meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
-        poison=poison, **ways,
+        witness=witness, poison=poison or partial(poisoned, model),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -40,26 +40,17 @@ _SMALLEST = 4096
 class Link:
     """How an atom, or a part of it, goes from one side to the other; atoms that lie alike share it.
 
-    Any source of a box may send it. It goes to each of its targets.
+    Any source of a box may send it. It goes to each of its targets. ``has_choice``: a box has several sources.
     """
 
     number: int
     boxes: tuple[Box, ...]
+    has_choice: bool
 
     @cached_property
     def wants(self) -> tuple[tuple[Box, Position], ...]:
         """All that is sent: each box to each of its targets."""
         return tuple((box, target) for box in self.boxes for target in box.targets)
-
-    @cached_property
-    def firsts(self) -> tuple[Position, ...]:
-        """The first who may send, for all that is sent."""
-        return tuple(box.sources[0] for box, _ in self.wants)
-
-    @cached_property
-    def has_choice(self) -> bool:
-        """Whether a box may be sent by one of several."""
-        return any(len(box.sources) > 1 for box in self.boxes)
 
 
 class Move(NamedTuple):
@@ -71,21 +62,28 @@ class Move(NamedTuple):
     way: Link
     dtype: str
     """The dtype of what is sent."""
-    senders: tuple[Position, ...]
+    senders: tuple[Position, ...] = ()
 
 
 class Part(NamedTuple):
-    """A box of a move from one position to another."""
+    """A box of a move from one position to another, and between which processes; those of the target count on."""
 
     move: Move
     box: Box
     source: Position
     target: Position
+    sender: int
+    receiver: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that are sent."""
         return self.box.numel * DTYPE_BITS[self.move.dtype] // 8
+
+    @property
+    def function(self) -> str | None:
+        """What the target stores of each element, if not the element."""
+        return self.move.dst.portion.function
 
 
 class View(NamedTuple):
@@ -93,20 +91,21 @@ class View(NamedTuple):
     contiguous. ``offset`` is from its first element on.
     """
 
-    name: str
-    number: int
+    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    name: str = ""
+    number: int = 0
 
 
 def view_of(part: Part, side: Side, *, sends: bool) -> View:
     """A part's box on one side."""
     (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
     offset = stored.geometry.first(at.holder, number) + at.base
-    if side.parts is None:
-        return View(stored.name_on(at.holder), 0, part.box.shape, at.strides, offset)
-    return View(stored.name, side.parts[stored.name][at.holder], part.box.shape, at.strides, offset)
+    place = (stored.name_on(at.holder), 0)
+    if side.parts is not None:
+        place = (stored.name, side.parts[stored.name][at.holder])
+    return View(offset, part.box.shape, at.strides, *place)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,33 +169,33 @@ class Routes(Result):
         for move in self.moves:
             item = DTYPE_BITS[move.dtype] // 8
             for (box, target), sender in zip(move.way.wants, move.senders, strict=True):
-                nbytes[sender.holder // self.source.width, target.holder // self.target.width] += box.numel * item
+                pair = sender.holder % self.source.ranks, target.holder % self.target.ranks
+                nbytes[pair] += box.numel * item
         return nbytes
 
-    def parts(self, rank: int) -> Iterator[list[Part]]:
-        """For each bucket what a rank sends or receives, in order, elements of more bytes first.
+    def parts(self, process: int) -> Iterator[list[Part]]:
+        """For each bucket what a process sends or receives, in order, elements of more bytes first.
 
         Ranks of the target count on from the source's.
         """
-        boxes_of: dict[int, list[tuple[int, Box, Position]]] = {}
-        width, begin = self.source.width, 0
+        wants_of: dict[int, list[tuple[int, Box, Position, int]]] = {}
+        first, begin = self.source.ranks, 0
         for end in self.ends:
             parts = []
             for move in self.moves[begin:end]:
-                if move.way.number not in boxes_of:
-                    boxes_of[move.way.number] = [
-                        (number, box, target)
+                if move.way.number not in wants_of:
+                    wants_of[move.way.number] = [
+                        (number, box, target, receiver)
                         for number, (box, target) in enumerate(move.way.wants)
-                        if rank == self._receiver(target) or any(rank == piece.holder // width for piece in box.sources)
+                        for receiver in [first + target.holder % self.target.ranks]
+                        if process == receiver or any(process == at.holder % first for at in box.sources)
                     ]
-                for number, box, target in boxes_of[move.way.number]:
-                    if rank in (move.senders[number].holder // width, self._receiver(target)):
-                        parts.append(Part(move, box, move.senders[number], target))
+                for number, box, target, receiver in wants_of[move.way.number]:
+                    sender = move.senders[number]
+                    if process in (sender.holder % first, receiver):
+                        parts.append(Part(move, box, sender, target, sender.holder % first, receiver))
             yield sorted(parts, key=lambda part: -DTYPE_BITS[part.move.dtype])
             begin = end
-
-    def _receiver(self, at: Position) -> int:
-        return self.source.ranks + at.holder // self.target.width
 
 
 def _rows(role: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -232,129 +231,89 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
     if not isinstance(bucket, int) or bucket < _SMALLEST:
         raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
     check_atoms(source.arrangement, target.arrangement)
-    planning = _Planning(source, target, bucket, hosts)
-    layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
-    for _, atoms in itertools.groupby(
-        sorted(target.atoms(), key=lambda entry: layers[entry[0].tensor]), lambda entry: layers[entry[0].tensor]
-    ):
-        planning.add(atoms)
-    return planning.routes()
+    first, locations = source.ranks, dict(source.atoms())
+    tensors = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
+    hosts = hosts or [""] * (first + target.ranks)
+    links: dict[tuple[object, ...], list[Link]] = {}
+    costs: dict[tuple[int, str], tuple[tuple[Position, ...], NDArray[np.int64]]] = {}
+    total = np.zeros(first + target.ranks, dtype=np.int64)
+    count, load, moves, ends = itertools.count(), np.zeros_like(total), list[Move](), list[int]()
 
-
-class _Planning:
-    """Collects the moves of a push."""
-
-    def __init__(self, source: Side, target: Side, bucket: int, hosts: Sequence[str]) -> None:
-        self._source, self._target, self._bucket = source, target, bucket
-        self._dtypes = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}
-        self._locations = dict(source.atoms())
-        self._hosts = hosts or ["", *[""] * (source.ranks + target.ranks)]
-        self._ways: dict[tuple[object, ...], tuple[Link, ...]] = {}
-        self._costs: dict[tuple[int, str], NDArray[np.int64]] = {}
-        ranks = source.ranks + target.ranks
-        self._all, self._load = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
-        self._moves: list[Move] = []
-        self._ends: list[int] = []
-        self._count = 0
-
-    def add(self, atoms: Iterable[tuple[Atom, Location]]) -> None:
-        """Plan the atoms of a layer, in turns from each of their senders. Raises PlanError."""
-        turns: Counter[int] = Counter()
-        ordered = []
-        for move in (move for atom, dst in atoms for move in self._moves_of(atom, dst)):
-            first = move.way.boxes[0].sources[0].holder if move.way.boxes else 0
-            ordered.append((turns[first], move))
-            turns[first] += 1
-        for _, move in sorted(ordered, key=itemgetter(0)):
-            self._place(move)
-
-    def _moves_of(self, atom: Atom, dst: Location) -> Iterator[Move]:
-        src = self._locations.get(atom)
+    def moves_of(atom: Atom, dst: Location) -> Iterator[Move]:
+        """An atom's move; several, one for each part, if it is larger than a bucket. Raises PlanError."""
+        src = locations.get(atom)
         if src is None or src.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
-        src_dtype, dst_dtype = self._source.dtype(src.stored), self._target.dtype(dst.stored)
-        same = src_dtype == dst_dtype and dst.portion.function is None
-        dtype = src_dtype if same else self._dtypes[atom.tensor]
-        if not same and (dtype, dst.portion.function) != (dst_dtype, None):
-            if dtype == "F32" != dst_dtype:
+        same = src.stored.dtype == dst.stored.dtype and dst.portion.function is None
+        dtype, wanted = src.stored.dtype if same else tensors[atom.tensor], (dst.stored.dtype, dst.portion.function)
+        if not same and (dtype, None) != wanted:
+            if dtype == "F32" != dst.stored.dtype:
                 raise PlanError(
-                    f"tensor '{src.stored.name}' is F32 in the trainer, and {dst_dtype} in a receiver",
-                    f"push(dtype='{dst_dtype}') rounds it",
+                    f"tensor '{src.stored.name}' is F32 in the trainer, and {dst.stored.dtype} in a receiver",
+                    f"push(dtype='{dst.stored.dtype}') rounds it",
                 )
-            conversion(atom.tensor, dtype, dst_dtype, dst.portion.function)  # raises, if there is none
-        for way in self._ways_of(src, dst, DTYPE_BITS[dtype] // 8):
-            yield Move(atom, src, dst, way, dtype, ())
-
-    def _place(self, move: Move) -> None:
-        way, key = move.way, (move.way.number, move.dtype)
-        if way.has_choice:
-            move, cost = self._chosen(move)
-        else:
-            move = move._replace(senders=way.firsts)
-            if key not in self._costs:
-                self._costs[key] = self._cost(move)
-            cost = self._costs[key]
-        if self._moves and int((self._load + cost).max()) > self._bucket:
-            self._ends.append(len(self._moves))
-            self._load[:] = 0
-        self._load += cost
-        self._all += cost
-        self._moves.append(move)
-
-    def _cost(self, move: Move) -> NDArray[np.int64]:
-        """The bytes that each rank sends or receives for a move."""
-        cost, first, item = np.zeros_like(self._all), self._source.ranks, DTYPE_BITS[move.dtype] // 8
-        for (box, target), sender in zip(move.way.wants, move.senders, strict=True):
-            cost[sender.holder // self._source.width] += box.numel * item
-            cost[first + target.holder // self._target.width] += box.numel * item
-        return cost
-
-    def _chosen(self, move: Move) -> tuple[Move, NDArray[np.int64]]:
-        """A move whose senders are those that send least so far."""
-        width, first, item = self._source.width, self._source.ranks, DTYPE_BITS[move.dtype] // 8
-        cost, senders = np.zeros_like(self._all), []
-        for box, target in move.way.wants:
-            receiver = first + target.holder // self._target.width
-            near = [at for at in box.sources if self._hosts[at.holder // width] == self._hosts[receiver]]
-            ranks = [(at.holder // width, at) for at in near or box.sources]
-            rank, sender = min(ranks, key=lambda entry: (self._all[entry[0]] + cost[entry[0]], entry[1].holder))
-            cost[rank] += box.numel * item
-            cost[receiver] += box.numel * item
-            senders.append(sender)
-        return move._replace(senders=tuple(senders)), cost
-
-    def _ways_of(self, src: Location, dst: Location, item: int) -> tuple[Link, ...]:
-        """The way of an atom; several, one for each part, if it is larger than a bucket."""
+            conversion(atom.tensor, dtype, *wanted)  # raises, if there is none
         blocks = blocks_of(src, dst)
         if blocks is None:
             raise PlanError(
                 f"tensor '{src.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
                 "push a model that is not quantized",
             )
-        from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
-        key = (from_spread, to_spread, item)
-        if key not in self._ways:
-            common = tuple(boxes(from_spread, to_spread))
+        key = (origin := src.spread(blocks), goal := dst.spread(blocks), item := DTYPE_BITS[dtype] // 8)
+        if key not in links:
+            common = tuple(boxes(origin, goal))
             if any(not box.sources for box in common):
                 raise PlanError(
                     f"no rank of the source holds all of tensor '{src.stored.name}', which the target wants"
                 )
-            load = Counter[int]()
+            most = Counter[int]()
             for box in common:
-                load[~box.sources[0].holder] += box.numel * len(box.targets)
-                load.update({at.holder: box.numel for at in box.targets})
+                most[box.sources[0].holder % first] += box.numel * len(box.targets)
+                most.update({first + at.holder % target.ranks: box.numel for at in box.targets})
             ways = [common]
-            if max(load.values(), default=0) * item > self._bucket:
-                ways = [(part,) for box in common for part in _cut(box, self._bucket // item)]
-            self._ways[key] = tuple(Link(number, way) for number, way in enumerate(ways, self._count))
-            self._count += len(ways)
-        return self._ways[key]
+            if max(most.values(), default=0) * item > bucket:
+                ways = [(part,) for box in common for part in _cut(box, bucket // item)]
+            links[key] = [Link(next(count), way, any(len(box.sources) > 1 for box in way)) for way in ways]
+        return (Move(atom, src, dst, way, dtype) for way in links[key])
 
-    def routes(self) -> Routes:
-        """The plan."""
-        ends, first = (*self._ends, *([len(self._moves)] if self._moves else [])), self._source.ranks
-        sent, received = self._all[:first].tolist(), self._all[first:].tolist()
-        return Routes(self._source, self._target, tuple(self._moves), ends, tuple(sent), tuple(received))
+    def chosen(move: Move) -> tuple[tuple[Position, ...], NDArray[np.int64]]:
+        """Who sends what a move wants, those that send least so far; the bytes that each sends or receives for it."""
+        item, cost, senders = DTYPE_BITS[move.dtype] // 8, np.zeros_like(total), list[Position]()
+        for box, want in move.way.wants:
+            receiver = first + want.holder % target.ranks
+            near = [at for at in box.sources if hosts[at.holder % first] == hosts[receiver]]
+            ranks = [
+                (total[at.holder % first] + cost[at.holder % first], at.holder % first, at)
+                for at in near or box.sources
+            ]
+            senders.append(min(ranks)[2])
+            cost[senders[-1].holder % first] += box.numel * item
+            cost[receiver] += box.numel * item
+        return tuple(senders), cost
+
+    layers = {tensor.name: tensor.at[0] if tensor.at else -1 for tensor in target.arrangement.plan.model.tensors}
+    atoms = sorted(target.atoms(), key=lambda entry: layers[entry[0].tensor])
+    for _, of_layer in itertools.groupby(atoms, lambda entry: layers[entry[0].tensor]):
+        turns, ordered = Counter[int](), list[tuple[int, Move]]()
+        for move in itertools.chain.from_iterable(itertools.starmap(moves_of, of_layer)):
+            sender = move.way.boxes[0].sources[0].holder % first if move.way.boxes else 0
+            ordered.append((turns[sender], move))
+            turns[sender] += 1
+        for _, move in sorted(ordered, key=itemgetter(0)):  # in turns from each of the layer's senders
+            key = move.way.number, move.dtype
+            if move.way.has_choice or key not in costs:
+                costs[key] = chosen(move)
+            senders, cost = costs[key]
+            if moves and int((load + cost).max()) > bucket:
+                ends.append(len(moves))
+                load[:] = 0
+            load += cost
+            total += cost
+            moves.append(move._replace(senders=senders))
+    if moves:
+        ends.append(len(moves))
+    sent, received = total[:first].tolist(), total[first:].tolist()
+    return Routes(source, target, tuple(moves), tuple(ends), tuple(sent), tuple(received))
 
 
 def _cut(box: Box, most: int) -> Iterator[Box]:

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,24 +87,22 @@ Ranks = Sequence[Sequence[Slice]]
 _WHERE = Path("the live model")
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """What the ranks of a running program hold, by the names of a format."""
+class LiveState(NamedTuple):
+    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors."""
 
     format: Format
     ranks: Ranks
 
-    def stored(self) -> Iterator[tuple[int, Slice, str, int]]:
-        """All parts: the rank, the part, the stored tensor's name, and how many of the part's dimensions are indices in
-        that name.
-        """
-        names: dict[tuple[str, tuple[object, ...]], tuple[str, int]] = {}
-        for rank, parts in enumerate(self.ranks):
-            for part in parts:
-                key = (part.name, part.runs if self.format.rules.stacks else ())
-                if key not in names:
-                    names[key] = _unstacked(self.format, part)
-                yield rank, part, *names[key]
+
+def unstacked(format: Format, part: Slice) -> Slice:
+    """The part of a stored tensor that a part is: an index in its name is no dimension of it. Raises PlanError."""
+    while part.shape and (stack := stack_of(format.rules.stacks, part.name)) is not None:
+        runs = part.runs[0]
+        if len(runs) != 1 or runs[0].length != 1:
+            raise PlanError(f"tensor '{part.name}' has several indices of '{stack.index}' in one part")
+        name = name_at(stack, part.name, runs[0].offset)
+        part = part._replace(name=name, shape=part.shape[1:], runs=part.runs[1:])
+    return part
 
 
 def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
@@ -122,17 +121,15 @@ class Side:
     """One side of a push.
 
     ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holders stand for
-    ranks: holder ``h`` is on rank ``h // width``, and has a chunk of a stored tensor. ``parts`` has the part in which
+    ranks: holder ``h`` is on rank ``h % ranks``, and has a chunk of a stored tensor. ``parts`` has the part in which
     that is, by its number among those that the rank has of the tensor; None for a side that is made by rules.
-    ``dtypes`` has the dtypes of a live side's tensors, where they are not the model's, ``live`` what its ranks hold.
+    ``live`` is what the ranks of a live side hold.
     """
 
     arrangement: Arrangement
     stored: tuple[Stored, ...]
     ranks: int
-    width: int = 1
     parts: Mapping[str, Mapping[int, int]] | None = None
-    dtypes: Mapping[str, str] | None = None
     live: LiveState | None = None
 
     def atoms(self) -> Iterator[tuple[Atom, Location]]:
@@ -145,11 +142,7 @@ class Side:
             tensors = (entry for entry in self.arrangement.tensors_of(rank) if entry[0].constant is None)
             yield from ((stored.name_on(rank), stored.dtype, shape) for stored, shape in tensors)
         else:
-            yield from ((name, part.dtype, part.local) for who, part, name, _ in self.live.stored() if who == rank)
-
-    def dtype(self, stored: Stored) -> str:
-        """The dtype in which a stored tensor is there."""
-        return (self.dtypes or {}).get(stored.name, stored.dtype)
+            yield from ((part.name, part.dtype, part.local) for part in self.live.ranks[rank])
 
 
 def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
@@ -178,26 +171,16 @@ def whole(model: Model, live: LiveState) -> Arrangement:
 def _whole(live: LiveState, dtype: str | None) -> dict[str, TensorInfo]:
     """The whole stored tensors that ranks hold parts of."""
     infos: dict[str, TensorInfo] = {}
-    for rank, part, name, lead in live.stored():
-        shape, kind = part.shape[lead:], dtype if dtype and part.dtype == "F32" else part.dtype
-        info = infos.setdefault(name, TensorInfo(name, kind, shape, _WHERE, 0, 0))
-        if (info.shape, info.dtype) != (shape, kind):
-            raise MismatchError(
-                f"tensor '{name}' is {kind} {list(shape)} on rank {rank}, and {info.dtype} {list(info.shape)} on a "
-                "rank before it"
-            )
+    for rank, parts in enumerate(live.ranks):
+        for part in parts:
+            kind = dtype if dtype and part.dtype == "F32" else part.dtype
+            info = infos.setdefault(part.name, TensorInfo(part.name, kind, part.shape, _WHERE, 0, 0))
+            if (info.shape, info.dtype) != (part.shape, kind):
+                raise MismatchError(
+                    f"tensor '{part.name}' is {kind} {list(part.shape)} on rank {rank}, and {info.dtype} "
+                    f"{list(info.shape)} on a rank before it"
+                )
     return infos
-
-
-def _unstacked(format: Format, part: Slice) -> tuple[str, int]:
-    """The name of the stored tensor that a part is of, and how many of its dimensions are indices of that name."""
-    name, lead = part.name, 0
-    while lead < len(part.shape) and (stack := stack_of(format.rules.stacks, name)) is not None:
-        runs = part.runs[lead]
-        if len(runs) != 1 or runs[0].length != 1:
-            raise PlanError(f"tensor '{part.name}' has several indices of '{stack.index}' in one part")
-        name, lead = name_at(stack, name, runs[0].offset), lead + 1
-    return name, lead
 
 
 def by_rules(arrangement: Arrangement) -> Side:
@@ -210,66 +193,56 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
 
     Raises MismatchError if ranks lack something or hold something else.
     """
-    parts_of: dict[str, list[tuple[int, tuple[Runs, ...]]]] = {}
-    shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
-    for rank, part, name, lead in live.stored():
-        parts_of.setdefault(name, []).append((rank, part.runs[lead:]))
-        shapes[name], dtypes[name] = part.shape[lead:], part.dtype
-    kinds: dict[tuple[tuple[int, tuple[Runs, ...]], ...], int] = {}
-    kind_of = {name: kinds.setdefault(tuple(parts), len(kinds)) for name, parts in parts_of.items()}
-    chunks = [_chunks(parts) for parts in kinds]
-    width = max((len(chunks_there) for of_ranks in chunks for chunks_there in of_ranks.values()), default=1)
-    holders = [
-        {rank * width + i: chunk for rank, chunks_there in of_ranks.items() for i, chunk in enumerate(chunks_there)}
-        for of_ranks in chunks
-    ]
+    infos, parts_of = _whole(live, None), dict[str, list[tuple[int, tuple[Runs, ...]]]]()
+    for rank, own_parts in enumerate(live.ranks):
+        for part in own_parts:
+            parts_of.setdefault(part.name, []).append((rank, part.runs))
+    chunks_at = cache(lambda parts: _chunks(parts, len(live.ranks)))
+    chunks_of = {name: chunks_at(tuple(parts)) for name, parts in parts_of.items()}
     stored: list[Stored] = []
     geometries: dict[tuple[Geometry, int], Geometry] = {}
     for tensor in arrangement.stored:
-        if (kind := kind_of.get(tensor.name)) is None:
+        if (chunks := chunks_of.get(tensor.name)) is None:
             continue
-        key = (tensor.geometry, kind)
+        key = (tensor.geometry, id(chunks))
         if key not in geometries:
             whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
-            _check_shape(tensor.name, shapes[tensor.name], whole, [runs for _, runs in parts_of[tensor.name]])
-            chunks_there = holders[kind]
-            geometries[key] = tensor.geometry.in_chunks(
-                {h: chunks_there[h].at for h in chunks_there}, {h: chunks_there[h].view for h in chunks_there}
-            )
-        stored.append(tensor._replace(geometry=geometries[key]))
+            _check_shape(tensor.name, infos[tensor.name].shape, whole, [runs for _, runs in parts_of[tensor.name]])
+            geometries[key] = tensor.geometry.in_chunks(chunks.at, chunks.views)
+        stored.append(tensor._replace(geometry=geometries[key], dtype=infos[tensor.name].dtype))
     present = {atom for tensor in stored for atom in tensor.atoms}
     lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
     if lacking:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
-    if strange := kind_of.keys() - {tensor.name for tensor in stored}:
+    if strange := chunks_of.keys() - {tensor.name for tensor in stored}:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
-    numbers = [{holder: chunk.part for holder, chunk in chunks_there.items()} for chunks_there in holders]
-    parts = {name: numbers[kind] for name, kind in kind_of.items()}
-    return Side(arrangement, tuple(stored), len(live.ranks), width, parts, dtypes, live)
+    parts = {name: chunks.parts for name, chunks in chunks_of.items()}
+    return Side(arrangement, tuple(stored), len(live.ranks), parts, live)
 
 
-class _Chunk(NamedTuple):
-    """A chunk of a stored tensor, as a view of the part of that number which a rank has."""
+class _Chunks(NamedTuple):
+    """The chunks of a stored tensor by their holders: each as a view of the part of that number which a rank has."""
 
-    at: Chunk
-    view: tuple[int, tuple[int, ...]]
-    part: int
+    at: dict[int, Chunk]
+    views: dict[int, tuple[int, tuple[int, ...]]]
+    parts: dict[int, int]
 
 
-def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]]) -> dict[int, list[_Chunk]]:
-    """The chunks of a stored tensor that each rank has, one for each product of runs, given the parts of all ranks."""
-    chunks: dict[int, list[_Chunk]] = {}
-    numbers: Counter[int] = Counter()
+def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]], ranks: int) -> _Chunks:
+    """The chunks that ranks have, one for each product of runs, given the parts of all ranks."""
+    chunks, chunk_count, part_count = _Chunks({}, {}, {}), Counter[int](), Counter[int]()
     for rank, runs in parts:
         strides = row_major([sum(run.length for run in dim) for dim in runs], 1)
         dims = [
             list(zip(dim, itertools.accumulate((run.length for run in dim), initial=0), strict=False)) for dim in runs
         ]
         for chosen in itertools.product(*dims):
-            at = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
+            holder = chunk_count[rank] * ranks + rank
+            chunks.at[holder] = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
             base = sum(begin * stride for (_, begin), stride in zip(chosen, strides, strict=True))
-            chunks.setdefault(rank, []).append(_Chunk(at, (base, strides), numbers[rank]))
-        numbers[rank] += 1
+            chunks.views[holder], chunks.parts[holder] = (base, strides), part_count[rank]
+            chunk_count[rank] += 1
+        part_count[rank] += 1
     return chunks
 
 

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import LiveError
 
@@ -32,27 +32,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(NAME, "reshard.live.vllm_engine", "Engine")
 
 
-class Receiving(Protocol):
-    """A vLLM that the trainer's rank 0 can call."""
-
-    def init(self, ticket: Mapping[str, Any]) -> None:
-        """Have all of its ranks meet the trainer that a ticket names."""
-        ...
-
-    def pause(self) -> None:
-        """Take up no request any more, and forget what was computed with the old weights."""
-        ...
-
-    def receive(self, version: int) -> None:
-        """Receive a push and compute with it; returns when that is done, or has failed."""
-        ...
-
-    def resume(self, version: int | None = None) -> None:
-        """Go on, with the weights of this version."""
-        ...
-
-
-def join(push: Push, engine: Receiving | None) -> Routes:
+def join(push: Push, engine: Server | Offline | None) -> Routes:
     """Have an engine meet the trainer: ``push.check()`` on all ranks of the trainer. ``engine`` is None but on rank 0.
 
     Raises LiveError on all ranks.
@@ -66,7 +46,7 @@ def join(push: Push, engine: Receiving | None) -> Routes:
     return routes
 
 
-def update(push: Push, engine: Receiving | None, version: int, *, delta: bool = False) -> Stats:
+def update(push: Push, engine: Server | Offline | None, version: int, *, delta: bool = False) -> Stats:
     """A push, on all ranks of the trainer, which an engine receives. ``engine`` is None but on rank 0.
 
     ``delta`` is as for the push.
@@ -88,24 +68,28 @@ def update(push: Push, engine: Receiving | None, version: int, *, delta: bool = 
 class Server:
     """``vllm serve`` at a URL, with ``VLLM_SERVER_DEV_MODE=1``; ``timeout`` in seconds, for each call.
 
-    Its methods are those of ``Receiving``, and raise LiveError.
+    ``init``, ``pause``, ``receive`` and ``resume`` raise LiveError.
     """
 
     url: str
     timeout: float = 600.0
 
-    def init(self, ticket: Mapping[str, Any]) -> None:  # noqa: D102
+    def init(self, ticket: Mapping[str, Any]) -> None:
+        """Have all ranks meet the trainer that a ticket names."""
         self._post("init_weight_transfer_engine", init_info=dict(ticket))
 
-    def pause(self) -> None:  # noqa: D102
+    def pause(self) -> None:
+        """Take up no request any more, and forget what was computed with the old weights."""
         self._post("pause?mode=wait&clear_cache=true")  # mode=keep would keep the cache
 
-    def receive(self, version: int) -> None:  # noqa: D102
+    def receive(self, version: int) -> None:
+        """Receive a push and compute with it; returns when that is done, or has failed."""
         self._post("start_weight_update")
         self._post("update_weights", update_info={"version": version})
         self._post("finish_weight_update")
 
-    def resume(self, version: int | None = None) -> None:  # noqa: D102
+    def resume(self, version: int | None = None) -> None:
+        """Go on, with the weights of this version."""
         if version is not None:
             self._post("update_weight_version", new_version=str(version))
         self._post("resume")
@@ -126,7 +110,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Offline:
-    """An ``LLM`` object of vLLM in this process."""
+    """An ``LLM`` object of vLLM in this process. Its methods are those of ``Server``."""
 
     llm: Any
 

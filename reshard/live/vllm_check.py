@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
 from formats.errors import LiveError
@@ -26,8 +26,6 @@ from reshard.transforms.opening import open_any
 
 if TYPE_CHECKING:
     import torch
-
-    from reshard.placement.arrangement import Arrangement
 
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -86,30 +84,7 @@ def _answer(rank: int, output: str) -> Sequence[str]:
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
 
-def differences(source: str, config: Path, rank: int, meeting: str, target: Target) -> list[str]:
-    """What one rank finds; ``config`` is a folder with the checkpoint's config.json."""
-    from formats.files.safetensors import stated_dtype
-    from formats.torch_internals import TORCH_DTYPES
-    from reshard.live.witness import compare, probed, recorded, unlike
-
-    arrangement = arrangement_of(source, target)
-    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
-    dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
-    model = built(config, rank, meeting, target, dtype)
-    loaded = recorded(model, model.load_weights, tensors)  # type: ignore[arg-type]  # a method of vLLM's
-    lines = compare(arrangement, rank, model, loaded)
-    again = probed(model, model.load_weights, tensors)  # type: ignore[arg-type]
-    return lines + [
-        f"rank {rank}: '{name}': the index probe differs from the recorder" for name in unlike(loaded, again)
-    ]
-
-
-def arrangement_of(source: str | Path, target: Target) -> Arrangement:
-    """Our rules for vLLM's ranks."""
-    return arranged(open_any(source, Access(), Weights.HEADERS).model, target)
-
-
-def built(config_folder: Path, rank: int, meeting: str, target: Target, dtype: torch.dtype) -> torch.nn.Module:
+def built(path: str, rank: int, meeting: str, target: Target, dtype: torch.dtype) -> torch.nn.Module:
     """This rank's part of vLLM's model, before loading. The process is a rank of vLLM's from then on."""
     import torch
     from vllm.config import (
@@ -126,7 +101,6 @@ def built(config_folder: Path, rank: int, meeting: str, target: Target, dtype: t
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     torch.set_num_threads(1)
-    path = str(config_folder)
     model_config = ModelConfig(
         model=path, tokenizer=path, skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True
     )
@@ -148,9 +122,21 @@ def built(config_folder: Path, rank: int, meeting: str, target: Target, dtype: t
 
 
 def main() -> None:
-    """Be one rank: print what it finds."""
-    source, config, rank, meeting, target = sys.argv[1:]
-    lines = differences(source, Path(config), int(rank), meeting, target_of(target))
+    """Be one rank: print how vLLM's loader and our rules differ on it. The config.json is in the folder CONFIG."""
+    from formats.files.safetensors import stated_dtype
+    from formats.torch_internals import TORCH_DTYPES
+    from reshard.live.witness import compare, probed, recorded, unlike
+
+    source, config, number, meeting, goal = sys.argv[1:]
+    rank, target = int(number), target_of(goal)
+    arrangement = arranged(open_any(source, Access(), Weights.HEADERS).model, target)
+    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
+    dtype = TORCH_DTYPES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
+    model: Any = built(config, rank, meeting, target, dtype)
+    loaded = recorded(model, model.load_weights, tensors)
+    lines = compare(arrangement, rank, model, loaded)
+    for name in unlike(loaded, probed(model, model.load_weights, tensors)):
+        lines.append(f"rank {rank}: '{name}': the index probe differs from the recorder")
     print(ANSWER + json.dumps(lines), flush=True)
     os._exit(0)  # vLLM's process groups need no orderly end
 

@@ -1,84 +1,59 @@
 """The receiving end of a push inside a vLLM worker: a weight transfer engine of vLLM's (``reshard.live.vllm``).
 
-An update leaves the engine as it is: what came is kept, and compared with what vLLM's model has. Only ``finish`` gives
-it to the model, on all ranks or on none. At more than one rank nothing is raised, because vLLM then takes the answer to
-one call for that to the next: all ranks agree on errors, and tell them to the trainer.
+An update leaves the engine as it is: what came is kept, which is what vLLM's model has, as its own loader has agreed to
+the plan. Only ``finish`` gives it to the model, on all ranks or on none. At more than one rank nothing is raised,
+because vLLM then takes the answer to one call for that to the next: all ranks agree on errors, and tell them to the
+trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.logger import init_logger
 
 from formats.errors import LiveError, ReshardError
 from reshard.live import vllm_reload
-from reshard.live.vllm_reload import Parameter, Receiver, by_all_names
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement
+
+if TYPE_CHECKING:
+    from reshard.live.process import Pull
 
 _LOGGER = init_logger("vllm.reshard")
 
 
-@dataclass
-class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """``store``: where trainer and engine meet, as in ``tcp://10.0.0.1:29600``."""
-
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``version``: the number of the push."""
-
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Engine(WeightTransferEngine):  # type: ignore[misc]
+class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Receives pushes. Made by each worker; raises LiveError for a version of vLLM that reloads in another way."""
 
-    init_info_cls, update_info_cls = Init, Update
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         vllm_reload.prove()
-        self.receiver: Receiver | None = None
-        self.parameters: Sequence[Parameter] = ()
+        self.receiver: Pull | None = None
         self.problem: str | None = None
         self._kept: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
+    def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
         """Whatever is given: a rank that raises here would be alone."""
-        return Init(init_dict)
+        return init_dict
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> Update:
-        """Whatever is given."""
-        return Update(update_dict)
-
-    def init_transfer_engine(self, init_info: Init) -> None:
-        """Meet the trainer, and agree on the plan: with what this model is made of, and with its own loader."""
-
-        def look() -> None:
-            self.parameters = vllm_reload.load_time(self.model)
-            self.receiver = self.connect(init_info.given)
+    def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Meet the trainer whose ticket this is, and agree on the plan: with what this model's own loader does."""
 
         def meet() -> None:
-            if self.receiver is not None:
-                self.receiver.check()
+            self.receiver = self.connect(init_info)
+            self.receiver.check()
 
-        self.problem = self._agreed(look) or self._agreed(meet)
+        self.problem = self._agreed(meet)
         version, tried = vllm_reload.version(), vllm_reload.TRIED
         if self.problem is None and not version.startswith(f"{tried}.") and get_world_group().rank_in_group == 0:
             _LOGGER.warning_once(
@@ -87,43 +62,34 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
                 tried,
             )
 
-    def connect(self, ticket: Mapping[str, Any]) -> Receiver:
+    def connect(self, ticket: Mapping[str, Any]) -> Pull:
         """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
         from reshard.live.process import pull_by  # not needed to list the engine
 
-        group = get_world_group()
-        return pull_by(
-            ticket, group.rank_in_group, group.world_size, str(self.device),
-            witness=lambda arrangement, rank: ask_loader(self, arrangement, rank),
-        )  # fmt: skip
+        group, witness = get_world_group(), partial(ask_loader, self)
+        return pull_by(ticket, group.rank_in_group, group.world_size, str(self.device), witness=witness)
 
     def start_weight_update(self) -> None:
         """Begin: nothing changes, the old weights serve."""
         self._kept = None
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a push and keep it, if all ranks have all of it and it is what the model has."""
-        version, received = -1, {}
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Receive a push and keep it, if all ranks have all of it."""
 
         def receive() -> None:
-            nonlocal version, received
             if update_info.keys() != {"version"}:
                 raise LiveError(f"vLLM was told {update_info}, and not a version")
-            version = update_info["version"]
             if self.receiver is None:
                 raise LiveError(self.problem or "init_weight_transfer_engine was not called")
-            received = by_all_names(self.receiver.receive(version), self.parameters)
+            self._kept = update_info["version"], self.receiver.receive(update_info["version"])
 
         self._kept = None
         self.problem = self._agreed(receive)
-        if self.problem is None:
-            self._kept = version, received
-        else:
-            self._tell(version)
+        if self.problem is not None:
+            self._kept = None
+            self._tell(update_info.get("version", -1))
 
-    def receive_weights(self, update_info: Update) -> None:
-        """Part of vLLM's interface; ``update_weights`` does it."""
-        self.update_weights(dict(update_info.given))
+    receive_weights = update_weights  # which vLLM's own would call, and then wait for a GPU that may not be there
 
     def finish_weight_update(self) -> None:
         """Compute with what was received; if any rank fails, no rank answers requests until the next push."""
@@ -149,7 +115,8 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         try:
             work()
         except Exception as error:
-            wrong = f"vLLM's rank {group.rank_in_group}: {_words(error)}"
+            words = error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+            wrong = f"vLLM's rank {group.rank_in_group}: {words}"
         problems: list[str | None] = [None] * group.world_size
         torch.distributed.all_gather_object(problems, wrong, group=group.cpu_group)
         problem = "; ".join(dict.fromkeys(filter(None, problems))) or None
@@ -179,7 +146,3 @@ def poison(model: torch.nn.Module, why: str | None) -> None:
         raise LiveError(f"the weights are half new, because a push failed: {why}", "push again, before any request")
 
     vars(model)["compute_logits"] = refuse  # called in each step, also where a captured graph runs the layers
-
-
-def _words(error: Exception) -> str:
-    return error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"

@@ -3,83 +3,22 @@
 Each layer is made anew in the shapes in which vLLM loads weights, filled, and processed as after loading; then its
 values are copied into the tensors that the engine computes with. So weights that a kernel packs come out right, and
 captured graphs keep their addresses.
-
-A ``Receiver`` is a rank's end of pushes, with the parameters that it must receive.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from formats.errors import LiveError, MismatchError, listed
+from formats.errors import LiveError
 from formats.torch_internals import unsaved_buffers
-
-
-class Receiver(Protocol):
-    """A rank's end of the pushes of a trainer."""
-
-    def check(self) -> object:
-        """Meet all others and agree on the plan. Raises LiveError."""
-        ...
-
-    def receive(self, version: int) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by name, when they are here and all ranks agree on the push. Raises LiveError."""
-        ...
-
-    def commit(self, version: int, error: str | None) -> None:
-        """Tell all ranks that this one computes with the new tensors, or why not. Raises LiveError."""
-        ...
-
-
-class Parameter(NamedTuple):
-    """A parameter of a model as weights are loaded into it; ``names`` are several if a tensor is tied."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def parameters_of(
-    model: torch.nn.Module, loaded: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
-) -> list[Parameter]:
-    """A model's parameters, each once. ``loaded`` is given a name, and gives the parameter as it is loaded."""
-    by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
-    pairs: Iterable[tuple[torch.Tensor, list[str]]] = ((loaded(names[0], one), names) for one, names in by_id.values())
-    return [Parameter(tuple(names), tuple(tensor.shape), tensor.dtype) for tensor, names in pairs]
-
-
-def by_all_names(tensors: Mapping[str, torch.Tensor], parameters: Sequence[Parameter]) -> dict[str, torch.Tensor]:
-    """What was received, under each name of each parameter.
-
-    Raises MismatchError if anything is missing, of another shape or dtype, or not known.
-    """
-    received: dict[str, torch.Tensor] = {}
-    for parameter in parameters:
-        name = next((name for name in parameter.names if name in tensors), None)
-        if name is None:
-            raise MismatchError(f"parameter '{parameter.names[0]}' was not received")
-        tensor = tensors[name]
-        if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
-            raise MismatchError(
-                f"parameter '{name}' is {parameter.dtype} {[*parameter.shape]} in the engine, and {tensor.dtype} "
-                f"{[*tensor.shape]} was received"
-            )
-        received |= dict.fromkeys(parameter.names, tensor)
-    unknown = [repr(name) for name in tensors if name not in received]
-    if unknown:
-        raise MismatchError(f"the engine's model has no parameter {listed(unknown, 3)}")
-    return received
-
 
 TRIED = "0.32"
 """The version of vLLM with which this was tried. Another is taken if it has all of ``SYMBOLS``, ``prove`` passes, and
@@ -128,14 +67,12 @@ def _unknown(why: str) -> LiveError:
     return LiveError(f"live pushes do not work with vLLM {version()}: {why}", f"install vLLM {TRIED}")
 
 
-def load_time(model: torch.nn.Module) -> list[Parameter]:
-    """The parameters of a running model, as weights are loaded into them. Raises LiveError."""
-
-    def loaded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        prefix, _, leaf = name.rpartition(".")
-        return _before_processing(model.get_submodule(prefix), leaf, tensor)
-
-    return parameters_of(model, loaded)
+def aliases(model: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter of a model: several if it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [*names.values()]
 
 
 def _before_processing(layer: torch.nn.Module, leaf: str, now: torch.Tensor) -> torch.Tensor:
@@ -150,13 +87,15 @@ def _before_processing(layer: torch.nn.Module, leaf: str, now: torch.Tensor) -> 
 def commit(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Give a running model its parameters: one layer after another, so that no request finds it without.
 
-    ``tensors`` has all of them, by each of their names; ``dtype`` is the model's. The caller holds vLLM's current
+    ``tensors`` has all of them, by any of their names; ``dtype`` is the model's. The caller holds vLLM's current
     configuration. What is raised on the way leaves the model half new.
     """
     layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        prefix, _, leaf = name.rpartition(".")
-        layers.setdefault(model.get_submodule(prefix), {})[leaf] = tensor
+    for names in aliases(model):
+        tensor = next(tensors[name] for name in names if name in tensors)
+        for name in names:
+            prefix, _, leaf = name.rpartition(".")
+            layers.setdefault(model.get_submodule(prefix), {})[leaf] = tensor
     for layer, tensors_of in layers.items():
         _renew(layer, tensors_of)
     for layer in model.modules():
@@ -201,7 +140,7 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
     """
     vllm = layerwise()
     begun, biases = [], []
-    aliases = [parameter.names for parameter in parameters_of(model)]
+    tied = aliases(model)
     try:
         for layer in model.modules():
             begun.append((layer, _begun(layer)))
@@ -212,8 +151,8 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
                 if tensor is begun[-1][1].kernel_tensors[0].get(leaf):  # vLLM leaves it where it is
                     biases.append((tensor, tensor.data))
                     tensor.data = torch.empty_like(_before_processing(layer, leaf, tensor), device=tensor.device)
-        for first, *aliases_of in aliases:
-            for name in aliases_of:  # vLLM forgets which are one
+        for first, *others in tied:
+            for name in others:  # vLLM forgets which are one
                 prefix, _, leaf = name.rpartition(".")
                 model.get_submodule(prefix)._parameters[leaf] = model.get_parameter(first)
         yield

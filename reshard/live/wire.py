@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -40,20 +40,16 @@ from reshard.live.fence import Fence
 class Message(NamedTuple):
     """Bytes for another rank, or from it.
 
-    ``peer`` is its number among all processes: those of the trainer first, then those of the receiver. ``work`` is
-    called with a one-dimensional tensor of ``nbytes`` bytes (``torch.uint8``): to fill it, or with what came.
+    ``step`` is the number of the bucket that it is in. ``peer`` is the other's number among all processes: those of the
+    trainer first, then those of the receiver. ``work`` is called with a one-dimensional tensor of ``nbytes`` bytes
+    (``torch.uint8``): to fill it, or with what came.
     """
 
+    step: int
     peer: int
     nbytes: int
     work: Callable[[torch.Tensor], None]
-
-
-class Step(NamedTuple):
-    """A bucket: what a rank sends in it and receives in it, in this order."""
-
-    sends: Sequence[Message]
-    receives: Sequence[Message]
+    is_sent: bool
 
 
 HEAD = 64
@@ -70,12 +66,6 @@ class Stats(NamedTuple):
     received: dict[int, int]
     messages: int
     seconds: float
-
-
-class _Task(NamedTuple):
-    step: int
-    message: Message
-    is_sent: bool
 
 
 class Wire:
@@ -106,17 +96,26 @@ class Wire:
             if listener is not None:
                 listener.close()
 
-    def exchange(self, steps: Sequence[Step], version: int) -> Stats:
+    def exchange(self, messages: Iterable[Message], version: int) -> Stats:
         """Send and receive all messages of this rank; their ``work`` is called in this thread, one after another.
 
-        All ranks call it with the same version, and with steps that fit (gloo would end a process that is sent more
-        than it expects): where a rank has nothing to do in one, its step is empty. The tensor that ``work`` is given is
-        memory for this call only. Raises LiveError, on all ranks, after which the wire and its fence are of no use.
+        All ranks call it with the same version, and with messages that fit (gloo would end a process that is sent more
+        than it expects). Those of one step between two ranks go in the order in which both have them. The tensor that
+        ``work`` is given is memory for this call only. Raises LiveError, on all ranks, after which the wire and its
+        fence are of no use.
         """
-        start = time.monotonic()
-        tasks = self._in_order(steps)
+        start, world = time.monotonic(), self._fence.world
+
+        def place(message: Message) -> tuple[int, int, bool]:
+            distance = message.peer - self._rank if message.is_sent else self._rank - message.peer
+            return message.step, distance % world, not message.is_sent
+
+        ordered = sorted(messages, key=place)
+        for message in ordered:
+            if message.nbytes > self._bucket:
+                raise PlanError(f"a message has {message.nbytes:,} bytes, and a bucket {self._bucket:,}")
         try:
-            self._run(tasks, version)
+            self._run(ordered, version)
         except BaseException as error:
             cause = error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
             failure = self._fence.fail(cause)  # the first one's, which may be another rank's
@@ -125,10 +124,10 @@ class Wire:
                 raise failure from error
             raise
         sent, received = dict[int, int](), dict[int, int]()
-        for _, message, is_sent in tasks:
-            count = sent if is_sent else received
+        for message in ordered:
+            count = sent if message.is_sent else received
             count[message.peer] = count.get(message.peer, 0) + message.nbytes
-        return Stats(sent, received, len(tasks), time.monotonic() - start)
+        return Stats(sent, received, len(ordered), time.monotonic() - start)
 
     def close(self) -> None:
         """Let go of the connections and the memory."""
@@ -215,51 +214,34 @@ class Wire:
 
     # --------------------------------------------------------------------------------------------------- exchanging
 
-    def _in_order(self, steps: Sequence[Step]) -> list[_Task]:
-        tasks = [
-            _Task(number, message, is_sent)
-            for number, step in enumerate(steps)
-            for is_sent, messages in ((True, step.sends), (False, step.receives))
-            for message in messages
-        ]
-        world = self._fence.world
-        tasks.sort(key=lambda t: (t.step, (1 if t.is_sent else -1) * (t.message.peer - self._rank) % world))
-        for _, message, _ in tasks:
-            if message.nbytes > self._bucket:
-                raise PlanError(f"a message has {message.nbytes:,} bytes, and a bucket {self._bucket:,}")
-        return tasks
-
-    def _run(self, tasks: list[_Task], version: int) -> None:
+    def _run(self, messages: Sequence[Message], version: int) -> None:
         self._sent = deque[tuple[int, int, Callable[[], object]]]()
         self._posted = deque[tuple[torch.Tensor, Callable[[], object]]]()
-        self._to_post = deque(t.message for t in tasks if not t.is_sent and t.message.peer not in self._in_links)
-        for task in tasks:
+        self._to_post = deque(m for m in messages if not m.is_sent and m.peer not in self._in_links)
+        for message in messages:
             self._fence.check()
             self._post()
-            if task.is_sent:
-                self._send(task.message, task.step, version)
-            else:
-                self._receive(task.message, task.step, version)
+            (self._send if message.is_sent else self._receive)(message, version)
         while self._sent:
             self._settle()
 
-    def _send(self, message: Message, step: int, version: int) -> None:
+    def _send(self, message: Message, version: int) -> None:
         size = _padded(message.nbytes)
         while len(self._sent) == MOST or (start := self._out.take(size)) is None:
             self._settle()
         part = self._out.memory[start : start + size]
         message.work(part[HEAD : HEAD + message.nbytes])
         words = part.view(torch.int64)
-        words[:3] = torch.tensor([version, step, message.nbytes], device=self._device)
+        words[:3] = torch.tensor([version, message.step, message.nbytes], device=self._device)
         words[3] = _checksum(part)
-        with self._waiting(message.peer, f"takes nothing in step {step}"):
+        with self._waiting(message.peer, f"takes nothing in step {message.step}"):
             if link := self._out_links.get(message.peer):
                 self._wait_for_device()
                 link.send(start.to_bytes(8))
                 wait: Callable[[], object] = partial(self._hear, link)
             else:
                 wait = self._point_to_point("send", part, message.peer)
-        self._sent.append((message.peer, step, wait))
+        self._sent.append((message.peer, message.step, wait))
 
     def _settle(self) -> None:
         """Wait until the oldest message has left, and use its memory again."""
@@ -276,20 +258,20 @@ class Wire:
             with self._waiting(message.peer, "sends nothing"):
                 self._posted.append((part, self._point_to_point("recv", part, message.peer)))
 
-    def _receive(self, message: Message, step: int, version: int) -> None:
+    def _receive(self, message: Message, version: int) -> None:
         link, memory = self._in_links.get(message.peer, (None, None))
-        with self._waiting(message.peer, f"sends nothing in step {step}"):
+        with self._waiting(message.peer, f"sends nothing in step {message.step}"):
             if link is not None and memory is not None:
                 start = self._hear(link)
                 part = memory[start : start + _padded(message.nbytes)]
             else:
                 part, wait = self._posted.popleft()
                 wait()
-        expected = version, step, message.nbytes, int(_checksum(part))
+        expected = version, message.step, message.nbytes, int(_checksum(part))
         for what, one, other in zip(_WORDS, part.view(torch.int64)[:4].tolist(), expected, strict=True):
             if one != other:
                 raise self._fence.fail(
-                    f"step {step} of {self._fence.names[message.peer]} came with {what} {one}, and not {other}"
+                    f"step {message.step} of {self._fence.names[message.peer]} came with {what} {one}, and not {other}"
                 )
         message.work(part[HEAD : HEAD + message.nbytes])
         if link is not None:

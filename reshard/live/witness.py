@@ -10,23 +10,25 @@ covers is not loaded: padding, or a mistake.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from formats.errors import LiveError, PlanError
+from formats.errors import LiveError
 from formats.notation.format_file import HUGGING_FACE
 from formats.torch_internals import TORCH_DTYPES
+from reshard.live import sides
+from reshard.live.routing import View, routes, view_of
 from reshard.mesh.plan import make_plan
+from reshard.model.model import BoundTensor
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
-from reshard.placement.pieces import boxes
-from reshard.placement.stored import Location, Stored, blocks_of
+from reshard.placement.stored import Stored
 from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
@@ -42,14 +44,6 @@ _FUNCTIONS = frozenset(["to", "float", "exp", "neg"])
 """What is computed of each element alone."""
 _BITS = 40
 """Of the number of an element within its tensor, in the index probe."""
-
-
-class View(NamedTuple):
-    """Elements of a tensor: the first one's number, and a shape with strides."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class Copied(NamedTuple):
@@ -135,26 +129,22 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
-    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements."""
-    with _numbered(model) as rooms:
+    """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements.
+
+    Meanwhile a model's tensors have 64 bits for each element, and -1 where nothing was loaded.
+    """
+    rooms, saved = rooms_of(model), dict[int, tuple[torch.Tensor, torch.Tensor, bool]]()
+    try:
+        for room in rooms.values():
+            if id(room) not in saved:
+                saved[id(room)] = room, room.data, room.requires_grad
+                room.requires_grad_(False)
+                room.data = torch.full(room.shape, -1, dtype=torch.int64)
         load(
             (name, (torch.arange(math.prod(shape)) + ((number + 1) << _BITS)).view(shape))
             for number, (name, (_, shape)) in enumerate(tensors.items())
         )
         return {name: _counted(room.detach().reshape(-1).numpy()) for name, room in rooms.items()}
-
-
-@contextmanager
-def _numbered(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """A model's tensors with -1 in each element, 64 bits each, for the length of a block."""
-    rooms, saved = rooms_of(model), {}
-    for room in rooms.values():
-        if id(room) not in saved:
-            saved[id(room)] = room, room.data, room.requires_grad
-            room.requires_grad_(False)
-            room.data = torch.full(room.shape, -1, dtype=torch.int64)
-    try:
-        yield rooms
     finally:
         for room, data, grad in saved.values():
             room.data = data
@@ -203,31 +193,18 @@ def _rows(copied: Copied) -> Ranges:
 
 
 def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Ranges]]:
-    """What our rules put into each tensor of a rank; constants are left out. Raises PlanError."""
-    model = arrangement.plan.model
+    """What a push of the whole checkpoint puts into each tensor of a rank; constants are left out. Raises PlanError."""
+    model, copies = arrangement.plan.model, defaultdict[str, list[Copied]](list)
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
-    whole, arrangement = align_atoms(arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE), arrangement)
+    whole = arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE)
+    source, target = (sides.by_rules(side) for side in align_atoms(whole, arrangement))
+    plan = routes(source, target, bucket=1 << 62)
+    for part in itertools.chain(*plan.parts(source.ranks + rank)):
+        into, origin = view_of(part, target, sends=False), view_of(part, source, sends=True)
+        copies[into.name].append(Copied(into, numbers[origin.name], origin))
     for stored, _ in arrangement.tensors_of(rank):
-        if stored.constant is not None:
-            continue
-        copies: list[Copied] = []
-        for number, atom in enumerate(stored.atoms):
-            src, dst = whole.atoms[atom], Location(stored, number)
-            if not stored.geometry.has(rank, number) or dst.is_zero(rank):
-                continue
-            blocks = blocks_of(src, dst)
-            if blocks is None:
-                raise PlanError(f"'{stored.name}' counts '{src.stored.name}' in blocks of another size")
-            spread = dst.spread(blocks)
-            here = replace(spread, pieces={rank: spread.pieces[rank]})
-            into, origin = stored.geometry.first(rank, number), src.stored.geometry.first(0, src.number)
-            for shape, (source,), (target,) in boxes(src.spread(blocks), here):
-                views = (
-                    View(into + target.base, shape, target.strides),
-                    View(origin + source.base, shape, source.strides),
-                )
-                copies.append(Copied(views[0], numbers[atom.tensor], views[1]))
-        yield stored, ranges(copies)
+        if stored.constant is None:
+            yield stored, ranges(copies[stored.name_on(rank)])
 
 
 def unlike(loaded: Mapping[str, Sequence[Copied]], probed_ranges: Mapping[str, Ranges]) -> list[str]:
@@ -243,28 +220,24 @@ def compare(
     ``model`` has its load-time shapes, ``loaded`` is what the loader puts into each of its tensors. A tensor of several
     names is known by any of them. Constants, and buffers of which both say nothing, are left out.
     """
-    rooms = rooms_of(model)
-    names = [tensor.name for tensor in arrangement.plan.model.tensors]
-    shapes = [tensor.shape for tensor in arrangement.plan.model.tensors]
-    lines, shapes_of = [], dict[str, tuple[int, ...]]()
-    shapes_of = {stored.name: shape for stored, shape in arrangement.tensors_of(rank)}
-    seen: set[int] = set()
+    rooms, lines, seen = rooms_of(model), list[str](), set[int]()
+    shapes = {stored.name: shape for stored, shape in arrangement.tensors_of(rank)}
     for stored, expected in by_rules(arrangement, rank):
-        name = stored.name_on(rank)
+        name, line = stored.name_on(rank), ""
         if name not in rooms:
             lines.append(f"rank {rank}: '{name}' is in our rules, and not in the engine's model")
             continue
         room = rooms[name]
         seen.add(id(room))
-        if tuple(room.shape) != shapes_of[stored.name]:
-            line: str | None = f" has shape {[*shapes_of[stored.name]]} by our rules, and {[*room.shape]} in the engine"
+        if tuple(room.shape) != shapes[stored.name]:
+            line = f" has shape {[*shapes[stored.name]]} by our rules, and {[*room.shape]} in the engine"
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
             line = (
                 f" is {stored.dtype} by our rules, and {room.dtype} in the engine: push(dtype=) rounds F32, and the "
                 "engine's --dtype chooses"
             )
-        else:
-            line = _difference(_Opinions(tuple(room.shape), names, shapes), expected, ranges(loaded[name]))
+        elif not np.array_equal(expected, rows := ranges(loaded[name])):
+            line = _difference(room.shape, arrangement.plan.model.tensors, expected, rows)
         lines += [f"rank {rank}: '{name}'{line}"] if line else []
     for name, room in rooms.items():
         if id(room) not in seen and (isinstance(room, torch.nn.Parameter) or len(loaded[name])):
@@ -273,37 +246,22 @@ def compare(
     return lines
 
 
-class _Opinions(NamedTuple):
-    """What is needed to say where elements are."""
-
-    shape: tuple[int, ...]
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-
-    def of(self, rows: Ranges, at: int, length: int) -> str:
-        """What ranges say of elements from ``at`` on, of which they say one thing."""
-        row = rows[max(int(np.searchsorted(rows[:, 0], at, side="right")) - 1, 0)] if len(rows) else None
-        if row is None or not row[0] <= at < row[0] + row[1]:
-            return "nothing"
-        start = int(row[3] + at - row[0])
-        return f"'{self.names[row[2]]}'{_box(start, start + length - 1, self.shapes[row[2]])}"
-
-
-def _difference(words: _Opinions, expected: Ranges, loaded: Ranges) -> str | None:
+def _difference(shape: Sequence[int], tensors: Sequence[BoundTensor], expected: Ranges, loaded: Ranges) -> str:
     """The first elements of a parameter of which two witnesses say something else, and how many they are."""
-    if np.array_equal(expected, loaded):
-        return None
-    size = math.prod(words.shape)
+    size = math.prod(shape)
     ends = [edge for rows in (expected, loaded) for edge in (rows[:, 0], rows[:, 0] + rows[:, 1])]
     edges = np.unique(np.concatenate([np.array([0, size]), *ends]))
     rows_at = [_at(rows, edges[:-1]) for rows in (expected, loaded)]
     differ = (rows_at[0] != rows_at[1]).any(1)
     lengths, first = np.diff(edges), int(np.flatnonzero(differ)[0])
     at, length = int(edges[first]), int(lengths[first])
-    count = int(lengths[differ].sum())
+    ours, theirs = (
+        f"'{tensors[number].name}'{_box(start, length, tensors[number].shape)}" if number >= 0 else "nothing"
+        for number, start in (rows[first].tolist() for rows in rows_at)
+    )
     return (
-        f"{_box(at, at + length - 1, words.shape)} is {words.of(expected, at, length)} by our rules, and "
-        f"{words.of(loaded, at, length)} by the engine's loader ({count:,} of {size:,} elements differ)"
+        f"{_box(at, length, shape)} is {ours} by our rules, and {theirs} by the engine's loader "
+        f"({int(lengths[differ].sum()):,} of {size:,} elements differ)"
     )
 
 
@@ -316,9 +274,9 @@ def _at(rows: Ranges, elements: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(inside[:, None], np.stack([row[:, 2], row[:, 3] + elements - row[:, 0]], 1), -1)
 
 
-def _box(first: int, last: int, shape: tuple[int, ...]) -> str:
-    """The box from one element to another, as an index: ``[0:2, 3:4]``."""
+def _box(first: int, length: int, shape: Sequence[int]) -> str:
+    """The box of so many elements, as an index: ``[0:2, 3:4]``."""
     if not shape:
         return ""
-    low, high = (np.unravel_index(element, shape) for element in (first, last))
+    low, high = (np.unravel_index(element, tuple(shape)) for element in (first, first + length - 1))
     return f"[{', '.join(f'{min(a, b)}:{max(a, b) + 1}' for a, b in zip(low, high, strict=True))}]"

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from formats.errors import LiveError
-from reshard.live import vllm_check, vllm_engine, vllm_reload, witness
-from reshard.live.meshes import Target
+from reshard.live import vllm_engine, vllm_reload, witness
+from reshard.live.meshes import Target, arranged
+from reshard.source.opening import open_source
 
 
 class Files:
@@ -84,7 +85,7 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         engine, rank = self.weight_transfer_engine, vllm_engine.get_world_group().rank_in_group
-        arrangement = vllm_check.arrangement_of(checkpoint, Target("vllm", tp=tp))
+        arrangement = arranged(open_source(Path(checkpoint)).model, Target("vllm", tp=tp))
         start = time.perf_counter()
         found = vllm_engine.ask_loader(engine, arrangement, rank)
         seconds, model = time.perf_counter() - start, engine.model

@@ -29,7 +29,7 @@ from reshard.commands.load import load_rank
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import Routes, plan_push
 from reshard.live.sides import LiveState, bound
-from reshard.live.views import Blocks, Tensors
+from reshard.live.views import Parcel, Tensors
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -166,18 +166,20 @@ def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.T
 
 def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors]) -> None:
     """Do what the processes do, bucket by bucket."""
-    source, target, first = routes.source, routes.target, routes.source.ranks
+    target, first = routes.target, routes.source.ranks
     plans = [list(routes.parts(rank)) for rank in range(first + target.ranks)]
     sent = 0
     for step in range(len(routes.ends)):
         for sender, receiver in itertools.product(range(first), range(target.ranks)):
-            sends = [each for each in plans[sender][step] if each.target.holder // target.width == receiver]
-            receives = [each for each in plans[first + receiver][step] if each.source.holder // source.width == sender]
+            sends = [each for each in plans[sender][step] if each.receiver == first + receiver]
+            receives = [each for each in plans[first + receiver][step] if each.sender == sender]
             assert sends == receives, "two ranks would not agree"
+            if not sends:
+                continue
             room = torch.empty(sum(each.nbytes for each in sends), dtype=torch.uint8)
             assert len(room) <= BUCKET
-            Blocks(sends, source, sends=True).pack(given[sender], room)
-            Blocks(receives, target, sends=False).unpack(found[receiver], room)
+            Parcel(step, receiver, sends, routes, {}, sends=True).pack(given[sender], False, room)
+            Parcel(step, sender, receives, routes, {}, sends=False).unpack(found[receiver], room)
             sent += len(room)
     assert sent == routes.nbytes == sum(routes.received)
 

@@ -166,7 +166,7 @@ def _steps(rank: int, version: int, hook: Callable[[], None]) -> list[Any]:
     """Three steps, in each of which each trainer sends each receiver a large message and a small one."""
     import torch
 
-    from reshard.live.wire import Message, Step
+    from reshard.live.wire import Message
 
     def message(step: int, peer: int, nbytes: int) -> Message:
         trainer, receiver = sorted((rank, peer))
@@ -181,8 +181,7 @@ def _steps(rank: int, version: int, hook: Callable[[], None]) -> list[Any]:
                 assert part.dtype == torch.uint8 and part.shape == (nbytes,)
                 assert bool((part == value).all()), "another message's bytes"
 
-        return Message(peer, nbytes, work)
+        return Message(step, peer, nbytes, work, rank < 2)
 
     peers = (2, 3) if rank < 2 else (0, 1)
-    found = [[message(step, peer, size) for peer in peers for size in (BUCKET - 5, 1001)] for step in range(3)]
-    return [Step(each, []) if rank < 2 else Step([], each) for each in found]
+    return [message(step, peer, size) for step in range(3) for peer in peers for size in (BUCKET - 5, 1001)]

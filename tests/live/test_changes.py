@@ -15,7 +15,7 @@ import torch
 from formats.errors import LiveError
 from reshard.live import exports, pull, push
 from reshard.live.process import Pull, Push
-from reshard.live.views import word_size
+from reshard.live.views import Parcel
 from reshard.live.wire import Stats
 from reshard.source.opening import open_source
 from tests import zoo
@@ -169,10 +169,10 @@ def test_what_is_converted_on_arrival_is_sent_whole(tmp_path: Path) -> None:
     """Of Mamba's A_log vLLM keeps -exp(A_log), in F32: what is there cannot be compared with what is sent."""
     plan = exports.routes(zoo.save("mamba", tmp_path), source="fsdp2:2", target="vllm:tp2")
     parts = [part for rank in range(2) for of in plan.parts(rank) for part in of]
-    converted = {part.move.atom.tensor.rpartition(".")[2] for part in parts if word_size([part], plan.target) is None}
-    assert converted == {"A_log"}
-    assert word_size(parts, plan.target) is None
-    assert {word_size([part], plan.target) for part in parts} == {None, 4}
+    words = {part.move.atom.tensor: Parcel(0, 0, [part], plan, {}, sends=True).word for part in parts}
+    assert {name.rpartition(".")[2] for name, word in words.items() if word is None} == {"A_log"}
+    assert Parcel(0, 0, parts, plan, {}, sends=True).word is None
+    assert {*words.values()} == {None, 4}
 
 
 def test_receivers_that_come_late(tmp_path: Path) -> None:

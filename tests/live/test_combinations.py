@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError, ReshardError
+from formats.errors import MismatchError, PlanError, ReshardError
+from formats.notation.axes import Run
+from formats.notation.format_file import format_of
 from reshard.live import exports
 from reshard.live.meshes import target_of, trainer_state
 from reshard.live.routing import plan_push
+from reshard.live.sides import LiveState
 from reshard.pages.markup import WIDTHS
 from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
@@ -83,6 +86,34 @@ def test_no_step_is_larger_than_a_bucket(llama: Path, source: str, target: str) 
     plan = exports.routes(llama, source=source, target=target, bucket=1 << 12)
     for rank in range(plan.source.ranks):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
+
+
+def test_no_step_is_larger_than_a_bucket_where_ranks_have_rows_in_turns(llama: Path) -> None:
+    """Many small pieces of one tensor on a rank: none is as large as a bucket, all together are."""
+    model, name = open_source(llama).model, "model.embed_tokens.weight"
+    (parts,) = trainer_state(model, target_of("fsdp2:1")).ranks
+    ranks = [
+        [
+            each._replace(runs=(tuple(Run(row, 1) for row in range(rank, each.shape[0], 2)), *each.runs[1:]))
+            if each.name == name
+            else each
+            for each in parts
+        ]
+        for rank in range(2)
+    ]
+    plan = plan_push(model, LiveState(format_of("dcp-transformers"), ranks), target_of("fsdp2:8"), bucket=1 << 12)
+    for process in range(10):
+        assert max(sum(part.nbytes for part in parts) for parts in plan.parts(process)) <= 1 << 12
+
+
+def test_receivers_that_have_a_tensor_in_two_dtypes(llama: Path) -> None:
+    model, (trainer, target) = open_source(llama).model, map(target_of, ("fsdp2:1", "fsdp2:2"))
+    receivers = trainer_state(model, target)
+    wider = [part._replace(dtype="F32") if "norm" in part.name else part for part in receivers.ranks[1]]
+    with pytest.raises(
+        MismatchError, match=r"norm\.weight' is F32 \[\d+\] on rank 1, and BF16 \[\d+\] on a rank before"
+    ):
+        plan_push(model, trainer_state(model, trainer), receivers._replace(ranks=[receivers.ranks[0], wider]))
 
 
 def test_a_bucket_has_room(llama: Path) -> None:

@@ -23,10 +23,9 @@ from reshard.commands.load import LoadRequest, load, load_rank
 from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of
-from reshard.live.process import Pull, Push, Sizes, pull, push
+from reshard.live.process import Pull, Push, pull, push
 from reshard.live.routing import Routes
-from reshard.live.views import Tensors
-from reshard.live.wire import Message, Step
+from reshard.live.wire import Message
 from reshard.source.opening import open_source
 from tests.live.ranks import NAMES, Plot, Ranks, Told, stop_with_parent
 from tests.live.test_fence import free_port
@@ -76,11 +75,10 @@ class Stops:
         self.stop("check")
         super()._verify(routes)  # type: ignore[misc]
 
-    def _steps(self, tensors: Tensors, sizes: Sizes | None = None) -> list[Step]:
-        steps: list[Step] = super()._steps(tensors, sizes)  # type: ignore[misc]
-        assert len(steps) > 4, "no step in the middle"
-        sends, receives = ([self._stopping(message) for message in messages] for messages in steps[2])
-        return [*steps[:2], Step(sends, receives), *steps[3:]]
+    def _messages(self, *given: Any) -> list[Message]:
+        messages: list[Message] = super()._messages(*given)  # type: ignore[misc]
+        assert messages[-1].step > 3, "no step in the middle"
+        return [self._stopping(message) if message.step == 2 else message for message in messages]
 
     def _stopping(self, message: Message) -> Message:
         def work(room: torch.Tensor) -> None:

@@ -120,6 +120,15 @@ def test_refused(models: Models, case: str) -> None:
     assert not any(tensor.any() for tensor in models.receiver.parameters()), "a byte has moved"
 
 
+def test_an_error_that_is_none_of_ours_is_heard_at_once(models: Models) -> None:
+    """As of an engine whose functions are others than they were."""
+    errors = ends(
+        models.trainer, models.receiver, push_options={"dtype": "BF16"}, pull_options={"witness": lambda *_: [1 // 0]}
+    )  # fmt: skip
+    assert [type(error) for error in errors] == [LiveError, ZeroDivisionError]
+    assert str(errors[0]) == "receiver 0 died, or has left"
+
+
 class Wrapper(nn.Module):
     """As DistributedDataParallel: the model is its ``module``."""
 

@@ -17,13 +17,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from formats.errors import LiveError, MismatchError
+from formats.errors import LiveError
 from reshard.live import vllm, vllm_reload
-from reshard.live.vllm_reload import Parameter, by_all_names
 from tests.live import layerwise
-
-SPLIT = Parameter(("a.weight",), (4, 3), torch.float32)
-TIED = Parameter(("embed.weight", "head.weight"), (8, 3), torch.float32)
 
 
 class Receiver:
@@ -68,9 +64,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.config": {"set_current_vllm_config": None},
         "vllm.distributed": {"get_world_group": lambda: group, "__path__": []},
         "vllm.distributed.weight_transfer": {"__path__": []},
-        "vllm.distributed.weight_transfer.base": {
-            "WeightTransferEngine": Base, "WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object,
-        },
+        "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": Base},
         "vllm.logger": {
             "init_logger": lambda _: SimpleNamespace(error=lambda *_: None, warning_once=lambda *w: warnings.append(w))
         },
@@ -111,9 +105,6 @@ class Base:
         self.device, self.model, self.model_config = torch.device("cpu"), Head(), SimpleNamespace(dtype=torch.float32)
         layerwise.load(self.model)
 
-    def __class_getitem__(cls, _: object) -> type:
-        return cls
-
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.full((4, 3), value), "head.weight": torch.full((8, 3), value)}
@@ -144,23 +135,9 @@ def test_a_push_reaches_the_packed_weights_of_each_alias(engine: Any) -> None:
     assert values(engine) == [2.0, 2.0, 2.0]
 
 
-FAILED: dict[str, tuple[Mapping[str, torch.Tensor] | Exception, str]] = {
-    "lost": (LiveError("rank 3 has ended"), "vLLM's rank 1: rank 3 has ended"),
-    "missing": ({"head.weight": torch.ones(8, 3)}, "vLLM's rank 1: parameter 'a.weight' was not received"),
-    "dtype": (
-        weights(2.0) | {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16)},
-        "vLLM's rank 1: parameter 'a.weight' is torch.float32 [4, 3] in the engine, and torch.bfloat16 [4, 3] was "
-        "received",
-    ),
-    "unknown": (weights(2.0) | {"b": torch.ones(1)}, "vLLM's rank 1: the engine's model has no parameter 'b'"),
-}
-
-
-@pytest.mark.parametrize("case", FAILED)
-def test_what_fails_before_the_end_leaves_the_old_weights(engine: Any, case: str) -> None:
-    given, message = FAILED[case]
+def test_what_fails_before_the_end_leaves_the_old_weights(engine: Any) -> None:
     assert push(engine, 1, weights(1.0)) is None
-    assert push(engine, 2, given) == message
+    assert push(engine, 2, LiveError("rank 3 has ended")) == "vLLM's rank 1: rank 3 has ended"
     assert values(engine) == [1.0, 1.0, 1.0]
     assert engine.model.compute_logits() == 12.0, "it serves on"
 
@@ -191,14 +168,6 @@ def test_nothing_is_raised_on_one_rank_alone(engine: Any) -> None:
     engine.shutdown()
     engine.update_weights({"version": 1})
     assert "'stroe'" in engine.problem, "the first error is told again"
-
-
-def test_names_shapes_and_dtypes_are_compared() -> None:
-    given = {"a.weight": torch.ones(4, 3), "head.weight": torch.ones(8, 3)}
-    assert by_all_names(given, [SPLIT, TIED])["embed.weight"] is given["head.weight"]
-    for shape in [(3, 3), (5, 3), (4, 2), (4,), (12,), (4, 3, 1)]:
-        with pytest.raises(MismatchError, match=r"'a\.weight' is torch\.float32 \[4, 3\] in the engine"):
-            by_all_names(given | {"a.weight": torch.ones(shape)}, [SPLIT, TIED])
 
 
 @pytest.mark.parametrize("name", vllm_reload.SYMBOLS)

@@ -15,7 +15,7 @@ import torch
 from formats.errors import LiveError, PlanError
 from reshard.live import wire as wire_module
 from reshard.live.fence import Fence
-from reshard.live.wire import Message, Stats, Step, Wire
+from reshard.live.wire import Message, Stats, Wire
 from tests.live.ranks import JOIN, NAMES, TIMEOUT, Plot, Ranks
 from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
@@ -36,22 +36,20 @@ def content(step: int, source: int, target: int, number: int, nbytes: int) -> to
     return (torch.arange(start, start + nbytes) % 251).to(torch.uint8)
 
 
-def all_to_all(rank: int, world: int, seed: int, wrong: list[object]) -> list[Step]:
+def all_to_all(rank: int, world: int, seed: int, wrong: list[object]) -> list[Message]:
     """Each rank sends each other none to three messages in each step, of any size, listed in any order."""
     dice = random.Random(seed)
-    steps = []
+    found = []
     for step in range(8):
-        sends, receives = list[Message](), list[Message]()
         for source in range(world):
             for target in range(world):
                 for number in range(dice.randint(0, 3) if source != target else 0):
                     what = step, source, target, number, dice.choice([0, 1, 7, 8, 1000, BUCKET - 5, BUCKET])
                     if rank == source:
-                        sends.append(Message(target, what[-1], partial(fill, what)))
+                        found.append(Message(step, target, what[-1], partial(fill, what), True))
                     elif rank == target:
-                        receives.append(Message(source, what[-1], partial(compare, what, wrong)))
-        steps.append(Step(sends, receives))
-    return steps
+                        found.append(Message(step, source, what[-1], partial(compare, what, wrong), False))
+    return found
 
 
 def fill(what: tuple[int, int, int, int, int], part: torch.Tensor) -> None:
@@ -83,15 +81,15 @@ def test_all_to_all(store: str, shared: bool) -> None:
     assert not wrong
     for number, pushes in enumerate(found):
         for version, stats in enumerate(pushes, 1):
-            steps = all_to_all(number, 4, version, wrong)
-            assert sum(stats.sent.values()) == sum(m.nbytes for step in steps for m in step.sends)
-            assert stats.messages == sum(len(step.sends) + len(step.receives) for step in steps)
+            messages = all_to_all(number, 4, version, wrong)
+            assert sum(stats.sent.values()) == sum(each.nbytes for each in messages if each.is_sent)
+            assert stats.messages == len(messages)
             for peer, nbytes in stats.received.items():
                 assert nbytes == found[peer][version - 1].sent[number]
 
 
 def message(peer: int, nbytes: int = 8) -> Message:
-    return Message(peer, nbytes, lambda part: None)
+    return Message(0, peer, nbytes, lambda part: None, peer > 0)
 
 
 @pytest.mark.parametrize("sent, version, cause", [(8, 3, "version 3, and not 4"), (16, 4, "size 16, and not 8")])
@@ -101,9 +99,9 @@ def test_other_message(store: str, sent: int, version: int, cause: str) -> None:
     def rank(number: int) -> str:
         fence = Fence(store, number, ["rank 0", "rank 1"], timeout=TIMEOUT)
         wire = Wire(fence, number, bucket=64)
-        step, at = (Step([], [message(0)]), 4) if number else (Step([message(1, sent)], []), version)
+        given, at = (message(0), 4) if number else (message(1, sent), version)
         with pytest.raises(LiveError) as error:
-            wire.exchange([step], at)
+            wire.exchange([given], at)
             fence.gather("end", b"")
         with pytest.raises(LiveError, match=cause):
             fence.gather("again", b"")
@@ -117,7 +115,7 @@ def test_other_message(store: str, sent: int, version: int, cause: str) -> None:
 def test_too_large(store: str) -> None:
     fence = Fence(store, 0, ["rank 0"])
     with pytest.raises(PlanError, match="a message has 65 bytes, and a bucket 64"):
-        Wire(fence, 0, bucket=64).exchange([Step([message(0, 65)], [])], 1)
+        Wire(fence, 0, bucket=64).exchange([message(0, 65)], 1)
     fence.close()
 
 

@@ -15,7 +15,8 @@ from formats.errors import LiveError
 from formats.notation.format import Format
 from formats.notation.format_file import PROGRAMS, format_of, read_format
 from reshard.live import vllm_check
-from reshard.live.witness import Copied, Recorder, View, by_rules, compare, joined, probed, ranges, recorded, unlike
+from reshard.live.routing import View
+from reshard.live.witness import Copied, Recorder, by_rules, compare, joined, probed, ranges, recorded, unlike
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.program_plan import plan_for

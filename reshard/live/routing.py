@@ -24,7 +24,7 @@ from reshard.model.model import Model
 from reshard.move.moves import check_atoms, conversion
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
-from reshard.placement.stored import Atom, Location, blocks_of
+from reshard.placement.stored import Atom, Location
 from reshard.text import Result, align, human_bytes, human_time, plural
 
 BUCKET = 64 << 20
@@ -325,13 +325,12 @@ class _Planning:
 
     def _ways_of(self, src: Location, dst: Location, item: int) -> tuple[Link, ...]:
         """The way of an atom; several, one for each part, if it is larger than a bucket."""
-        blocks = blocks_of(src, dst)
-        if blocks is None:
+        from_spread, to_spread = src.spread, dst.spread
+        if len(from_spread.full) != len(to_spread.full):
             raise PlanError(
                 f"tensor '{src.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
                 "push a model that is not quantized",
             )
-        from_spread, to_spread = src.spread(blocks), dst.spread(blocks)
         key = (from_spread, to_spread, item)
         if key not in self._ways:
             common = tuple(boxes(from_spread, to_spread))

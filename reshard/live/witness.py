@@ -26,7 +26,7 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.pieces import boxes
-from reshard.placement.stored import Location, Stored, blocks_of
+from reshard.placement.stored import Location, Stored
 from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
@@ -215,13 +215,12 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
             src, dst = whole.atoms[atom], Location(stored, number)
             if not stored.geometry.has(rank, number) or dst.is_zero(rank):
                 continue
-            blocks = blocks_of(src, dst)
-            if blocks is None:
+            spread = dst.spread
+            if len(src.spread.full) != len(spread.full):
                 raise PlanError(f"'{stored.name}' counts '{src.stored.name}' in blocks of another size")
-            spread = dst.spread(blocks)
             here = replace(spread, pieces={rank: spread.pieces[rank]})
             into, origin = stored.geometry.first(rank, number), src.stored.geometry.first(0, src.number)
-            for shape, (source,), (target,) in boxes(src.spread(blocks), here):
+            for shape, (source,), (target,) in boxes(src.spread, here):
                 views = (
                     View(into + target.base, shape, target.strides),
                     View(origin + source.base, shape, source.strides),

@@ -29,8 +29,8 @@ from reshard.move.jobs import Job, TargetPlace
 from reshard.move.slabs import Check, Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Piece, Spread
-from reshard.placement.stored import Atom, Location, Stated, blocks_of
+from reshard.placement.pieces import Piece, Spread
+from reshard.placement.stored import Atom, Location, Stated
 from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
 
 Block = NDArray[np.uint8]
@@ -421,7 +421,7 @@ class _Moves:
         way, nbytes = self._of_kind[key]
         stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
-            holders = sorted(src.spread(blocks_of(src, src) or ()).pieces)[: None if self._compare else 1]
+            holders = sorted(src.spread.pieces)[: None if self._compare else 1]
             way = Restate(atom.tensor, src.stored.dtype, nbytes, holders, stated, states, sources, ranks)
         job = Job(atom.tensor, way, sources, targets, nbytes)
         names = [placed.stored.name for placed in copies]
@@ -431,12 +431,11 @@ class _Moves:
         self, atom: Atom, src: Location, dst: Location, change: Change | None, ranks: frozenset[int],
         copies: Sequence[Location],
     ) -> Route:  # fmt: skip
-        blocks = blocks_of(src, dst)
-        if blocks is None:
-            raise _shapes_differ(atom, src.layout.full, dst.layout.full)
-        origin, goal = src.spread(blocks), dst.spread(blocks)
+        origin, goal = src.spread, dst.spread
+        if len(origin.full) != len(goal.full):
+            raise _shapes_differ(atom, origin.full, goal.full)
         for number, placed in enumerate(copies, 1):
-            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread(blocks).pieces.items()}
+            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread.pieces.items()}
             origin = replace(origin, pieces={**origin.pieces, **more})
         key, bits = (origin.value, goal.value, src.stored.dtype, change, ranks), DTYPE_BITS[src.stored.dtype]
         if key in self._ways:
@@ -444,7 +443,7 @@ class _Moves:
         if origin.full == goal.full:
             way: Route = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
         else:
-            steps = _steps(src, dst, blocks)
+            steps = _steps(src, dst)
             if change or steps is None:
                 raise _shapes_differ(atom, origin.full, goal.full)
             way = Regrid(origin, goal, steps, bits, ranks)
@@ -460,18 +459,10 @@ def _shapes_differ(atom: Atom, old: Sequence[int], new: Sequence[int]) -> PlanEr
     )
 
 
-def _steps(src: Location, dst: Location, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
-    """How many indices of a weight a block of each dimension counts, before and after; None if the rules agree on it.
-
-    A dimension is a block of factors, of which one that is counted in blocks has no other beside it.
-    """
-    ours, theirs = src.portion.component.factors, dst.portion.component.factors
-    if len(ours) != len(theirs):
-        return None
-    steps = tuple(
-        (max(ours[place].counted[0] for place in block), max(theirs[place].counted[0] for place in block))
-        for block in blocks
-    )
+def _steps(src: Location, dst: Location) -> tuple[tuple[int, int], ...] | None:
+    """How many indices of a weight a block of each factor counts, before and after; None if the rules agree on it."""
+    factors = zip(src.portion.component.factors, dst.portion.component.factors, strict=True)
+    steps = tuple((old.counted[0], new.counted[0]) for old, new in factors)
     return steps if any(old != new for old, new in steps) else None
 
 

@@ -7,19 +7,15 @@ numbers. A range of a row-major product of n factors (a chunk that ends within a
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from formats.notation.axes import Run, product_boxes, product_runs, segments
+from formats.notation.axes import Run, segments
 
 Runs = tuple[Run, ...]
-
-Blocks = tuple[tuple[int, ...], ...]
-"""Factors of an atom, by their numbers; those of one block are one dimension, slowest first."""
 
 
 class Piece(NamedTuple):
@@ -125,59 +121,3 @@ def boxes(source: Spread, target: Spread) -> Iterator[Box]:
 def _local(runs: Runs, index: int) -> int:
     """The number of indices of runs before an index."""
     return sum(min(max(index - run.offset, 0), run.length) for run in runs)
-
-
-def common_blocks(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Blocks:
-    """Factors that follow each other in both orders, together; each of ``starts`` begins a block of its own."""
-    after = {factor: place for place, factor in enumerate(target)}
-    blocks: list[tuple[int, ...]] = []
-    for factor in source:
-        is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
-        if is_next and factor not in starts:
-            blocks[-1] += (factor,)
-        else:
-            blocks.append((factor,))
-    return tuple(blocks)
-
-
-def over_blocks(piece: Piece, groups: Blocks, blocks: Blocks, sizes: Sequence[int]) -> Iterator[Piece]:
-    """A piece whose dimensions are ``groups`` of factors, with ``blocks`` of them as dimensions: one piece, or several.
-
-    A group has several blocks, or a block several groups, which then lie in one row-major piece. ``groups`` are in the
-    stored order; ``sizes`` has the padded size of each factor.
-    """
-    number = {block[0]: place for place, block in enumerate(blocks)}
-    position = {factor: place for place, factor in enumerate(itertools.chain(*groups))}
-    waiting = sorted(blocks, key=lambda block: position[block[0]])
-    parts: list[list[tuple[int, list[tuple[int, Runs, int]]]]] = []  # of each step: base, and what each block has
-    place = 0
-    while place < len(groups):
-        first, block = place, waiting.pop(0)
-        place += 1
-        if len(block) >= len(groups[first]):
-            while sum(map(len, groups[first:place])) < len(block):
-                place += 1
-            factors = [(piece.runs[i], math.prod(sizes[f] for f in groups[i])) for i in range(first, place)]
-            runs = tuple(product_runs(factors)) if place - first > 1 else piece.runs[first]
-            parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])
-            continue
-        inside = [block]
-        while sum(map(len, inside)) < len(groups[first]):
-            inside.append(waiting.pop(0))
-        lengths, stride, (run,) = (
-            [math.prod(sizes[f] for f in factors) for factors in inside],
-            piece.strides[first],
-            piece.runs[first],
-        )
-        inner = [math.prod(lengths[i + 1 :]) * stride for i in range(len(lengths))]
-        parts.append([
-            (
-                sum(one.offset * step for one, step in zip(box, inner, strict=True)) - run.offset * stride,
-                [(number[factors[0]], (one,), step) for factors, one, step in zip(inside, box, inner, strict=True)],
-            )
-            for box in product_boxes(run.offset, run.length, lengths)
-        ])  # fmt: skip
-    for chosen in itertools.product(*parts):
-        dims = sorted(itertools.chain(*(dims for _, dims in chosen)))
-        base = piece.base + sum(base for base, _ in chosen)
-        yield Piece(tuple(runs for _, runs, _ in dims), tuple(stride for _, _, stride in dims), base)

@@ -315,12 +315,13 @@ class _Gathering(Reader):
         super().__init__()
         self._opened, self._files = opened, files
 
-    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+    def fill(self, data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
+        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError."""
         remote = self._files[file.path]
         if isinstance(remote, LocalFile):
-            remote.fill(offset, view)
-        elif len(view):
-            view[:] = self._opened(remote)(offset, offset + len(view))
+            remote.fill(offset, data.data)
+        elif data.size:
+            data.data[:] = self._opened(remote)(offset, offset + data.size)
 
     def block(self, job: Job, slab: Slab) -> NDArray[np.uint8]:
         """All that a slab writes, one region after the other."""

@@ -27,6 +27,10 @@ LARGEST = 8 << 20
 """The largest budget in bytes of a slab: what is read, copied and written stays in the processor's cache."""
 
 
+ALONE = 1 << 18
+"""Bytes, read and written, of a plain range that is a step of its own: it is written as it was read, not copied."""
+
+
 class Rows(NamedTuple):
     """Bytes of a tensor, in an order: from ``offset`` on in pieces of ``inner`` bytes each. ``outer`` has the sizes and
     strides (bytes) of the dimensions that the pieces make, fastest first; () for one piece.
@@ -247,16 +251,18 @@ class Transfer:
         of its indices, or, if an index is too large, into the steps of each.
         """
         depth, room, groups = len(lead), -1, list[list[Segment]]()
+        is_flat = self._is_flat(depth)
         for segment in self._cuts.segments(depth, within):
             if segment.is_data and not segment.targets:
                 room = -1
                 continue
             nbytes = segment.length * self._cost(depth, segment)
-            if nbytes > room:
+            is_alone = is_flat and nbytes >= ALONE
+            if nbytes > room or is_alone:
                 groups.append([])
                 room = budget
             groups[-1].append(segment)
-            room -= nbytes
+            room = -1 if is_alone else room - nbytes
         for group in groups:
             first, cost = group[0], max(1, self._cost(depth, group[0]))
             most, end = max(1, budget // cost), first.offset + first.length
@@ -270,6 +276,10 @@ class Transfer:
                 yield from (slab.shifted(by) for by in range(0, first.length - most + 1, most))
                 if rest := first.length % most:
                     yield self._slab(lead, [first._replace(offset=end - rest, length=rest)])
+
+    def _is_flat(self, depth: int) -> bool:
+        """Whether what is read and written from a dimension on are plain byte ranges."""
+        return depth == len(self._order) - 1 and self._change is None
 
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
@@ -288,7 +298,6 @@ class Transfer:
         order = [d for d in self._order if d >= depth]
         sources = _Regions(self._sources, lead, start, end, sorted(order), self._tails[0])
         targets = _Regions(self._targets, lead, start, end, order, self._tails[1])
-        is_flat = len(order) == 1 and self._change is None
         edit = _edit(self._change, [d - depth for d in order])
         copies, checks = list[Copy](), list[Check]()
         for cell in ((first, *rest) for first in group for rest in self._cuts.cells(depth + 1, first)):
@@ -304,7 +313,9 @@ class Transfer:
             else:
                 checks += [Check(*place, None, ()) for place in places]
                 copies += [Copy(None, (), *place) for place in into]
-        return Slab(sources.regions(partial=True), targets.regions(), tuple(copies), tuple(checks), is_flat)
+        return Slab(
+            sources.regions(partial=True), targets.regions(), tuple(copies), tuple(checks), self._is_flat(depth)
+        )
 
 
 class _Dim(NamedTuple):

@@ -215,8 +215,7 @@ class Mover:
                 if not place.file.done:
                     run = writes[self._numbers[place.file]]
                     ranges = ((place.offset + offset, at, n) for offset, at, n in region.ranges(0, region.nbytes))
-                    into = _Span(run, run.add(region, ranges), region.shape)
-                    run.made_of.append((into, copies, spans, blocks))
+                    run.made_of.append((run.add(region, ranges), region, copies, spans, blocks))
             ready.append((job, slab, spans, blocks))
         self._arena.clear()
         for (file, targets), run in reads.items():
@@ -243,15 +242,15 @@ class Mover:
 
     def _put_together(self, run: _Run) -> None:
         """Make what is written. What goes as it was read is not copied, and its sum is known."""
-        (_, copies, spans, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
+        (_, _, copies, spans, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
         if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
             block, origin = blocks[source][copies[0].source_slices], spans[source].run
             if block.size == run.size and block.flags.c_contiguous:
                 run.data, run.part = block.reshape(-1), origin.part if origin.size == run.size else None
                 return
         run.data = self._arena.take(run.size, run.ranges[0][0] if run.ranges else 0)
-        for span, copies, _, blocks in run.made_of:
-            block = span.data
+        for begin, region, copies, _, blocks in run.made_of:
+            block = run.data[begin : begin + region.nbytes].reshape(region.shape)
             for copy in copies:
                 block[copy.target_slices] = copy.block(blocks)
 
@@ -389,8 +388,8 @@ class _Run:
     size: int = 0
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
     """Where they lie: the offset in the file, the position in memory, and the length of each range."""
-    made_of: list[tuple[_Span, Sequence[Copy], Sequence[_Span], list[Bytes]]] = field(default_factory=list)
-    """For each region that is written: where it is, the copies into it, and what these are copied from."""
+    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Span], list[Bytes]]] = field(default_factory=list)
+    """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
     data: Bytes = field(default_factory=lambda: _NONE)
     part: Part | None = None
     """The sum of all of it, if it is known."""

@@ -15,7 +15,7 @@ from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
-from reshard.move.mover import Steps, allocate, fill, requested
+from reshard.move.mover import Steps, fill, requested
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region, Slab
@@ -90,7 +90,7 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[str, torch.Tensor], None]) -> None:
     """Load tensors, in a few threads; ``take`` is called with each when it is complete."""
     jobs, options = tuple(jobs), Options()
-    memory = {name: allocate(tensor_bytes(name, *kind)) for name, kind in kinds.items()}
+    memory = {name: np.empty(tensor_bytes(name, *kind), np.uint8) for name, kind in kinds.items()}
     missing = {name: data.size for name, data in memory.items()}
     steps = Steps(jobs, options.sizes)
     drawn = Shared(group for group in steps.left(range(len(jobs)), ()))
@@ -128,7 +128,7 @@ def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> 
 def _block(tensor: Bytes, region: Region) -> Bytes:
     """The memory of a region: of the tensor, if it lies there in one piece."""
     if region.rows.outer:
-        return allocate(region.nbytes).reshape(region.shape)
+        return np.empty(region.shape, np.uint8)
     begin = region.rows.offset + region.offset
     return tensor[begin : begin + region.nbytes].reshape(region.shape)
 

@@ -24,7 +24,7 @@ from reshard.model.model import Model
 from reshard.move.moves import check_atoms, conversion
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
-from reshard.placement.stored import Atom, Location, blocks_of
+from reshard.placement.stored import Atom, Location
 from reshard.text import Result, align, human_bytes, human_time, plural
 
 BUCKET = 64 << 20
@@ -253,13 +253,13 @@ def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[
                     f"push(dtype='{dst.stored.dtype}') rounds it",
                 )
             conversion(atom.tensor, dtype, *wanted)  # raises, if there is none
-        blocks = blocks_of(src, dst)
-        if blocks is None:
+        origin, goal, item = src.spread, dst.spread, DTYPE_BITS[dtype] // 8
+        if len(origin.full) != len(goal.full):
             raise PlanError(
                 f"tensor '{src.stored.name}' is divided by blocks of scales, which live ranks cannot exchange",
                 "push a model that is not quantized",
             )
-        key = (origin := src.spread(blocks), goal := dst.spread(blocks), item := DTYPE_BITS[dtype] // 8)
+        key = origin, goal, item
         if key not in links:
             common = tuple(boxes(origin, goal))
             if any(not box.sources for box in common):

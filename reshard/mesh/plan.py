@@ -115,7 +115,25 @@ class Plan(Result):
     owners: dict[tuple[object, ...], frozenset[int] | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """Caches that all arrangements of this plan share: the layout, and the ranks, of a component of a kind."""
+    """Caches that all arrangements of this plan share."""
+
+    def layout(self, kind: Kind, dealt: str | None = None) -> Layout:
+        """How the tensors of a kind, or parts of them, lie on the mesh; those that are alike share it.
+
+        With ``dealt``, tp deals this axis and no other. Raises PlanError.
+        """
+        model, place = self.model, (kind.places, kind.indices, kind.axes, kind.stages)
+        if place not in self.owners:
+            is_everywhere = not kind.places and kind.stages is None
+            self.owners[place] = None if is_everywhere else owners_of(model, self.mesh, kind)
+        owners = self.owners[place]
+        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners, dealt)
+        if key not in self.layouts:
+            if dealt is not None:
+                families = {**model.architecture.families, "tp": ((dealt,),)}
+                model = replace(model, architecture=replace(model.architecture, families=families))
+            self.layouts[key] = layout_of(model, self.mesh, kind, self.padding, owners)
+        return self.layouts[key]
 
     @property
     def headline(self) -> str:
@@ -178,25 +196,16 @@ def make_plan(
     model = staged(model, mesh)
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}
-    layouts: dict[tuple[object, ...], Layout] = {}
-    owned_by: dict[tuple[object, ...], frozenset[int] | None] = {}
     laid: dict[Kind, Entry] = {}
+    plan = Plan(model, mesh, padding, laid)
     for kind in model.kinds:
-        place = (kind.places, kind.indices, kind.axes, kind.stages)
-        if (kind.places or kind.stages is not None) and place not in owned_by:
-            owned_by[place] = owners_of(model, mesh, kind)
-        owners = owned_by.get(place)
-        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners)
-        if key not in layouts:
-            layouts[key] = layout_of(model, mesh, kind, padding, owners)
-            _check_whole_bytes(kind, layouts[key])
-        stated = (kind.stated, kind.indices, owners)
-        if kind.stated is not None and stated not in layouts:
+        layout, stated = plan.layout(kind), None
+        _check_whole_bytes(kind, layout)
+        if kind.stated is not None:
             shape = kind.stated.sizes(model.sizes.of(dict(kind.indices)))
-            weight = replace(kind, rule=kind.stated, shape=shape)
-            layouts[stated] = layout_of(model, mesh, weight, padding, owners)
-        laid[kind] = Entry(kind.name, kind.dtype, kind.template, layouts[key], layouts[stated] if kind.stated else None)
-    return Plan(model, mesh, padding, laid)
+            stated = plan.layout(replace(kind, rule=kind.stated, shape=shape))
+        laid[kind] = Entry(kind.name, kind.dtype, kind.template, layout, stated)
+    return plan
 
 
 def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from formats.store import NEAR, Range, joined
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.moves import jobs_of
-from reshard.move.reading import needed
+from reshard.move.reading import ranges_of
 from reshard.move.slabs import Route
 from reshard.placement.arrangement import Arrangement
 from reshard.source.source import Source, SourceFile
@@ -59,12 +59,12 @@ class Ahead:
 
     def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
         """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out."""
-        ranges_of: dict[SourceFile, list[Range]] = {}
+        wanted: dict[SourceFile, list[Range]] = {}
         for file, ranges in tensors:
             if file.is_elsewhere:
-                ranges_of.setdefault(file, []).extend(joined(ranges, GAP))
+                wanted.setdefault(file, []).extend(joined(ranges, GAP))
         self._steps.append({
-            file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in ranges_of.items()
+            file: [self._part(file, *part) for part in _cut(ranges)] for file, ranges in wanted.items()
         })  # fmt: skip
 
     @property
@@ -137,14 +137,16 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
 
 def _fetched(job: Job) -> int:
     """The bytes that are fetched for one job."""
-    ranges_of: dict[SourceFile, list[tuple[int, int]]] = {}
+    fetched: dict[SourceFile, list[tuple[int, int]]] = {}
     for region in (region for slab in job.transfer.slabs(Options().sizes.step) for region in slab.reads):
         place = job.sources(region.rank)
         if place is not None and place.file.remote is not None:
-            ranges_of.setdefault(place.file, []).extend(joined(needed(place, region), GAP))
+            fetched.setdefault(place.file, []).extend(
+                joined([(at, at + n) for at, _, n in ranges_of(place, region)], GAP)
+            )
     return sum(
         file.remote.over_network(end - begin)
-        for file, ranges in ranges_of.items()
+        for file, ranges in fetched.items()
         for begin, end in joined(ranges, 0)
         if file.remote is not None
     )

@@ -134,7 +134,7 @@ class Job(NamedTuple):
 
     def is_small(self, small: int) -> bool:
         """Whether it is moved together with others, where ``small`` is the size of the largest of these."""
-        return self.nbytes <= small and self.transfer.in_one_piece
+        return self.nbytes <= small
 
     def work(self, small: int) -> int:
         """A measure of the work: bytes plus a constant, because even a small tensor takes time."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,36 +27,12 @@ from formats.errors import MismatchError
 from formats.files.checksum import Part, PartialSum, sum_part
 from formats.store import joined
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within
-from reshard.move.reading import Bytes, Reader, TargetSet, pieces
+from reshard.move.reading import Bytes, Reader, TargetSet, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Moved
 from reshard.source.source import SourceFile, SourcePlace
 from reshard.store.threads import StoppedError
 from reshard.system import disk_error
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Bytes ``begin`` to ``end`` of a source's region, and the copies that want all of them."""
-
-    begin: int
-    end: int
-    copies: Sequence[Copy]
-
-
-def windows(copies: Sequence[Copy], size: int) -> Iterator[Window]:
-    """The wanted parts of a source's region, of at most ``size`` bytes each."""
-    slices = [copy.source_slices[0] for copy in copies]
-    bounds = sorted({bound for part in slices for bound in (part.start, part.stop)})
-    starting: list[list[Copy]] = [[] for _ in bounds]
-    for copy, part in zip(copies, slices, strict=True):
-        for i in range(bisect_left(bounds, part.start), bisect_left(bounds, part.stop)):
-            starting[i].append(copy)
-    for (first, last), overlapping in zip(itertools.pairwise(bounds), starting, strict=False):
-        if overlapping:
-            for begin in range(first, last, size):
-                yield Window(begin, min(begin + size, last), overlapping)
-
 
 _FEW = 256 << 20
 """The slabs of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
@@ -83,25 +60,22 @@ class Steps:
         return (Step(job, slab, (number, i)) for i, slab in enumerate(itertools.islice(slabs, first, last), first))
 
     def left(self, numbers: Iterable[int], complete: Container[tuple[int, int]]) -> Iterator[Sequence[Step]]:
-        """The steps of some jobs that are not ``complete``, as they are carried out: small tensors together."""
+        """The steps of some jobs that are not ``complete``, a few at a time: of small tensors, or of one other."""
         for is_small, alike in itertools.groupby(
             numbers, lambda number: self._jobs[number].is_small(self._sizes.small)
         ):
-            for together in self._together(alike) if is_small else ([number] for number in alike):
-                steps = (step for number in together for step in self.of(number) if step.number not in complete)
-                yield from [[*steps]] if is_small else ([step] for step in steps)
-
-    def _together(self, numbers: Iterable[int]) -> Iterator[Sequence[int]]:
-        """Groups of small tensors that are moved together."""
-        group, room = list[int](), self._sizes.together
-        for number in numbers:
-            group.append(number)
-            room -= self._jobs[number].nbytes
-            if room <= 0:
-                yield group
-                group, room = [], self._sizes.together
-        if group:
-            yield group
+            most = self._sizes.together if is_small else self._sizes.step
+            for together in [alike] if is_small else ([number] for number in alike):
+                group, room = list[Step](), most
+                for step in (step for number in together for step in self.of(number)):
+                    if step.number not in complete:
+                        group.append(step)
+                        room -= step.job.nbytes if is_small else step.slab.nbytes
+                    if room <= 0:
+                        yield group
+                        group, room = [], most
+                if group:
+                    yield group
 
 
 def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[range]:
@@ -179,181 +153,108 @@ class Mover:
         self._busy, self._send = busy, send
         self._source_numbers = {file: number for number, file in enumerate(sources)}
         self._numbers = {file: number for number, file in enumerate(targets)}
-        self._summed_for: TargetSet | None = frozenset()
-        self._reader = Reader(self._read if options.checksum else None, self._sizes.piece)
-        self._account, self._shown = Account(), 0
+        self._reader, self._arena, self._account = Reader(), _Arena(self._sizes.piece), Account()
         self._fetched, self._reported = 0, time.monotonic()
-        self._arena = _Arena(self._sizes.piece)
 
     def carry_out(self, stretches: Sequence[Iterator[Sequence[Step]]]) -> None:
         """Carry out the steps that this thread draws."""
-        is_remote = any(file.is_elsewhere for file in self._sources)
+        drawn, is_remote = itertools.chain(*stretches), any(file.is_elsewhere for file in self._sources)
         try:
-            for stretch in stretches:
-                for steps in requested(stretch, self._reader) if is_remote else stretch:
-                    if len(steps) != 1 or steps[0].job.is_small(self._sizes.small):
-                        self._carry_out_together(steps)
-                    else:
-                        self._carry_out(steps[0].job, steps[0].slab)
-                    self._account.steps += [step.number for step in steps]
-                    if self._account.nbytes >= self._sizes.step or self._is_late():
-                        self.report()
+            for group in requested(drawn, self._reader) if is_remote else drawn:
+                if group[0].job.is_small(self._sizes.small):
+                    self._carry_out(group)
+                    continue
+                for _, step in self._free_first((self._first_target(step), step) for step in group):
+                    self._carry_out([step])
             self.report()
         finally:
             self._reader.close()
 
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._reported >= SECONDS
+    def _first_target(self, step: Step) -> int:
+        """The number of the first target that a step writes to; any, if it writes to none."""
+        return next((self._numbers[step.job.target(region.rank).file] for region in step.slab.writes), 0)
 
     def report(self) -> None:
         """Report what was moved since the last report."""
         account, self._account = self._account, Account()
         now = self._reader.fetched
         account.fetched, self._fetched = now - self._fetched, now
-        account.nbytes, self._shown = account.nbytes - self._shown, 0
         self._send(account)
         self._reported = time.monotonic()
 
-    def _carry_out_together(self, steps: Sequence[Step]) -> None:
-        """Move small tensors: neighbours in a file are read or written with one call."""
-        reads, writes = _Runs[tuple[SourceFile, TargetSet | None]](), _Runs[int]()
-        ready = []
-        for job, slab, _ in steps:
-            places = [(number, region, job.target(region.rank)) for number, region in enumerate(slab.writes)]
-            targets = frozenset([self._numbers[place.file] for _, _, place in places])
-            unwritten = [entry for entry in places if not entry[2].file.done]
-            if targets and not unwritten:
-                continue
-            sources = [(region, job.source(region.rank)) for region in slab.reads]
-            summed = None if job.again else targets
-            spans = [reads.add((place.file, summed), place.offset, region) for region, place in sources]
-            written = [(i, writes.add(self._numbers[place.file], place.offset, r)) for i, r, place in unwritten]
-            ready.append((job, slab, spans, written))
-        for run in reads.make_room():
-            file, self._summed_for = run.key
-            self._reader.fill(run.data, file, run.begin)
-        filled = writes.make_room()
-        for job, slab, spans, written in ready:
-            blocks = [span.data for span in spans]
-            check_slab(job, slab, blocks)
-            for number, span in written:
-                block = span.data
-                for copy in slab.copies_to[number]:
-                    block[copy.target_slices] = copy.block(blocks)
-        for part in filled:
-            self.write(self._targets[part.key], part.begin, part.data)
-
-    def _carry_out(self, job: Job, slab: Slab) -> None:
-        arena = self._arena
-        arena.clear()
-        if slab.is_flat and not slab.checks:
-            self._stream(job, slab)
-            return
-        if not self._want(job, (region.rank for region in slab.writes)):
-            return
-        blocks = [self._reader.read(job.source(region.rank), region, arena.take) for region in slab.reads]
-        check_slab(job, slab, blocks)
-        if slab.is_flat:
-            self._write_flat(job, slab, blocks)
-        else:
-            self._write_blocks(job, slab, blocks)
-
-    # -- reading and writing
-
-    def _want(self, job: Job, ranks: Iterable[int]) -> bool:
-        """Set the target files for which the next bytes are read and summed (None: they are not summed).
-
-        Returns whether any of the files is unfinished.
-        """
-        files = [job.target(rank).file for rank in ranks]
-        self._summed_for = None if job.again else frozenset(self._numbers[file] for file in files)
-        return not files or not all(file.done for file in files)
-
-    def _stream(self, job: Job, slab: Slab) -> None:
-        """Move plain byte ranges window by window: each is read once and written to all its targets."""
-        for number, region in enumerate(slab.reads):
-            source = job.source(region.rank)
-
-            def move(window: Window, source: SourcePlace = source, region: Region = region) -> None:
-                if not self._want(job, (slab.writes[copy.target].rank for copy in window.copies)):
-                    return
-                self._arena.clear()
-                data = self._arena.take(window.end - window.begin)
-                ranges = region.ranges(window.begin, data.size)
-                parts = [self._reader.fill(data[at : at + n], source.file, source.offset + o) for o, at, n in ranges]
-                part = parts[0] if len(parts) == 1 else None
-                for copy in window.copies:
-                    target, begin = slab.writes[copy.target], copy.target_slices[0].start - copy.source_slices[0].start
-                    place = job.target(target.rank)
-                    for offset, at, n in target.ranges(begin + window.begin, data.size) if not place.file.done else ():
-                        if n == data.size:
-                            part = self.write(place.file, place.offset + offset, data, part)
-                        else:
-                            self.write(place.file, place.offset + offset, data[at : at + n])
-
-            all_windows = windows([copy for copy in slab.copies if copy.source == number], self._sizes.piece)
-            self._one_by_one(job, ((slab.writes[window.copies[0].target].rank, window) for window in all_windows), move)
-        for copy in slab.copies:
-            if copy.source is None:
-                self._write_zeros(job, slab.writes[copy.target], copy)
-
-    def _one_by_one(self, job: Job, items: Iterable[tuple[int, T]], move: Callable[[T], None]) -> None:
-        """Move items, each with its target rank; files that another thread is writing to come last."""
+    def _free_first(self, items: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+        """Items, each with the number of a target; those of files that another thread is writing to come last."""
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
-                number = self._numbers[job.target(waiting[0][0]).file]
-                if not self._busy[number]:
+                if not self._busy[waiting[0][0]]:
                     break
                 waiting.rotate(-1)
-            self._busy[number] = 1
-            move(waiting.popleft()[1])
-            self._busy[number] = 0
-            if self._is_late():  # within a step only how far it is
-                self._send(Account(nbytes=self._account.nbytes - self._shown))
-                self._shown, self._reported = self._account.nbytes, time.monotonic()
+            item = waiting.popleft()
+            self._busy[item[0]] = 1
+            yield item
+            self._busy[item[0]] = 0
 
-    def _write_zeros(self, job: Job, region: Region, copy: Copy) -> None:
-        if job.target(region.rank).file.done:
-            return
-        part = copy.target_slices[0]
-        zeros = np.zeros(min(self._sizes.piece, part.stop - part.start), dtype=np.uint8)
-        for begin in range(part.start, part.stop, self._sizes.piece):
-            self._write_at(job, region, begin, zeros[: part.stop - begin])
+    def _carry_out(self, steps: Sequence[Step]) -> None:
+        """Read what steps need, check it, and write what they make of it; neighbours in a file with one call."""
+        reads: dict[tuple[SourceFile, TargetSet | None], _Run] = defaultdict(_Run)
+        writes: dict[int, _Run] = defaultdict(_Run)
+        ready = list[tuple[Job, Slab, list[_Span], list[Bytes]]]()
+        for job, slab, _ in steps:
+            places = [job.target(region.rank) for region in slab.writes]
+            if places and all(place.file.done for place in places):
+                continue
+            wanted = frozenset([self._numbers[place.file] for place in places])
+            spans, blocks = list[_Span](), list[Bytes]()
+            for region in slab.reads:
+                origin = job.source(region.rank)
+                run = reads[origin.file, None if job.again or region.needed is not None else wanted]
+                spans.append(_Span(run, run.add(region, ranges_of(origin, region)), region.shape))
+            for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
+                if not place.file.done:
+                    run = writes[self._numbers[place.file]]
+                    ranges = ((place.offset + offset, at, n) for offset, at, n in region.ranges(0, region.nbytes))
+                    run.made_of.append((run.add(region, ranges), region, copies, spans, blocks))
+            ready.append((job, slab, spans, blocks))
+        self._arena.clear()
+        for (file, targets), run in reads.items():
+            run.data = self._arena.take(run.size)
+            for offset, data in run.pieces(self._sizes.piece):
+                self._reader.fill(data, file, offset)
+                if targets is not None and self._options.checksum:
+                    part = sum_part(data, offset)
+                    key = self._source_numbers[file], targets
+                    _sum_of(self._account.read, key, file.size).add(offset, data.size, part)
+                    run.part = part if data.size == run.size else None
+        for job, slab, spans, blocks in ready:
+            blocks += [span.data for span in spans]
+            check_slab(job, slab, blocks)
+        used = self._arena.used
+        for number, run in self._free_first(writes.items()):
+            self._arena.clear(used)
+            self._put_together(run)
+            for offset, data in run.pieces(self._sizes.piece):
+                self.write(self._targets[number], offset, data, run.part if data.size == run.size else None)
+        self._account.steps += [step.number for step in steps]
+        if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
+            self.report()
 
-    def _write_flat(self, job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
-        for copy in slab.copies:
-            region = slab.writes[copy.target]
-            if copy.source is None:
-                self._write_zeros(job, region, copy)
-            elif not job.target(region.rank).file.done:
-                self._write_at(job, region, copy.target_slices[0].start, blocks[copy.source][copy.source_slices])
-
-    def _write_blocks(self, job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
-        arena = self._arena
-        mark = arena.used
-
-        def move(number: int) -> None:
-            region = slab.writes[number]
-            arena.clear(mark)
-            at = job.target(region.rank).offset + region.rows.offset + region.offset
-            block = arena.take(region.nbytes, at).reshape(region.shape)
-            for copy in slab.copies_to[number]:
+    def _put_together(self, run: _Run) -> None:
+        """Make what is written. What goes as it was read is not copied, and its sum is known."""
+        (_, _, copies, spans, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
+        if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
+            block, origin = blocks[source][copies[0].source_slices], spans[source].run
+            if block.size == run.size and block.flags.c_contiguous:
+                run.data, run.part = block.reshape(-1), origin.part if origin.size == run.size else None
+                return
+        run.data = self._arena.take(run.size, run.ranges[0][0] if run.ranges else 0)
+        for begin, region, copies, _, blocks in run.made_of:
+            block = run.data[begin : begin + region.nbytes].reshape(region.shape)
+            for copy in copies:
                 block[copy.target_slices] = copy.block(blocks)
-            self._write_at(job, region, 0, block.reshape(-1))
 
-        ranks = enumerate(region.rank for region in slab.writes)
-        self._one_by_one(job, [(rank, i) for i, rank in ranks if not job.target(rank).file.done], move)
-
-    def _write_at(self, job: Job, region: Region, begin: int, data: Bytes) -> None:
-        """Write from byte ``begin`` of a region on."""
-        place = job.target(region.rank)
-        for first, piece in pieces(data, self._sizes.piece):
-            for offset, at, length in region.ranges(begin + first, piece.size):
-                self.write(place.file, place.offset + offset, piece[at : at + length])
-
-    def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> Part | None:
-        """Write at ``offset`` of a file; ``part`` is the sum of the data, if known. Returns the sum, if wanted."""
+    def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> None:
+        """Write at ``offset`` of a file; ``part`` is the sum of the data, if known."""
         if not self._options.checksum:
             part = None
         elif part is None or not part.fits(offset):
@@ -368,7 +269,6 @@ class Mover:
         except OSError as error:
             raise disk_error(target.path, error) from error
         self._add_written(target, offset, data, part)
-        return part
 
     def _add_written(self, target: TargetFile, offset: int, data: Bytes, part: Part | None) -> None:
         """Take into account what a file has from ``offset`` on, and its sum."""
@@ -420,12 +320,6 @@ class Mover:
                     with contextlib.suppress(OSError):  # what cannot be read is written again
                         data = data[: os.preadv(target.opened.fileno(), [data.data], offset)]
                         self._add_written(target, offset, data, sum_part(data, offset))
-
-    def _read(self, file: SourceFile, offset: int, length: int, part: Part) -> None:
-        if self._summed_for is None:
-            return
-        key = (self._source_numbers[file], self._summed_for)
-        _sum_of(self._account.read, key, file.size).add(offset, length, part)
 
 
 def _sum_of(sums: dict[K, PartialSum], key: K, size: int) -> PartialSum:
@@ -483,68 +377,62 @@ def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------- many small tensors together
-
-
-@dataclass
-class _Gathered(Generic[K]):
-    """Bytes ``begin`` to ``end`` of the file that ``key`` stands for; ``data`` is empty until ``_Runs.make_room``."""
-
-    key: K
-    begin: int
-    end: int
-    data: Bytes = field(default_factory=lambda: _NONE)
-
-
 _NONE: Bytes = np.empty(0, dtype=np.uint8)
 
 
-class _Span(NamedTuple):
-    """Bytes ``begin`` to ``end`` of a run, in the shape of a region."""
+@dataclass(eq=False)
+class _Run:
+    """Regions of a file, one behind the other in memory: they are read, or written, together."""
 
-    run: _Gathered[Any]
+    size: int = 0
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    """Where they lie: the offset in the file, the position in memory, and the length of each range."""
+    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Span], list[Bytes]]] = field(default_factory=list)
+    """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
+    data: Bytes = field(default_factory=lambda: _NONE)
+    part: Part | None = None
+    """The sum of all of it, if it is known."""
+
+    def add(self, region: Region, ranges: Iterable[tuple[int, int, int]]) -> int:
+        """Add a region, given the ranges of a file where it lies; returns its position in memory."""
+        begin, self.size = self.size, self.size + region.nbytes
+        for offset, at, length in ranges:
+            first, position, before = self.ranges[-1] if self.ranges else (-1, -1, 0)
+            if first + before == offset and position + before == begin + at:
+                self.ranges[-1] = first, position, before + length
+            elif length:
+                self.ranges.append((offset, begin + at, length))
+        return begin
+
+    def pieces(self, size: int) -> Iterator[tuple[int, Bytes]]:
+        """The ranges, in pieces of at most ``size`` bytes: the offset of each in the file, and its memory."""
+        for offset, position, length in self.ranges:
+            for at in range(0, length, size):
+                yield offset + at, self.data[position + at : position + min(at + size, length)]
+
+
+class _Span(NamedTuple):
+    """A region in a run, from byte ``begin`` of it on."""
+
+    run: _Run
     begin: int
-    end: int
     shape: tuple[int, ...]
 
     @property
     def data(self) -> Bytes:
         """A view of the run's bytes, in the region's shape."""
-        return self.run.data[self.begin : self.end].reshape(self.shape)
-
-
-class _Runs(Generic[K]):
-    """Ranges of files; ranges that follow each other are joined into one run."""
-
-    def __init__(self) -> None:
-        self._runs: list[_Gathered[K]] = []
-        self._last: dict[K, _Gathered[K]] = {}
-
-    def add(self, key: K, offset: int, region: Region) -> _Span:
-        """Add a region of the tensor that begins at ``offset`` (bytes) of a file."""
-        begin, run = offset + region.rows.offset + region.offset, self._last.get(key)
-        if run is None or run.end != begin:
-            run = self._last[key] = _Gathered(key, begin, begin)
-            self._runs.append(run)
-        run.end = begin + region.nbytes
-        return _Span(run, begin - run.begin, run.end - run.begin, region.shape)
-
-    def make_room(self) -> Sequence[_Gathered[K]]:
-        """Allocate a buffer for each run, and return the runs."""
-        for run in self._runs:
-            run.data = np.empty(run.end - run.begin, dtype=np.uint8)
-        return self._runs
-
-
-def allocate(nbytes: int) -> Bytes:
-    """A new buffer."""
-    return np.empty(nbytes, dtype=np.uint8)
+        return self.run.data[self.begin : self.begin + math.prod(self.shape)].reshape(self.shape)
 
 
 def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
     is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
-    sources = [] if is_direct else [reader.read(job.source(r.rank), r, allocate) for r in slab.reads]
+    sources: list[Bytes] = []
+    for region in () if is_direct else slab.reads:
+        place, data = job.source(region.rank), np.empty(region.nbytes, np.uint8)
+        for offset, at, length in ranges_of(place, region):
+            reader.fill(data[at : at + length], place.file, offset)
+        sources.append(data.reshape(region.shape))
     check_slab(job, slab, sources)
     for copy in slab.copies:
         block = blocks[copy.target][copy.target_slices]

@@ -2,8 +2,8 @@
 
 Source and target are arrangements of one model (``reshard.placement.arrangement``), taken apart into the same atoms. An
 atom goes from one to the other as it is, or with a named change: its elements in another dtype (rounded, if that was
-asked for) or by a function (``Change``), scales of scale blocks of another size (``Regrid``), a stated shape
-(``Restate``). Any other difference between the two sides is refused here.
+asked for) or by a function (``Change``), scales of scale blocks of another size (``regrid``), a stated shape
+(``restate``). Any other difference between the two sides is refused here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ from reshard.move.jobs import Job, TargetPlace
 from reshard.move.slabs import Check, Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Piece, Spread
-from reshard.placement.stored import Atom, Location, Stated, blocks_of
+from reshard.placement.pieces import Spread
+from reshard.placement.stored import Atom, Location, Stated
 from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
 
 Block = NDArray[np.uint8]
@@ -146,83 +146,63 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
 Indices = NDArray[np.int64]
 
 
-class Regrid:
+@dataclass(frozen=True, eq=False)
+class OneStep:
+    """The way of a small tensor: one step, whatever the budget."""
+
+    slab: Slab
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """The step."""
+        return iter((self.slab,))
+
+
+def regrid(
+    source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
+) -> OneStep:
     """The way of the scales of a quantized weight to smaller scale blocks, and back.
 
     A scale for 128 rows means the same as two equal scales for 64 rows each. Where a rank's boundary would cut a scale
     block, all scale blocks are made smaller, and each scale is repeated for every part (``--refine-blocks``). On the
-    way back, the repeated scales must be equal. These tensors are small, so a whole tensor is one slab.
+    way back, the repeated scales must be equal. ``source`` and ``target`` are spreads of the same scales; ``steps`` has
+    the size of a scale block along each dimension, before and after; ``item_bits`` is the size of a scale in bits.
     """
+    sources = [(rank, piece) for rank, pieces in source.pieces.items() for piece in pieces]
+    targets = [(rank, piece) for rank, pieces in target.pieces.items() if rank in ranks for piece in pieces]
+    reads, writes = (
+        tuple(
+            Region(rank, 0, (*piece.shape, item_bits // 8), rows_of(piece, range(len(piece.shape)), item_bits))
+            for rank, piece in side
+        )
+        for side in (sources, targets)
+    )
+    present, wanted = ([_indices(piece.runs) for _, piece in side] for side in (sources, targets))
+    copies, checks = list[Copy](), list[Check]()
+    for number, indices in enumerate(wanted):  # from the scale block at the same place: from the first, if several
+        firsts = [of_dim * new // old for of_dim, (old, new) in zip(indices, steps, strict=True)]
+        copies += (Copy(holder, at, number, into) for holder, into, at in _holders(present, firsts))
+    for number, indices in enumerate(present):  # equal to the first scale in the same larger scale block of the target
+        firsts = [
+            of_dim if new <= old else of_dim * old // new * new // old
+            for of_dim, (old, new) in zip(indices, steps, strict=True)
+        ]
+        checks += (Check(number, at, holder, first) for holder, at, first in _holders(present, firsts))
+    return OneStep(Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False))
 
-    def __init__(
-        self, source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
-    ) -> None:
-        """``source`` and ``target`` are spreads of the same scales; ``steps`` has the size of a scale block along each
-        dimension, before and after; ``item_bits`` is the size of a scale in bits.
-        """
-        self._item, self._steps = item_bits // 8, steps
-        sources = [(rank, piece) for rank, pieces in source.pieces.items() for piece in pieces]
-        targets = [(rank, piece) for rank, pieces in target.pieces.items() if rank in ranks for piece in pieces]
-        self._reads, self._writes = (tuple(self._region(*entry) for entry in pieces) for pieces in (sources, targets))
-        self._sources, self._targets = ([_indices(piece.runs) for _, piece in pieces] for pieces in (sources, targets))
 
-    @property
-    def written(self) -> tuple[Rows, ...]:
-        """The bytes that it writes of each piece of the target."""
-        return tuple(region.rows for region in self._writes)
+def _holders(present: Sequence[Sequence[Indices]], wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
+    """The pieces that together have the ``wanted`` indices, given the indices that are ``present`` in each.
 
-    @property
-    def in_one_piece(self) -> bool:
-        """Whether what it reads and writes of each rank lies in one piece."""
-        return not any(region.rows.outer for region in (*self._reads, *self._writes))
-
-    def slabs(self, budget: int) -> Iterator[Slab]:
-        """One step for the whole tensor, whatever the budget."""
-        copies = [copy for number in range(len(self._targets)) for copy in self._copies(number)]
-        checks = [check for number in range(len(self._sources)) for check in self._checks(number)]
-        yield Slab(self._reads, self._writes, tuple(copies), tuple(checks), is_flat=False)
-
-    def _region(self, rank: int, piece: Piece) -> Region:
-        rows = rows_of(piece, range(len(piece.shape)), self._item * 8)
-        return Region(rank, 0, (*piece.shape, self._item), rows)
-
-    def _copies(self, target: int) -> Iterator[Copy]:
-        """Each scale of a target comes from the source's scale block at the same indices: the first, if several."""
-        indices = self._targets[target]
-        firsts = [dim_indices * b // a for dim_indices, (a, b) in zip(indices, self._steps, strict=True)]
-        for source, source_at, target_at in self._holders(firsts):
-            yield Copy(source, target_at, target, source_at)
-
-    def _checks(self, source: int) -> Iterator[Check]:
-        """Each scale of a source must equal the first scale of the target's larger scale block."""
-        indices = self._sources[source]
-        firsts = [_first(indices_of, old, new) for indices_of, (old, new) in zip(indices, self._steps, strict=True)]
-        for other, old, new in self._holders(firsts):
-            yield Check(source, old, other, new)
-
-    def _holders(self, targets: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
-        """The source's pieces that together have the wanted indices.
-
-        Each comes with the positions of its indices in ``targets``, and their positions in the piece.
-        """
-        covered = np.zeros([len(indices) for indices in targets], dtype=bool)
-        for number, indices_of in enumerate(self._sources):
-            places = [np.flatnonzero(np.isin(indices, src)) for indices, src in zip(targets, indices_of, strict=True)]
-            grid = np.ix_(*places)
-            if covered[grid].all():
-                continue
+    Each comes with the positions of its indices in ``wanted``, and their positions in the piece.
+    """
+    covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
+    for number, own in enumerate(present):
+        places = [np.flatnonzero(np.isin(indices, of_dim)) for indices, of_dim in zip(wanted, own, strict=True)]
+        grid = np.ix_(*places)
+        if not covered[grid].all():
             covered[grid] = True
-            triples = zip(indices_of, targets, places, strict=True)
-            local = [np.searchsorted(src, indices[at]) for src, indices, at in triples]
-            yield number, grid, np.ix_(*local)
-
-
-def _first(blocks: Indices, step: int, other: int) -> Indices:
-    """For each scale block of ``step`` indices, the first that begins in the same scale block of ``other`` indices."""
-    if other <= step:
-        return blocks
-    begins_in = blocks * step // other
-    return begins_in * other // step
+            triples = zip(own, wanted, places, strict=True)
+            yield number, grid, np.ix_(*(np.searchsorted(of_dim, indices[at]) for of_dim, indices, at in triples))
 
 
 def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:
@@ -234,61 +214,36 @@ def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:
 _WHOLE = (slice(None),)
 
 
-@dataclass(frozen=True, eq=False)
-class Restate:
+def restate(
+    name: str, dtype: str, nbytes: int, places: Mapping[int, SourcePlace], source: Stated, target: Stated,
+    ranks: frozenset[int],
+) -> OneStep:  # fmt: skip
     """The way of a tensor whose values state the shape of a weight: each rank gets the shape that the weight has there.
 
-    The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``, which is
-    little, so all of it is one slab. It goes from the source ranks ``holders`` to the target ranks ``ranks``;
-    ``source`` and ``target`` have the shape that it states on a rank, ``places`` its place in a source rank's files.
+    The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``. It goes from
+    the source ranks that have one of the ``places`` to the target ranks ``ranks``; ``source`` and ``target`` have the
+    shape that it states on a rank.
     """
 
-    name: str
-    dtype: str
-    nbytes: int
-    holders: Sequence[int]
-    source: Stated
-    target: Stated
-    places: Places
-    ranks: frozenset[int]
-
-    in_one_piece: ClassVar[bool] = True
-
-    @property
-    def written(self) -> tuple[Rows, ...]:
-        """The bytes of the tensor, on each target rank."""
-        return (Rows(0, (), self.nbytes),) * len(self.ranks)
-
-    def slabs(self, budget: int) -> Iterator[Slab]:
-        """One step for the whole tensor, whatever the budget."""
-        (first, *replicas), ranks = self.holders, sorted(self.ranks)
-        copies = [
-            Copy(0, _WHOLE, number, _WHOLE, self._edit(first, self.target(rank))) for number, rank in enumerate(ranks)
-        ]
-        checks = [
-            Check(number, _WHOLE, 0, _WHOLE, self._edit(rank, self.source(first)))
-            for number, rank in enumerate(replicas, 1)
-        ]
-        reads, writes = (
-            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in side)
-            for side in (self.holders, ranks)
-        )
-        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
-
-    def _edit(self, source: int, shape: Sequence[int]) -> Edit:
+    def edit(rank: int, shape: Sequence[int]) -> Edit:
         """Replaces the shape that a source rank must state by another; raises MismatchError if it states a third."""
-        stated, place = self.source(source), self.places(source)
-        assert place is not None
-        path = place.file.path
 
-        def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        def change(block: Block) -> Block:
             try:
-                new = restated(block.tobytes(), self.dtype, stated, shape)
+                new = restated(block.tobytes(), dtype, source(rank), shape)
             except CheckpointError as error:
-                raise MismatchError(f"{path}: tensor '{self.name}' {error.message}", error.hint) from None
+                raise MismatchError(f"{places[rank].file.path}: tensor '{name}' {error.message}", error.hint) from None
             return np.frombuffer(new, dtype=np.uint8)
 
-        return edit
+        return change
+
+    (first, *replicas), targets = places, sorted(ranks)
+    copies = (Copy(0, _WHOLE, number, _WHOLE, edit(first, target(rank))) for number, rank in enumerate(targets))
+    checks = (Check(i, _WHOLE, 0, _WHOLE, edit(rank, source(first))) for i, rank in enumerate(replicas, 1))
+    reads, writes = (
+        tuple(Region(rank, 0, (nbytes,), Rows(0, (), nbytes)) for rank in side) for side in (places, targets)
+    )
+    return OneStep(Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False))
 
 
 INTACT_RANK = -1
@@ -421,8 +376,9 @@ class _Moves:
         way, nbytes = self._of_kind[key]
         stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
-            holders = sorted(src.spread(blocks_of(src, src) or ()).pieces)[: None if self._compare else 1]
-            way = Restate(atom.tensor, src.stored.dtype, nbytes, holders, stated, states, sources, ranks)
+            holders = sorted(src.spread.pieces)[: None if self._compare else 1]
+            origins = {rank: place for rank in holders if (place := sources(rank)) is not None}
+            way = restate(atom.tensor, src.stored.dtype, nbytes, origins, stated, states, ranks)
         job = Job(atom.tensor, way, sources, targets, nbytes)
         names = [placed.stored.name for placed in copies]
         return job._replace(copies=names, holders=self._holders) if names else job
@@ -431,12 +387,11 @@ class _Moves:
         self, atom: Atom, src: Location, dst: Location, change: Change | None, ranks: frozenset[int],
         copies: Sequence[Location],
     ) -> Route:  # fmt: skip
-        blocks = blocks_of(src, dst)
-        if blocks is None:
-            raise _shapes_differ(atom, src.layout.full, dst.layout.full)
-        origin, goal = src.spread(blocks), dst.spread(blocks)
+        origin, goal = src.spread, dst.spread
+        if len(origin.full) != len(goal.full):
+            raise _shapes_differ(atom, origin.full, goal.full)
         for number, placed in enumerate(copies, 1):
-            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread(blocks).pieces.items()}
+            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread.pieces.items()}
             origin = replace(origin, pieces={**origin.pieces, **more})
         key, bits = (origin.value, goal.value, src.stored.dtype, change, ranks), DTYPE_BITS[src.stored.dtype]
         if key in self._ways:
@@ -444,10 +399,10 @@ class _Moves:
         if origin.full == goal.full:
             way: Route = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
         else:
-            steps = _steps(src, dst, blocks)
+            steps = _steps(src, dst)
             if change or steps is None:
                 raise _shapes_differ(atom, origin.full, goal.full)
-            way = Regrid(origin, goal, steps, bits, ranks)
+            way = regrid(origin, goal, steps, bits, ranks)
         self._ways[key] = way
         return way
 
@@ -460,18 +415,10 @@ def _shapes_differ(atom: Atom, old: Sequence[int], new: Sequence[int]) -> PlanEr
     )
 
 
-def _steps(src: Location, dst: Location, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
-    """How many indices of a weight a block of each dimension counts, before and after; None if the rules agree on it.
-
-    A dimension is a block of factors, of which one that is counted in blocks has no other beside it.
-    """
-    ours, theirs = src.portion.component.factors, dst.portion.component.factors
-    if len(ours) != len(theirs):
-        return None
-    steps = tuple(
-        (max(ours[place].counted[0] for place in block), max(theirs[place].counted[0] for place in block))
-        for block in blocks
-    )
+def _steps(src: Location, dst: Location) -> tuple[tuple[int, int], ...] | None:
+    """How many indices of a weight a block of each factor counts, before and after; None if the rules agree on it."""
+    factors = zip(src.portion.component.factors, dst.portion.component.factors, strict=True)
+    steps = tuple((old.counted[0], new.counted[0]) for old, new in factors)
     return steps if any(old != new for old, new in steps) else None
 
 

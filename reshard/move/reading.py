@@ -1,16 +1,16 @@
-"""Reads parts of source files for the engine, and sums them on the way."""
+"""Reads parts of source files, and knows the sums of what was read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.files.checksum import PIECE, Part, PartialSum, file_checksum, sum_part
+from formats.files.checksum import PartialSum, file_checksum, sum_part
 from formats.store import read_into, unreadable
 from reshard.move.slabs import Region
 from reshard.source.source import SourceFile, SourcePlace
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from reshard.store.remote import Read
 
 Bytes = NDArray[np.uint8]
-Room = Callable[[int], Bytes]
-"""Returns a buffer of so many bytes."""
-
 
 _AT_ONCE = 64 << 20
 """Bytes of a remote file that are requested together for its checksum."""
@@ -75,17 +72,9 @@ class Sums:
 
 
 class Reader:
-    """Reads regions of source files, each file opened once. What was requested of a remote file comes from ``ahead``.
+    """Reads ranges of source files, each file opened once. What was requested of a remote file comes from ``ahead``."""
 
-    ``summed`` is called with file, offset, length and sum of what is read, but for rows of which a part is needed.
-    """
-
-    def __init__(
-        self,
-        summed: Callable[[SourceFile, int, int, Part], None] | None = None,
-        piece: int = PIECE,
-    ) -> None:
-        self._summed, self._piece = summed, piece
+    def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._computed: dict[SourceFile, Read] = {}
         self._ahead: Ahead | None = None
@@ -99,36 +88,32 @@ class Reader:
             self._ahead = Ahead()
         return self._ahead
 
-    def read(self, place: SourcePlace, region: Region, room: Room) -> Bytes:
-        """Read a region of a tensor into a buffer of ``room``; returns it in the region's shape, bytes last.
-
-        Raises CheckpointError if the file cannot be read or is too short.
-        """
-        data, file = room(region.nbytes), place.file
-        is_whole = region.needed is None or (not file.is_elsewhere and region.shape[-1] <= _ROW)
-        for first, size in ((0, data.size),) if is_whole else _needed(region):
-            for begin, piece in pieces(data[first : first + size], self._piece):
-                for offset, at, length in region.ranges(first + begin, piece.size):
-                    if region.needed is None:
-                        self.fill(piece[at : at + length], file, place.offset + offset)
-                    else:
-                        self._fill(file, place.offset + offset, piece.data[at : at + length])
-        return data.reshape(region.shape)
-
     def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
-        """Request the bytes of remote files that ``read`` of these regions will read, as one step, which
-        ``ahead.end_step`` ends.
-        """
-        self.ahead.request((place.file, needed(place, region)) for place, region in regions if place.file.is_elsewhere)
+        """Request what is read of these regions of remote files, as one step, which ``ahead.end_step`` ends."""
+        self.ahead.request(
+            (place.file, [(at, at + n) for at, _, n in ranges_of(place, region)])
+            for place, region in regions
+            if place.file.is_elsewhere
+        )
 
-    def fill(self, data: Bytes, file: SourceFile, offset: int) -> Part | None:
-        """Fill ``data`` from ``offset`` of a file; returns its sum, or None without ``summed``."""
-        self._fill(file, offset, data.data)
-        if self._summed is None:
-            return None
-        part = sum_part(data, offset)
-        self._summed(file, offset, data.size, part)
-        return part
+    def fill(self, data: Bytes, file: SourceFile, offset: int) -> None:
+        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError if it cannot be read or is too short."""
+        if file.is_elsewhere:
+            self.ahead.fill(file, offset, data.data)
+            return
+        if file.remote is not None:  # computed from files of this machine
+            if file not in self._computed:
+                self._computed[file] = file.remote.open()
+            content = self._computed[file](offset, offset + data.size)
+            data[:] = np.frombuffer(content, np.uint8)  # without Python's lock
+            return
+        path = file.local
+        if path not in self._descriptors:
+            try:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise unreadable(path, error) from error
+        read_into(path, self._descriptors[path], offset, data.data)
 
     @property
     def fetched(self) -> int:
@@ -143,62 +128,33 @@ class Reader:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
-        if file.is_elsewhere:
-            self.ahead.fill(file, offset, view)
-            return
-        if file.remote is not None:  # computed from files of this machine
-            if file not in self._computed:
-                self._computed[file] = file.remote.open()
-            content = self._computed[file](offset, offset + len(view))
-            np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
-            return
-        path = file.local
-        if path not in self._descriptors:
-            try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise unreadable(path, error) from error
-        read_into(path, self._descriptors[path], offset, view)
-
 
 def checksum_of(file: SourceFile) -> str:
     """The checksum of a whole file, which is read for it. Raises CheckpointError."""
     if file.remote is None:
         return file_checksum(file.path)
-    total = PartialSum(file.size)
-    reader = Reader(lambda _, offset, length, part: total.add(offset, length, part))
-    buffer = np.empty(_AT_ONCE, dtype=np.uint8)
+    total, reader, buffer = PartialSum(file.size), Reader(), np.empty(_AT_ONCE, dtype=np.uint8)
     try:
         for begin in range(0, file.size, _AT_ONCE):
-            end = min(begin + _AT_ONCE, file.size)
-            reader.ahead.request([(file, [(begin, end)])])
-            reader.fill(buffer[: end - begin], file, begin)
+            data = buffer[: min(_AT_ONCE, file.size - begin)]
+            reader.ahead.request([(file, [(begin, begin + data.size)])])
+            reader.fill(data, file, begin)
             reader.ahead.end_step()
+            total.add(begin, data.size, sum_part(data, begin))
     finally:
         reader.close()
     return total.value()
 
 
-def needed(place: SourcePlace, region: Region) -> list[tuple[int, int]]:
-    """The ranges of a remote file (the first byte, and the one behind the last) that ``Reader.read`` of a region
-    reads.
+def ranges_of(place: SourcePlace, region: Region) -> Iterator[tuple[int, int, int]]:
+    """What is read of a region: the offset in the file, the position in the region, and the length of each range.
+
+    It is all of it, or what is needed of its rows; of short rows of a file on this machine, all.
     """
-    begins = (
-        (place.offset + o, length) for begin, size in _needed(region) for o, _, length in region.ranges(begin, size)
-    )
-    return [(begin, begin + length) for begin, length in begins]
-
-
-def _needed(region: Region) -> Iterator[tuple[int, int]]:
-    """The first byte, and the number, of what is needed of a region."""
-    if region.needed is None:
-        yield 0, region.nbytes
-        return
-    for row in range(0, region.nbytes, region.shape[-1]):
-        yield from ((row + run.offset, run.length) for run in region.needed)
-
-
-def pieces(data: Bytes, size: int) -> Iterator[tuple[int, Bytes]]:
-    """Cut a buffer into pieces of at most ``size`` bytes, each with its offset."""
-    return ((begin, data[begin : begin + size]) for begin in range(0, data.size, size))
+    parts: Iterable[tuple[int, int]] = [(0, region.nbytes)]
+    if region.needed is not None and (place.file.is_elsewhere or region.shape[-1] > _ROW):
+        rows = range(0, region.nbytes, region.shape[-1])
+        parts = ((row + run.offset, run.length) for row in rows for run in region.needed)
+    for begin, size in parts:
+        for offset, at, length in region.ranges(begin, size):
+            yield place.offset + offset, begin + at, length

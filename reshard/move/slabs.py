@@ -7,17 +7,15 @@ target's. No source byte is read twice, and no target byte is written twice. Thi
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from formats.errors import PlanError
-from formats.notation.axes import Run, merge_runs, segments
-from reshard.placement.pieces import Piece, Runs, Spread
+from formats.notation.axes import Run, merge_runs
+from reshard.placement.pieces import Cuts, Piece, Runs, Segment, Spread, local_index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,11 +23,12 @@ if TYPE_CHECKING:
 
     from reshard.move.moves import Change, Edit
 
-STREAM_SLAB = 32 << 20
-"""The budget in bytes of a slab that is moved piece by piece: it bounds what a killed run loses, not memory."""
+LARGEST = 8 << 20
+"""The largest budget in bytes of a slab: what is read, copied and written stays in the processor's cache."""
 
-BLOCK_SLAB = 8 << 20
-"""The largest budget in bytes of a slab that is rearranged, so that it stays in the processor's cache."""
+
+ALONE = 1 << 18
+"""Bytes, read and written, of a plain range that is a step of its own: it is written as it was read, not copied."""
 
 
 class Rows(NamedTuple):
@@ -177,7 +176,7 @@ class Slab:
         reads, writes = (tuple(r.shifted(by) for r in regions) for regions in (self.reads, self.writes))
         return replace(self, reads=reads, writes=writes)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes read and written."""
         return sum(region.nbytes for region in (*self.reads, *self.writes))
@@ -188,72 +187,18 @@ class Route(Protocol):
 
     def __hash__(self) -> int: ...
 
-    @property
-    def written(self) -> Sequence[Rows]:
-        """The bytes that it writes of each piece of the target, in the target's order."""
-        ...
-
-    @property
-    def in_one_piece(self) -> bool:
-        """Whether what it reads and writes of each rank lies in one piece."""
-        ...
-
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Neighbouring indices of a dimension that the same pieces of source and target have.
-
-    ``is_data`` is False for padding: zeros that the full checkpoint does not have.
-    """
-
-    offset: int
-    length: int
-    sources: frozenset[int]
-    targets: frozenset[int]
-    is_data: bool
-
-
-class _Holding:
-    """The indices that a piece has of one dimension."""
-
-    __slots__ = ("_ends", "_starts", "length", "runs")
-
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
-        self._starts = [run.offset for run in runs]
-        self._ends = list(itertools.accumulate((run.length for run in runs), initial=0))
-        self.length = self._ends[-1]
-
-    def local(self, index: int) -> int:
-        """The number of its own indices before an index."""
-        place = bisect_right(self._starts, index) - 1
-        if place < 0:
-            return 0
-        return self._ends[place] + min(index - self._starts[place], self.runs[place].length)
-
-
 class _Part(NamedTuple):
-    """A piece of a rank: its bytes, and what it has of each dimension."""
+    """A piece of a rank: its bytes, and the runs that it has of each dimension, and how many indices these are."""
 
     rank: int
     rows: Rows
-    dims: tuple[_Holding, ...]
-
-
-class _Dim(NamedTuple):
-    """A dimension, and the runs that each piece of source and target has of it.
-
-    ``place`` is the first, ``last`` the last place of its dimensions in the target's order.
-    """
-
-    full: int
     runs: tuple[Runs, ...]
-    place: int
-    last: int
+    shape: tuple[int, ...]
 
 
 class Transfer:
@@ -278,306 +223,205 @@ class Transfer:
         self._compare, self._zeros, self._change = compare, zeros, change
         sources = [(rank, piece) for rank, pieces in sorted(source.pieces.items()) for piece in pieces]
         targets = [(rank, piece) for rank, pieces in sorted(target.pieces.items()) if rank in ranks for piece in pieces]
-        both, place = [piece for _, piece in (*sources, *targets)], {d: i for i, d in enumerate(target.order)}
-        dims = [_Dim(source.full[d], tuple(piece.runs[d] for piece in both), place[d], place[d]) for d in source.order]
-        if change is None:
-            dims = _in_bytes(dims, item_bits, len(both))
-        joined = _joined(dims)
-        order = sorted(range(len(joined)), key=lambda d: joined[d].place)
-        same = next((d for d, at in enumerate(order) if d != at), len(joined))
-        if not same:  # the slowest dimension is another one there, or there is none
-            joined, order, same = [_whole(1, len(both), -1), *joined], [0, *(d + 1 for d in order)], 1
-        self._outer, self._order = same - 1, order
-        self._sizes = [dim.full for dim in joined]
+        dims, self._order = _dims(
+            source, target, [piece for _, piece in (*sources, *targets)], None if change else item_bits
+        )
+        self._outer = next((d for d, at in enumerate(self._order) if d != at), len(dims)) - 1
         bits = (change.before * 8, change.after * 8) if change else (item_bits, item_bits)
         rows = [rows_of(piece, source.order, bits[0]) for _, piece in sources]
         rows += [rows_of(piece, target.order, bits[1]) for _, piece in targets]
-        parts = [
-            _Part(rank, rows[i], tuple(_Holding(dim.runs[i]) for dim in joined))
-            for i, (rank, _) in enumerate((*sources, *targets))
-        ]
+        parts = []
+        for i, (rank, _) in enumerate((*sources, *targets)):
+            runs = tuple(dim.runs[i] for dim in dims)
+            parts.append(_Part(rank, rows[i], runs, tuple(sum(run.length for run in of_dim) for of_dim in runs)))
         self._sources, self._targets = parts[: len(sources)], parts[len(sources) :]
-        self._cache: dict[tuple[int, frozenset[int], frozenset[int]], tuple[Segment, ...]] = {}
+        sides = ([part.runs for part in side] for side in (self._sources, self._targets))
+        self._cuts = Cuts([dim.size for dim in dims], *sides)
         self._tails = ((change.before,), (change.after,)) if change else ((), ())
-
-    @property
-    def written(self) -> tuple[Rows, ...]:
-        """The bytes that it writes of each piece of the target, in the target's order."""
-        return tuple(part.rows for part in self._targets)
-
-    @property
-    def in_one_piece(self) -> bool:
-        """Whether what it reads and writes of each rank lies in one piece."""
-        return not any(part.rows.outer for part in (*self._sources, *self._targets))
 
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
-        budget = max(budget, STREAM_SLAB) if self._is_stream else min(budget, BLOCK_SLAB)
-        depth = self._depth(budget)
-        for lead in self._leads(depth):
-            previous: tuple[Segment, Slab] | None = None
-            for group in self._groups(lead, depth, budget):
-                if previous is not None and len(group) == 1 and _continues(previous[0], group[0]):
-                    slab = previous[1].shifted(group[0].offset - previous[0].offset)
-                else:
-                    slab = self._slab(lead, depth, group)
-                previous = (group[0], slab) if len(group) == 1 else None
-                if slab.reads or slab.writes:
-                    yield slab
+        steps = self._steps(min(budget, LARGEST), (), self._cuts.all)
+        return (slab for slab in steps if slab.reads or slab.writes)
 
-    def _segments(self, depth: int, within: Segment | None) -> tuple[Segment, ...]:
-        """The segments of a dimension, of the pieces that have indices of those before it."""
-        sources = frozenset(range(len(self._sources))) if within is None else within.sources
-        targets = frozenset(range(len(self._targets))) if within is None else within.targets
-        key = depth, sources, targets
-        if key not in self._cache:
-            runs = {i: self._sources[i].dims[depth].runs for i in sources}
-            runs |= {~i: self._targets[i].dims[depth].runs for i in targets}
-            self._cache[key] = tuple(
-                Segment(
-                    run.offset, run.length, frozenset(i for i in ids if i >= 0), frozenset(~i for i in ids if i < 0),
-                    run.offset < self._sizes[depth],
-                )
-                for run, ids in segments(runs, (0, self._sizes[depth]))
-            )  # fmt: skip
-        return self._cache[key]
+    def _steps(self, budget: int, lead: tuple[int, ...], within: Segment) -> Iterator[Slab]:
+        """The steps of one index of each dimension in ``lead``, the last of them in the segment ``within``.
 
-    @property
-    def _is_stream(self) -> bool:
-        """Whether all is plain byte ranges with one source each: they need no buffer of their size."""
-        return self._is_flat(0) and all(len(segment.sources) <= 1 for segment in self._segments(0, None))
+        Neighbouring segments are one step as far as they fit into the budget. One that is too large is cut into ranges
+        of its indices, or, if an index is too large, into the steps of each.
+        """
+        depth, room, groups = len(lead), -1, list[list[Segment]]()
+        is_flat = self._is_flat(depth)
+        for segment in self._cuts.segments(depth, within):
+            if segment.is_data and not segment.targets:
+                room = -1
+                continue
+            nbytes = segment.length * self._cost(depth, segment)
+            is_alone = is_flat and nbytes >= ALONE
+            if nbytes > room or is_alone:
+                groups.append([])
+                room = budget
+            groups[-1].append(segment)
+            room = -1 if is_alone else room - nbytes
+        for group in groups:
+            first, cost = group[0], max(1, self._cost(depth, group[0]))
+            most, end = max(1, budget // cost), first.offset + first.length
+            if len(group) > 1 or first.length <= most:
+                yield self._slab(lead, group)
+            elif cost > budget and depth < self._outer:
+                for index in range(first.offset, end):
+                    yield from self._steps(budget, (*lead, index), first)
+            else:
+                slab = self._slab(lead, [first._replace(length=most)])
+                yield from (slab.shifted(by) for by in range(0, first.length - most + 1, most))
+                if rest := first.length % most:
+                    yield self._slab(lead, [first._replace(offset=end - rest, length=rest)])
 
     def _is_flat(self, depth: int) -> bool:
+        """Whether what is read and written from a dimension on are plain byte ranges."""
         return depth == len(self._order) - 1 and self._change is None
-
-    def _depth(self, budget: int) -> int:
-        """The first dimension whose single indices fit into the budget."""
-        for depth in range(self._outer):
-            if max((self._cost(depth, segment) for segment in self._segments(depth, None)), default=0) <= budget:
-                return depth
-        return self._outer
 
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
         nbytes = 0
-        for numbers, parts, tail in zip(
-            (segment.sources, segment.targets), (self._sources, self._targets), self._tails, strict=True
+        for ids, parts, tail in (
+            (segment.sources, self._sources, self._tails[0]),
+            (segment.targets, self._targets, self._tails[1]),
         ):
-            sizes = (math.prod(dim.length for dim in parts[i].dims[depth + 1 :]) for i in numbers)
-            nbytes += len(numbers) * max(sizes, default=0) * math.prod(tail)
+            sizes = (math.prod(parts[i].shape[depth + 1 :]) for i in ids)
+            nbytes += len(ids) * max(sizes, default=0) * math.prod(tail)
         return nbytes
 
-    def _leads(
-        self, depth: int, within: Segment | None = None, first: int = 0
-    ) -> Iterator[tuple[tuple[int, Segment], ...]]:
-        """All indices of the dimensions before ``depth``, each with its segment."""
-        if first == depth:
-            yield ()
-            return
-        for segment in self._segments(first, within):
-            for index in range(segment.offset, segment.offset + segment.length):
-                for following in self._leads(depth, segment, first + 1):
-                    yield ((index, segment), *following)
-
-    def _groups(self, lead: Sequence[tuple[int, Segment]], depth: int, budget: int) -> Iterator[list[Segment]]:
-        """Groups of neighbouring segments, or parts of them, that fit into the budget."""
-        group: list[Segment] = []
-        room = budget
-        for segment in self._segments(depth, lead[-1][1] if lead else None):
-            if not segment.targets and segment.is_data and all(s.is_data for _, s in lead):
-                if group:
-                    yield group
-                group, room = [], budget
-                continue
-            cost = max(1, self._cost(depth, segment))
-            offset, remaining = segment.offset, segment.length
-            while remaining:
-                if room < cost and group:
-                    yield group
-                    group, room = [], budget
-                length = max(1, min(remaining, room // cost))
-                group.append(replace(segment, offset=offset, length=length))
-                offset, remaining, room = offset + length, remaining - length, room - length * cost
-        if group:
-            yield group
-
-    def _cells(self, depth: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, ...]]:
-        """All blocks of which the same pieces have all elements: a segment of each dimension from ``depth`` on."""
-        for segment in segments:
-            if depth + 1 == len(self._sizes):
-                yield (segment,)
-            else:
-                below = self._segments(depth + 1, segment)
-                yield from ((segment, *following) for following in self._cells(depth + 1, below))
-
-    def _slab(self, lead: Sequence[tuple[int, Segment]], depth: int, group: Sequence[Segment]) -> Slab:
-        start, end = group[0].offset, group[-1].offset + group[-1].length
-        indices, order = [index for index, _ in lead], [d for d in self._order if d >= depth]
-        sources = _Regions(self._sources, indices, start, end, range(depth, len(self._sizes)), self._tails[0])
-        targets = _Regions(self._targets, indices, start, end, order, self._tails[1])
-        axes = [d - depth for d in order]
-        edit = None if self._change is None and axes == sorted(axes) else _Edit(self._change, tuple(axes))
+    def _slab(self, lead: Sequence[int], group: Sequence[Segment]) -> Slab:
+        """The step of some neighbouring segments of the dimension behind ``lead``."""
+        depth, start, end = len(lead), group[0].offset, group[-1].offset + group[-1].length
+        order = [d for d in self._order if d >= depth]
+        sources = _Regions(self._sources, lead, start, end, sorted(order), self._tails[0])
+        targets = _Regions(self._targets, lead, start, end, order, self._tails[1])
+        edit = _edit(self._change, [d - depth for d in order])
         copies, checks = list[Copy](), list[Check]()
-        is_lead_data = all(s.is_data for _, s in lead)
-        for cell in self._cells(depth, group):
-            is_data = is_lead_data and all(part.is_data for part in cell)
-            holders, receivers = sorted(cell[-1].sources), cell[-1].targets
-            if is_data and not receivers:
-                continue
+        for cell in ((first, *rest) for first in group for rest in self._cuts.cells(depth + 1, first)):
+            holders, is_data = sorted(cell[-1].sources), cell[-1].is_data
             if is_data and not holders:
                 raise PlanError("a target wants elements that no source holds")
             holders = holders[: None if self._compare else 1] if is_data or self._zeros else []
-            places = [(sources.number(i), sources.slices(i, cell)) for i in holders]
-            if not is_data:
+            places = [sources.block(i, cell) for i in holders]
+            into = [targets.block(i, cell) for i in sorted(cell[-1].targets)]
+            if is_data:
+                checks += [Check(*place, *places[0]) for place in places[1:]]
+                copies += [Copy(*places[0], *place, edit) for place in into]
+            else:
                 checks += [Check(*place, None, ()) for place in places]
-                copies += [Copy(None, (), targets.number(i), targets.slices(i, cell)) for i in sorted(receivers)]
-                continue
-            checks += [Check(*place, *places[0]) for place in places[1:]]
-            copies += [Copy(*places[0], targets.number(i), targets.slices(i, cell), edit) for i in sorted(receivers)]
-        flat = self._is_flat(depth)
+                copies += [Copy(None, (), *place) for place in into]
         return Slab(
-            sources.regions(partial=True),
-            targets.regions(),
-            tuple(_coalesced(copies) if flat else copies),
-            tuple(checks),
-            flat,
+            sources.regions(partial=True), targets.regions(), tuple(copies), tuple(checks), self._is_flat(depth)
         )
 
 
-def _whole(size: int, pieces: int, place: int) -> _Dim:
+class _Dim(NamedTuple):
+    """One dimension of an atom, or several that neither side takes apart: its size, and the runs of each piece."""
+
+    size: int
+    runs: Sequence[Runs]
+
+
+def _dims(source: Spread, target: Spread, pieces: Sequence[Piece], bits: int | None) -> tuple[list[_Dim], list[int]]:
+    """The dimensions as the source stores them, and their numbers in the order in which the target does.
+
+    The last one counts bytes of elements of so many ``bits``, or, without, elements. Each that is whole everywhere is
+    joined to the one before it, if that is so on both sides. Raises PlanError if a byte would be cut.
+    """
+    dims = {d: _Dim(source.full[d], tuple(piece.runs[d] for piece in pieces)) for d in source.order}
+    order, goal = [*source.order], [*target.order]
+    if bits is not None and bits % 8 == 0:
+        dims[len(dims)] = _whole(bits // 8, len(pieces))
+        order, goal = [*order, len(order)], [*goal, len(goal)]
+    elif bits is not None:
+        last = dims[order[-1]] if order else _whole(1, len(pieces))
+        ends = [number for runs in last.runs for run in runs for number in (run.offset, run.length)]
+        if order[-1:] != goal[-1:] or any(number * bits % 8 for number in (last.size, *ends)):
+            raise PlanError(f"elements of {bits} bits would be cut within a byte")
+        dims[order[-1]] = _scaled(last, bits, 8)
+    place, groups = {d: i for i, d in enumerate(goal)}, list[list[int]]()
+    for d in order:
+        is_whole = all(runs == (Run(0, dims[d].size),) for runs in dims[d].runs)
+        if groups and is_whole and place[d] == place[groups[-1][-1]] + 1:
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    joined = [_scaled(dims[first], math.prod(dims[d].size for d in others)) for first, *others in groups]
+    numbers = sorted(range(len(groups)), key=lambda i: place[groups[i][0]])
+    if numbers[:1] != [0]:  # the slowest dimension is another one there, or there is none
+        joined, numbers = [_whole(1, len(pieces)), *joined], [0, *(number + 1 for number in numbers)]
+    return joined, numbers
+
+
+def _whole(size: int, pieces: int) -> _Dim:
     """A dimension of which each piece has all indices."""
-    return _Dim(size, ((Run(0, size),),) * pieces, place, place)
-
-
-def _in_bytes(dims: Sequence[_Dim], bits: int, pieces: int) -> list[_Dim]:
-    """Dimensions of which the last one counts bytes. Raises PlanError if a byte would be cut."""
-    if bits % 8 == 0:
-        return [*dims, _whole(bits // 8, pieces, len(dims))]
-    *outer, last = dims or [_whole(1, pieces, 0)]
-    ends = [number for runs in last.runs for run in runs for number in (run.offset, run.length)]
-    if last.place != len(outer) or any(number * bits % 8 for number in (last.full, *ends)):
-        raise PlanError(f"elements of {bits} bits would be cut within a byte")
-    return [*outer, _scaled(last, bits, 8)]
+    return _Dim(size, ((Run(0, size),),) * pieces)
 
 
 def _scaled(dim: _Dim, factor: int, divisor: int = 1) -> _Dim:
-    runs = tuple(
-        tuple(Run(run.offset * factor // divisor, run.length * factor // divisor) for run in dim_runs)
-        for dim_runs in dim.runs
+    runs = (
+        tuple(Run(run.offset * factor // divisor, run.length * factor // divisor) for run in of_piece)
+        for of_piece in dim.runs
     )
-    return _Dim(dim.full * factor // divisor, runs, dim.place, dim.last)
+    return _Dim(dim.size * factor // divisor, tuple(runs))
 
 
-def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Each dimension that is whole everywhere is joined to the one before it, if that is so on both sides."""
-    joined: list[_Dim] = []
-    for dim in dims:
-        everything = all(runs == (Run(0, dim.full),) for runs in dim.runs)
-        if joined and everything and dim.place == joined[-1].last + 1:
-            joined[-1] = _scaled(joined[-1], dim.full)._replace(last=dim.last)
-        else:
-            joined.append(dim)
-    return joined
+def _edit(change: Change | None, axes: Sequence[int]) -> Edit | None:
+    """What changes the elements of a block, and brings its dimensions into the target's order; None for neither.
 
+    Raises PlanError for a change that is not known.
+    """
+    elements = change.elements() if change is not None else None
+    if elements is None and [*axes] == sorted(axes):
+        return None
 
-def _continues(previous: Segment, segment: Segment) -> bool:
-    """Whether a part follows a part of equal length in the same segment: then the slab is the one before, shifted."""
-    return (
-        segment.offset == previous.offset + previous.length
-        and segment.length == previous.length
-        and segment.is_data == previous.is_data
-        and segment.sources is previous.sources
-        and segment.targets is previous.targets
-    )
+    def edit(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        block = block if elements is None else elements(block)
+        return block.transpose([*axes, *range(len(axes), block.ndim)])
 
-
-@dataclass(frozen=True)
-class _Edit:
-    """Changes the elements of a block, and brings its dimensions into the target's order."""
-
-    change: Change | None
-    axes: tuple[int, ...]
-
-    @cached_property
-    def _elements(self) -> Edit | None:
-        return self.change.elements() if self.change else None
-
-    def __call__(self, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        block = block if self._elements is None else self._elements(block)
-        return block.transpose([*self.axes, *range(len(self.axes), block.ndim)])
+    return edit
 
 
 class _Regions:
     """The regions that a slab reads or writes, collected block by block. ``order`` has the dimensions as they lie."""
 
     def __init__(
-        self,
-        parts: Sequence[_Part],
-        lead: Sequence[int],
-        start: int,
-        end: int,
-        order: Sequence[int],
+        self, parts: Sequence[_Part], lead: Sequence[int], start: int, end: int, order: Sequence[int],
         tail: tuple[int, ...],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._parts, self._lead, self._start, self._end, self._order, self._tail = parts, lead, start, end, order, tail
-        self._numbers: dict[int, tuple[int, Region]] = {}
+        self._of: dict[int, tuple[int, int, Region]] = {}
+        """For each piece: the number of its region, its first index of the dimension that is cut, and the region."""
         self._needed: dict[int, set[Run]] = {}
 
-    def number(self, piece: int) -> int:
-        """The number of a piece's region."""
-        if piece not in self._numbers:
-            self._numbers[piece] = len(self._numbers), self._region(self._parts[piece])
-        return self._numbers[piece][0]
-
-    def slices(self, piece: int, cell: Sequence[Segment]) -> Slices:
-        """The slices of a block in a piece's region."""
-        dims, depth, parts = self._parts[piece].dims, len(self._lead), []
+    def block(self, piece: int, cell: Sequence[Segment]) -> tuple[int, Slices]:
+        """The number of a piece's region, and the slices of a block in it."""
+        part, depth = self._parts[piece], len(self._lead)
+        if piece not in self._of:
+            first, last = (local_index(part.runs[depth], index) for index in (self._start, self._end))
+            shape = (*(last - first if d == depth else part.shape[d] for d in self._order), *self._tail)
+            place = 0
+            for size, runs, index in zip(part.shape, part.runs, self._lead, strict=False):
+                place = place * size + local_index(runs, index)
+            offset = (place * part.shape[depth] + first) * math.prod(shape[1:])
+            self._of[piece] = len(self._of), first, Region(part.rank, offset, shape, part.rows)
+        number, first, _ = self._of[piece]
+        slices = []
         for d in self._order:
-            begin = dims[d].local(cell[d - depth].offset) - (dims[d].local(self._start) if d == depth else 0)
-            parts.append(slice(begin, begin + cell[d - depth].length))
+            begin = local_index(part.runs[d], cell[d - depth].offset) - (first if d == depth else 0)
+            slices.append(slice(begin, begin + cell[d - depth].length))
         if not self._tail:
-            self._needed.setdefault(piece, set()).add(Run(parts[-1].start, cell[self._order[-1] - depth].length))
-        return (*parts, *(slice(None) for _ in self._tail))
-
-    def _region(self, part: _Part) -> Region:
-        dims, depth, place = part.dims, len(self._lead), 0
-        for dim, index in zip(dims, self._lead, strict=False):
-            place = place * dim.length + dim.local(index)
-        first, last = dims[depth].local(self._start), dims[depth].local(self._end)
-        shape = (*(last - first if d == depth else dims[d].length for d in self._order), *self._tail)
-        row = math.prod(shape[1:])
-        return Region(part.rank, (place * dims[depth].length + first) * row, shape, part.rows)
+            self._needed.setdefault(piece, set()).add(Run(slices[-1].start, slices[-1].stop - slices[-1].start))
+        return number, (*slices, *(slice(None) for _ in self._tail))
 
     def regions(self, *, partial: bool = False) -> tuple[Region, ...]:
-        """The regions by their numbers; with ``partial``, only what is wanted of their rows is read."""
+        """The regions by their numbers; with ``partial``, only what is needed of their rows is read."""
         numbered = []
-        for piece, (_, region) in self._numbers.items():
+        for piece, (_, _, region) in self._of.items():
             runs = tuple(merge_runs(sorted(self._needed.get(piece, ()), key=lambda run: run.offset)))
             is_part = partial and not self._tail and len(region.shape) > 1 and runs != (Run(0, region.shape[-1]),)
             numbered.append(replace(region, needed=runs) if is_part else region)
         return tuple(numbered)
-
-
-def _coalesced(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Join copies of plain byte ranges that follow each other in source and target."""
-    last: dict[int, Copy] = {}
-    for copy in copies:
-        prior = last.get(copy.target)
-        if prior is not None and _follows(prior, copy):
-            source = _union(prior.source_slices, copy.source_slices) if copy.source is not None else ()
-            last[copy.target] = Copy(copy.source, source, copy.target, _union(prior.target_slices, copy.target_slices))
-            continue
-        if prior is not None:
-            yield prior
-        last[copy.target] = copy
-    yield from last.values()
-
-
-def _follows(previous: Copy, copy: Copy) -> bool:
-    if previous.source != copy.source or previous.target_slices[0].stop != copy.target_slices[0].start:
-        return False
-    return copy.source is None or previous.source_slices[0].stop == copy.source_slices[0].start
-
-
-def _union(first: Slices, second: Slices) -> Slices:
-    return (slice(first[0].start, second[0].stop),)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
-from formats.files.safetensors import DTYPE_BITS, stated_dtype, tensor_bytes
+from formats.files.safetensors import stated_dtype, tensor_bytes
 from formats.mesh import Mesh
 from formats.notation.architecture import filled, numbers_in, without_numbers
 from formats.notation.axes import Dim, Run, Shape, Summand
 from formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
-from reshard.mesh.plan import Box, Layout, Plan, layout_of, owners_of
+from reshard.mesh.plan import Box, Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
@@ -276,30 +276,20 @@ class Arrangement:
     def _layout(self, kind: Kind, portion: Portion, index: int | None, laid: Plan) -> Layout:
         """How an atom lies on the mesh of a plan, or, unsplit, on one rank."""
         alike = (kind, portion, index, laid is self.plan)
-        if alike in self._layouts:
-            return self._layouts[alike]
-        model, component, cut = laid.model, portion.component, portion.cut
-        rule, sizes = component.shape, model.sizes.of(dict(kind.indices))
-        places = (*kind.places, (component.index, index or 0)) if component.index else kind.places
-        if cut is not None and cut.axis is None:
-            rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
-        stages = None if portion.line is not None and portion.line.on == "every stage" else kind.stages
-        owned = (places, kind.indices, rule.axes, stages)
-        part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
-        if owned not in laid.owners:
-            laid.owners[owned] = owners_of(model, laid.mesh, part) if places or stages is not None else None
-        owners = laid.owners[owned]
-        key = (rule, kind.indices, part.shape, DTYPE_BITS[kind.dtype] % 8, owners, cut)
-        if key not in laid.layouts:
-            if cut is not None and cut.axis is not None:  # tp deals this axis and no other
-                families = {**model.architecture.families, "tp": ((cut.axis,),)}
-                model = replace(model, architecture=replace(model.architecture, families=families))
-            layout = layout_of(model, laid.mesh, part, laid.padding, owners)
+        if alike not in self._layouts:
+            component, cut, places = portion.component, portion.cut, kind.places
+            rule, sizes = component.shape, laid.model.sizes.of(dict(kind.indices))
+            if component.index:
+                places = (*places, (component.index, index or 0))
+            if cut is not None and cut.axis is None:
+                rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
+            stages = None if portion.line is not None and portion.line.on == "every stage" else kind.stages
+            part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
+            layout = laid.layout(part, cut.axis if cut is not None else None)
             if cut is not None and cut.dim is not None:
                 layout = _in_ranges(kind.name, layout, portion, laid.mesh)
-            laid.layouts[key] = layout
-        self._layouts[alike] = laid.layouts[key]
-        return laid.layouts[key]
+            self._layouts[alike] = layout
+        return self._layouts[alike]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
         sizes = self.plan.model.sizes

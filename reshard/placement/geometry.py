@@ -12,13 +12,15 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from formats.files.chunks import Chunk
 from formats.notation.axes import Run, merge_runs, product_boxes, product_runs
 from reshard.mesh.plan import Layout
-from reshard.placement.pieces import Blocks, Piece, Runs, Spread, over_blocks
+from reshard.placement.pieces import Piece, Spread
 from reshard.placement.portions import Portion
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ class Geometry:
 
     def has(self, holder: int, number: int) -> bool:
         """Whether a holder has elements of an atom."""
-        return holder in self.spread(number, self.groups(number)).pieces
+        return holder in self.spread(number).pieces
 
     def first(self, holder: int, number: int) -> int:
         """The number of the first element that a holder has of the stack's index in which an atom is."""
@@ -122,44 +124,21 @@ class Geometry:
         stride = self.views[holder][1][0] if self.views is not None else math.prod(shape[1:])
         return self._places[holder][number // len(self.portions)] * stride
 
-    def groups(self, number: int) -> Blocks:
-        """The factors of an atom in the stored order, those together that are one dimension of what a holder has."""
-        portion = self.portions[number % len(self.portions)]
-        if self.chunks is None:
-            return tuple((factor,) for factor in portion.order)
-        return tuple(group for group in stored_dims(self.portions, number) if group)
-
-    def starts(self, number: int) -> set[int]:
-        """The factors that begin a block of their own: where atoms are joined, where a dimension of chunks begins, and
-        what is padded.
-        """
-        portion, layout = self.portions[number % len(self.portions)], self.layouts[number]
-        padded = {factor for factor, size in enumerate(layout.padded) if size != layout.full[factor]}
-        if self.chunks is not None:
-            return padded | {group[0] for group in self.groups(number)}
-        return padded | {*(portion.order[portion.outer : portion.outer + 1] if len(self.portions) > 1 else ())}
-
-    def spread(self, number: int, blocks: Blocks, without: Collection[int] = frozenset()) -> Spread:
-        """How an atom is spread over the holders, but for those ``without``, with blocks of its factors as dimensions.
+    def spread(self, number: int, without: Collection[int] = frozenset()) -> Spread:
+        """How an atom is spread over the holders, but for those ``without``; its factors are the dimensions.
 
         Elements count from ``first`` on. Atoms that are spread alike share the spread.
         """
         place, slot = divmod(number, len(self.portions))
         layouts = self.layouts[place * len(self.portions) :][: len(self.portions)]
-        key: tuple[Any, ...] = (slot, layouts, blocks, frozenset(without))
+        key: tuple[Any, ...] = (slot, layouts, frozenset(without))
         if self.chunks is not None:
             views = self.views or {}
             key = (*key, tuple((file, *self._chunk(file), views.get(file)) for file in self._holders[place]))
         if key not in self._spreads:
-            layout, groups, position = layouts[slot], self.groups(number), self.portions[slot].order.index
-            pieces = {
-                holder: tuple(new for piece in own_pieces for new in over_blocks(piece, groups, blocks, layout.padded))
-                for holder in self._holders[place]
-                if holder not in without and (own_pieces := [*self._pieces(holder, place, slot)])
-            }
-            full = tuple(math.prod(layout.full[f] for f in block) for block in blocks)
-            order = tuple(sorted(range(len(blocks)), key=lambda block: position(blocks[block][0])))
-            self._spreads[key] = Spread(full, order, pieces)
+            holders = (holder for holder in self._holders[place] if holder not in without)
+            pieces = {holder: own for holder in holders if (own := tuple(self._pieces(holder, slot, layouts)))}
+            self._spreads[key] = Spread(layouts[slot].full, self.portions[slot].order, pieces)
         return self._spreads[key]
 
     @cached_property
@@ -186,22 +165,19 @@ class Geometry:
                 holders[place].append(holder)
         return holders
 
-    def _pieces(self, holder: int, place: int, slot: int) -> Iterator[Piece]:
-        """What a holder has of an atom, with its groups as dimensions."""
+    def _pieces(self, holder: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
+        """What a holder has of an atom; ``layouts`` are those at its index of the stack."""
         if self.chunks is not None:
-            yield from self._in_chunk(holder, place, slot)
+            yield from self._in_chunk(holder, slot, layouts)
             return
-        layouts, runs = self.layouts[place * len(self.portions) :], list[tuple[Runs, ...]]()
         if holder in layouts[slot].empty:
             return
-        for portion, layout in zip(self.portions, layouts, strict=False):
-            dims = layout.boxes[holder].dims
-            runs.append(tuple(dims[factor] for factor in portion.order))
-        lengths = [[sum(run.length for run in dim) for dim in sizes] for sizes in runs]
-        inner = [math.prod(sizes[spec.outer :]) for sizes, spec in zip(lengths, self.portions, strict=True)]
-        sizes, outer = lengths[slot], self.portions[slot].outer
-        strides = (*row_major(sizes[:outer], sum(inner)), *row_major(sizes[outer:], 1))
-        yield Piece(runs[slot], strides, sum(inner[:slot]))
+        lengths = [[sum(run.length for run in dim) for dim in layout.boxes[holder].dims] for layout in layouts]
+        sizes = [[own[f] for f in portion.order] for own, portion in zip(lengths, self.portions, strict=True)]
+        inner = [math.prod(own[portion.outer :]) for own, portion in zip(sizes, self.portions, strict=True)]
+        order, outer = self.portions[slot].order, self.portions[slot].outer
+        strides = (*row_major(sizes[slot][:outer], sum(inner)), *row_major(sizes[slot][outer:], 1))
+        yield Piece(layouts[slot].boxes[holder].dims, _by_factor(order, strides), sum(inner[:slot]))
 
     def _chunk(self, file: int) -> Chunk:
         """The chunk of an index of the stack that a file has."""
@@ -209,50 +185,43 @@ class Geometry:
         at = self.chunks[file]
         return Chunk(at.offset[1:], at.shape[1:]) if self.is_stack else at
 
-    def _in_chunk(self, file: int, place: int, slot: int) -> Iterator[Piece]:
+    def _in_chunk(self, file: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
         """What a chunk has of an atom: chunks may begin and end anywhere."""
-        portion, (offset, shape), is_joined = self.portions[slot], self._chunk(file), len(self.portions) > 1
+        portion, (offset, shape), sizes = self.portions[slot], self._chunk(file), layouts[slot].padded
         base, steps = (0, row_major(shape, 1)) if self.views is None else self.views[file]
         steps = steps[len(steps) - len(shape) :]
         if not portion.counts:
             if not shape or offset[0] <= slot < offset[0] + shape[0]:
                 yield Piece((), (), base + ((slot - offset[0]) * steps[0] if shape else 0))
             return
-        groups, layouts = stored_dims(self.portions, slot), self.layouts[place * len(self.portions) :]
-        dims: list[list[tuple[int, list[tuple[Run, int]]]]] = []  # of each dimension: base, runs and strides of groups
+        strides, dims = list[int](), list[list[tuple[int, tuple[Run, ...]]]]()  # of each dimension: base, and runs
         for dim, (begin, length, step) in enumerate(zip(offset, shape, steps, strict=True)):
-            if dim != portion.dim or not is_joined:
-                dims.append([(0, [(Run(begin, length), step)])] if length else [])
-                continue
-            ends = [0]  # where atoms end along the dimension in which they are joined
-            for other, layout in zip(self.portions, layouts, strict=False):
-                ends.append(ends[-1] + math.prod(layout.padded[f] for f in other.of_dim(dim)[other.lead :]))
-            first, end, row = ends[slot], ends[slot + 1], ends[-1]
-            leads, parts = math.prod(layouts[slot].padded[f] for f in groups[dim]) if portion.lead else 1, []
-            for lead, inner in product_boxes(begin, length, (leads, row)):
-                low, high = max(inner.offset, first), min(inner.end, end)
-                if low < high:
-                    factors = [(lead, row * step)] if portion.lead else []
-                    at = (lead.offset * row + low - begin) * step
-                    parts.append((at, [*factors, (Run(low - first, high - low), step)]))
+            joined = [(portion, layouts[slot])]
+            if dim == portion.dim and len(self.portions) > 1:
+                joined = [*zip(self.portions, layouts, strict=True)]
+            lead = portion.lead if len(joined) > 1 else 0
+            extents = [math.prod(of.padded[f] for f in each.of_dim(dim)[lead:]) for each, of in joined]
+            first, row = sum(extents[:slot]) if len(joined) > 1 else 0, sum(extents)
+            end = first + extents[slot if len(joined) > 1 else 0]
+            factors = [sizes[f] for f in portion.of_dim(dim)]
+            own_strides, parts = (*row_major(factors[:lead], row * step), *row_major(factors[lead:], step)), []
+            for *leads, within in product_boxes(begin, length, (*factors[:lead], row)):
+                low, high = max(within.offset, first), min(within.end, end)
+                for box in product_boxes(low - first, high - low, factors[lead:]) if low < high else ():
+                    runs = (*leads, *box)
+                    at = sum(run.offset * stride for run, stride in zip(runs, own_strides, strict=True))
+                    parts.append((at + (first - begin) * step, runs))
+            strides += own_strides
             dims.append(parts)
-        is_there = [bool(group) for group in groups]
         for chosen in itertools.product(*dims):
-            runs = [*itertools.compress(itertools.chain(*(factors for _, factors in chosen)), is_there)]
-            yield Piece(
-                tuple((run,) for run, _ in runs), tuple(step for _, step in runs), base + sum(at for at, _ in chosen)
-            )
+            own_runs = tuple((run,) for _, runs in chosen for run in runs)
+            order, at = portion.order, base + sum(at for at, _ in chosen)
+            yield Piece(_by_factor(order, own_runs), _by_factor(order, strides), at)
 
 
-def stored_dims(portions: Sequence[Portion], number: int) -> Blocks:
-    """The factors of an atom in each stored dimension, in the stored order; those before what is joined are apart."""
-    portion, blocks = portions[number % len(portions)], []
-    for dim in range(len(portion.counts)):
-        factors = portion.of_dim(dim)
-        lead = portion.lead if dim == portion.dim and len(portions) > 1 else 0
-        blocks += [factors[:lead]] if lead else []
-        blocks.append(factors[lead:])
-    return tuple(blocks)
+def _by_factor(order: Sequence[int], stored: Sequence[_T]) -> tuple[_T, ...]:
+    """What each factor has, given it in the stored order."""
+    return tuple(each for _, each in sorted(zip(order, stored, strict=True), key=lambda pair: pair[0]))
 
 
 def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:

@@ -7,19 +7,16 @@ numbers. A range of a row-major product of n factors (a chunk that ends within a
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
-from formats.notation.axes import Run, product_boxes, product_runs, segments
+from formats.notation.axes import Run, segments
 
 Runs = tuple[Run, ...]
-
-Blocks = tuple[tuple[int, ...], ...]
-"""Factors of an atom, by their numbers; those of one block are one dimension, slowest first."""
 
 
 class Piece(NamedTuple):
@@ -88,96 +85,81 @@ class Box(NamedTuple):
         return Box((*self.shape[:dim], length, *self.shape[dim + 1 :]), *ends)
 
 
+class Segment(NamedTuple):
+    """Indices of a dimension that the same pieces of both sides have, of those that have what is chosen before it.
+
+    ``is_data`` is False for padding: zeros that the atom does not have.
+    """
+
+    offset: int
+    length: int
+    sources: frozenset[int]
+    targets: frozenset[int]
+    is_data: bool = True
+
+
+class Cuts:
+    """The dimensions of an atom, cut wherever a piece of either side begins or ends.
+
+    ``sizes`` has the size of each, ``sources`` and ``targets`` the runs that each piece has of each.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], sources: Sequence[Sequence[Runs]], targets: Sequence[Sequence[Runs]]
+    ) -> None:
+        self._sizes, self._runs = sizes, dict(enumerate(sources)) | {~i: runs for i, runs in enumerate(targets)}
+        self._cache: dict[tuple[int, frozenset[int], frozenset[int], bool], tuple[Segment, ...]] = {}
+        self.all = Segment(0, 1, frozenset(range(len(sources))), frozenset(range(len(targets))))
+
+    def segments(self, dim: int, within: Segment) -> tuple[Segment, ...]:
+        """The segments of a dimension, of the pieces that have a segment of the one before it."""
+        key = dim, within.sources, within.targets, within.is_data
+        if key not in self._cache:
+            size, ids = self._sizes[dim], (*within.sources, *(~i for i in within.targets))
+            self._cache[key] = tuple(
+                Segment(
+                    run.offset, run.length, frozenset(i for i in pieces if i >= 0),
+                    frozenset(~i for i in pieces if i < 0), within.is_data and run.offset < size,
+                )
+                for run, pieces in segments({i: self._runs[i][dim] for i in ids}, (0, size))
+            )  # fmt: skip
+        return self._cache[key]
+
+    def cells(self, dim: int, within: Segment) -> Iterator[tuple[Segment, ...]]:
+        """All boxes of which the same pieces have all elements: a segment of each dimension from ``dim`` on.
+
+        Those that are no padding, and that no target has, are left out.
+        """
+        if dim == len(self._sizes):
+            yield ()
+            return
+        for segment in self.segments(dim, within):
+            if segment.targets or not segment.is_data:
+                yield from ((segment, *following) for following in self.cells(dim + 1, segment))
+
+
 def boxes(source: Spread, target: Spread) -> Iterator[Box]:
     """What the target's pieces have of an atom, but for padding, in boxes of which the same pieces of both sides have
     all elements, in the order of its dimensions. A box without sources is nowhere in the source.
     """
-    sides = [
-        [(holder, piece) for holder, pieces in side.pieces.items() for piece in pieces] for side in (source, target)
-    ]
-    pieces, first = [*sides[0], *sides[1]], len(sides[0])
-
-    @cache
-    def ranges(dim: int, within: frozenset[int]) -> list[tuple[Run, frozenset[int]]]:
-        cut = segments({i: pieces[i][1].runs[dim] for i in within}, (0, source.full[dim]))
-        return [(run, ids) for run, ids in cut if run.offset < source.full[dim] and max(ids, default=-1) >= first]
-
-    def products(within: frozenset[int], *runs: Run) -> Iterator[tuple[tuple[Run, ...], frozenset[int]]]:
-        if len(runs) == len(source.full):
-            yield runs, within
-            return
-        for run, ids in ranges(len(runs), within):
-            yield from products(ids, *runs, run)
-
-    def position(number: int, runs: tuple[Run, ...]) -> Position:
-        holder, piece = pieces[number]
-        local = (_local(dim, run.offset) for dim, run in zip(piece.runs, runs, strict=True))
-        base = piece.base + sum(at * stride for at, stride in zip(local, piece.strides, strict=True))
-        return Position(holder, base, piece.strides)
-
-    for runs, within in products(frozenset(range(len(pieces)))) if sides[1] else ():
-        have, want = (
-            tuple(position(i, runs) for i in sorted(within) if (i < first) == is_source) for is_source in (True, False)
-        )
-        yield Box(tuple(run.length for run in runs), have, want)
+    sides = [[(at, piece) for at, pieces in side.pieces.items() for piece in pieces] for side in (source, target)]
+    cuts = Cuts(source.full, *([piece.runs for _, piece in pieces] for pieces in sides))
+    for cell in cuts.cells(0, cuts.all):
+        last = (cuts.all, *cell)[-1]
+        if last.is_data and last.targets:
+            have, want = (
+                tuple(_position(*pieces[i], cell) for i in sorted(ids))
+                for pieces, ids in zip(sides, (last.sources, last.targets), strict=True)
+            )
+            yield Box(tuple(segment.length for segment in cell), have, want)
 
 
-def _local(runs: Runs, index: int) -> int:
+def _position(holder: int, piece: Piece, cell: Sequence[Segment]) -> Position:
+    """Where a holder has the elements of a box, given what it has of the atom there."""
+    local = (local_index(runs, segment.offset) for runs, segment in zip(piece.runs, cell, strict=True))
+    return Position(holder, piece.base + sum(map(mul, local, piece.strides)), piece.strides)
+
+
+def local_index(runs: Runs, index: int) -> int:
     """The number of indices of runs before an index."""
     return sum(min(max(index - run.offset, 0), run.length) for run in runs)
-
-
-def common_blocks(source: Sequence[int], target: Sequence[int], starts: Collection[int]) -> Blocks:
-    """Factors that follow each other in both orders, together; each of ``starts`` begins a block of its own."""
-    after = {factor: place for place, factor in enumerate(target)}
-    blocks: list[tuple[int, ...]] = []
-    for factor in source:
-        is_next = blocks and after[blocks[-1][-1]] + 1 == after[factor]
-        if is_next and factor not in starts:
-            blocks[-1] += (factor,)
-        else:
-            blocks.append((factor,))
-    return tuple(blocks)
-
-
-def over_blocks(piece: Piece, groups: Blocks, blocks: Blocks, sizes: Sequence[int]) -> Iterator[Piece]:
-    """A piece whose dimensions are ``groups`` of factors, with ``blocks`` of them as dimensions: one piece, or several.
-
-    A group has several blocks, or a block several groups, which then lie in one row-major piece. ``groups`` are in the
-    stored order; ``sizes`` has the padded size of each factor.
-    """
-    number = {block[0]: place for place, block in enumerate(blocks)}
-    position = {factor: place for place, factor in enumerate(itertools.chain(*groups))}
-    waiting = sorted(blocks, key=lambda block: position[block[0]])
-    parts: list[list[tuple[int, list[tuple[int, Runs, int]]]]] = []  # of each step: base, and what each block has
-    place = 0
-    while place < len(groups):
-        first, block = place, waiting.pop(0)
-        place += 1
-        if len(block) >= len(groups[first]):
-            while sum(map(len, groups[first:place])) < len(block):
-                place += 1
-            factors = [(piece.runs[i], math.prod(sizes[f] for f in groups[i])) for i in range(first, place)]
-            runs = tuple(product_runs(factors)) if place - first > 1 else piece.runs[first]
-            parts.append([(0, [(number[block[0]], runs, piece.strides[place - 1])])])
-            continue
-        inside = [block]
-        while sum(map(len, inside)) < len(groups[first]):
-            inside.append(waiting.pop(0))
-        lengths, stride, (run,) = (
-            [math.prod(sizes[f] for f in factors) for factors in inside],
-            piece.strides[first],
-            piece.runs[first],
-        )
-        inner = [math.prod(lengths[i + 1 :]) * stride for i in range(len(lengths))]
-        parts.append([
-            (
-                sum(one.offset * step for one, step in zip(box, inner, strict=True)) - run.offset * stride,
-                [(number[factors[0]], (one,), step) for factors, one, step in zip(inside, box, inner, strict=True)],
-            )
-            for box in product_boxes(run.offset, run.length, lengths)
-        ])  # fmt: skip
-    for chosen in itertools.product(*parts):
-        dims = sorted(itertools.chain(*(dims for _, dims in chosen)))
-        base = piece.base + sum(base for base, _ in chosen)
-        yield Piece(tuple(runs for _, runs, _ in dims), tuple(stride for _, _, stride in dims), base)

@@ -20,7 +20,7 @@ from formats.notation.architecture import filled
 from formats.notation.format import Constant, Renaming
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Spread, common_blocks
+from reshard.placement.pieces import Spread
 from reshard.placement.portions import Portion
 
 
@@ -111,9 +111,10 @@ class Location(NamedTuple):
         """Its layout on the mesh, with a dimension for each of its factors."""
         return self.stored.geometry.layouts[self.number]
 
-    def spread(self, blocks: Blocks) -> Spread:
+    @property
+    def spread(self) -> Spread:
         """How it is spread over the holders, but for those that have zeros in its place."""
-        return self.stored.geometry.spread(self.number, blocks, self.zeros)
+        return self.stored.geometry.spread(self.number, self.zeros)
 
     def first(self, holder: int) -> int:
         """The byte of a holder's tensor from which on ``spread`` counts."""
@@ -137,21 +138,6 @@ class Location(NamedTuple):
     def is_zero(self, rank: int) -> bool:
         """Whether a rank stores zeros in its place."""
         return rank in self.zeros
-
-
-def blocks_of(src: Location, dst: Location) -> Blocks | None:
-    """The factors of an atom that are one dimension on both sides; None if the sides have other factors.
-
-    Between ranks each factor is a dimension. Chunks are as few pieces as possible with as few dimensions as possible.
-    """
-    source, target = src.portion.order, dst.portion.order
-    if sorted(source) != sorted(target):
-        return None
-    sides = [(location.stored.geometry, location.number) for location in (src, dst)]
-    if all(geometry.chunks is None for geometry, _ in sides):
-        return tuple((factor,) for factor in range(len(source)))
-    starts = {start for geometry, number in sides for start in geometry.starts(number)}
-    return common_blocks(source, target, starts)
 
 
 Piece = tuple[Chunk, TensorInfo]

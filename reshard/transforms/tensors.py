@@ -332,13 +332,14 @@ class _Gathering(Reader):
         super().__init__()
         self._opened, self._files = opened, files
 
-    def _fill(self, file: SourceFile, offset: int, view: memoryview) -> None:
+    def fill(self, data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
+        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError."""
         remote = self._files[file.path]
         if isinstance(remote, LocalFile):
-            remote.fill(offset, view)
-        else:
-            content = self._opened(remote)(offset, offset + len(view))
-            np.frombuffer(view, np.uint8)[:] = np.frombuffer(content, np.uint8)  # without Python's lock
+            remote.fill(offset, data.data)
+        elif data.size:
+            content = self._opened(remote)(offset, offset + data.size)
+            data[:] = np.frombuffer(content, np.uint8)  # without Python's lock
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

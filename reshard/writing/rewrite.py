@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from formats.errors import CheckpointError, MismatchError
-from formats.files.checksum import Part, PartialSum
+from formats.files.checksum import PartialSum, sum_part
 from formats.files.sharded import MANIFEST, read_manifest
 from formats.hints import meaning, with_hint
 from formats.mesh import Mesh
@@ -503,11 +503,6 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
     if source.format.plain or not any(file.expected for file in source.files.values()):
         return
 
-    def add(file: SourceFile, offset: int, length: int, part: Part) -> None:
-        total = PartialSum(file.size)
-        total.add(offset, length, part)
-        sums.add(file, frozenset(), total)
-
     unneeded = [
         (source.files[info.file], info)
         for rank, tensors in enumerate(source.ranks)
@@ -520,11 +515,14 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
             or any(part.function for part in stored.geometry.portions)
         )
     ]
-    reader = Reader(add)
+    reader = Reader()
     try:
         if source.is_remote:
             reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in unneeded)
         for file, info in unneeded:
-            reader.fill(np.empty(info.nbytes, dtype=np.uint8), file, info.offset)
+            data, total = np.empty(info.nbytes, dtype=np.uint8), PartialSum(file.size)
+            reader.fill(data, file, info.offset)
+            total.add(info.offset, info.nbytes, sum_part(data, info.offset))
+            sums.add(file, frozenset(), total)
     finally:
         reader.close()

@@ -19,9 +19,9 @@ from formats.notation.axes import Run, parse, product_boxes
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Blocks, Piece, Position, boxes, common_blocks
+from reshard.placement.pieces import Piece, Position, boxes
 from reshard.placement.portions import Portion
-from reshard.placement.stored import Location, Stored, blocks_of
+from reshard.placement.stored import Location, Stored
 from tests.marks import examples
 
 # -- stored tensors ----------------------------------------------------------------------------------------------------
@@ -189,13 +189,11 @@ def elements(piece: Piece) -> Iterator[tuple[tuple[int, ...], int]]:
 @examples(150)
 @given(pairs())
 def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None:
-    for case, other in (pair, pair[::-1]):
+    for case in pair:
         for place in range(len(case.whole)):
-            number, there = case.number(place), other.number(place)
-            blocks = blocks_of(case.placed(number), other.placed(there))
-            assert blocks is not None
-            spread, geometry = case.placed(number).spread(blocks), case.geometry
-            atom = ordered(case, number, blocks)
+            number = case.number(place)
+            spread, geometry = case.placed(number).spread, case.geometry
+            atom = padded(case.full(number), geometry.layouts[number].padded)
             seen = np.zeros(atom.shape, int)
             for holder, pieces in spread.pieces.items():
                 tensor, first = case.tensor(holder).ravel(), geometry.first(holder, number)
@@ -205,24 +203,13 @@ def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None
             assert (seen >= 1).all() and (geometry.chunks is None or (seen == 1).all())
 
 
-def ordered(case: Case, number: int, blocks: Blocks) -> np.ndarray:
-    """An atom with a dimension for each block of its factors."""
-    sizes = case.geometry.layouts[number].padded
-    atom = padded(case.full(number), sizes)
-    return atom.transpose([f for block in blocks for f in block]).reshape(
-        [math.prod(sizes[f] for f in block) for block in blocks]
-    )
-
-
 @examples(300)
 @given(pairs(), st.sampled_from([1, 8, 40, 1000]))
 def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: int) -> None:
     source, target = pair
     for place in range(len(source.whole)):
         number, there = source.number(place), target.number(place)
-        blocks = blocks_of(source.placed(number), target.placed(there))
-        assert blocks is not None
-        before, after = source.placed(number).spread(blocks), target.placed(there).spread(blocks)
+        before, after = source.placed(number).spread, target.placed(there).spread
         ranks = frozenset(after.pieces)
         values = target.full(there).ravel()
         other = {int(v): int(w) for v, w in zip(source.full(number).ravel(), values, strict=True)}
@@ -260,9 +247,7 @@ def test_boxes_bring_each_element_to_its_place(pair: tuple[Case, Case], random: 
     source, target = pair
     for place in range(len(source.whole)):
         number, there = source.number(place), target.number(place)
-        blocks = blocks_of(source.placed(number), target.placed(there))
-        assert blocks is not None
-        before, after = source.placed(number).spread(blocks), target.placed(there).spread(blocks)
+        before, after = source.placed(number).spread, target.placed(there).spread
         matching = dict(zip(source.full(number).ravel().tolist(), target.full(there).ravel().tolist(), strict=True))
         times = {h: np.zeros(target.tensor(h).size, int) for h in after.pieces}
         for box in boxes(before, after):
@@ -314,19 +299,13 @@ def taken(data: np.ndarray, region: Region) -> np.ndarray:
     return found
 
 
-def test_blocks_begin_where_pieces_do() -> None:
-    assert common_blocks((0, 1, 2, 3), (0, 1, 2, 3), {0, 2}) == ((0, 1), (2, 3))
-    assert common_blocks((0, 1, 2), (0, 2, 1), set()) == ((0,), (1,), (2,))
-    assert common_blocks((2, 0, 1), (0, 1, 2), set()) == ((2,), (0, 1))
-
-
 @given(st.integers(0, 7), st.integers(1, 8))
 def test_elements_of_half_a_byte_are_moved_in_whole_bytes_or_refused(begin: int, length: int) -> None:
     length = min(length, 8 - begin)
     portion = Portion(cast(Any, None), None, None, 0, 1, None, (0,), (1,), 0, 0)
     layout = Layout(parse(""), (8,), (8,), {0: Box(((Run(0, 8),),), (8,))}, 1, (8,), frozenset())
     part = replace(layout, boxes={0: Box(((Run(begin, length),),), (length,))})
-    before, after = (Geometry((portion,), (of,), False).spread(0, ((0,),)) for of in (layout, part))
+    before, after = (Geometry((portion,), (of,), False).spread(0) for of in (layout, part))
     if begin % 2 or length % 2:
         with pytest.raises(PlanError, match="cut within a byte"):
             Transfer(before, after, 4, frozenset({0}))

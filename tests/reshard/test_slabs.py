@@ -161,8 +161,6 @@ def test_slabs_stay_within_the_budget(model, name, mesh, budget):
     for before, after in ((full, layout), (layout, full)):
         every = frozenset(range(len(after.boxes)))
         transfer = Transfer(spread(before), spread(after), 32, every)
-        if transfer._is_stream:
-            continue
         assert all(slab.nbytes <= max(budget, len(before.boxes) + len(after.boxes)) for slab in transfer.slabs(budget))
 
 

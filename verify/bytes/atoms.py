@@ -131,9 +131,8 @@ class Parts:
             portion, kind = portions[number % len(portions)], self.kinds[stored.atoms[number % len(portions)].tensor]
             if len(layout.full) != len(portion.order):
                 raise PlanError(f"'{layout.rule}' has other dimensions than factors")
-            factors = tuple((factor,) for factor in range(len(layout.full)))
             blocks: tuple[Block, ...] = ()
-            if places := geometry.spread(number, factors).pieces.get(holder):
+            if places := geometry.spread(number).pieces.get(holder):
                 model, sizes = self._plan.model, self._plan.model.sizes.of(dict(kind.indices))
                 full = spread_of(model, kind, portion, sizes)._replace(shape=kind.shape)
                 padding = {axis: size for axis, size in self._plan.padding.items() if axis in sizes}

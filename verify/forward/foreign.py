@@ -25,7 +25,7 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
 from reshard.placement.pieces import Box, Position, boxes
-from reshard.placement.stored import Location, blocks_of
+from reshard.placement.stored import Location
 from reshard.source.source import Source
 from verify.bytes.atoms import strided
 from verify.bytes.reading import Files
@@ -54,11 +54,9 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
         for name, dtype, shape in entries:
             part = np.zeros(shape, f"<u{DTYPE_BITS[dtype] // 8}")
             for place, own in places[name]:
-                blocks = blocks_of(place, own)
-                assert blocks is not None  # two arrangements of one model
-                target = own.spread(blocks)
+                target = own.spread
                 pieces = {rank: rank_pieces} if (rank_pieces := target.pieces.get(rank)) else {}
-                for box in boxes(place.stored.geometry.spread(place.number, blocks), replace(target, pieces=pieces)):
+                for box in boxes(place.stored.geometry.spread(place.number), replace(target, pieces=pieces)):
                     if not box.sources:
                         raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
                     values = _values(source, files, place, box, rank, dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import mmap
 import os
 import time
@@ -209,12 +208,12 @@ class Mover:
             for region in slab.reads:
                 origin = job.source(region.rank)
                 run = reads[origin.file, None if job.again or region.needed is not None else wanted]
-                spans.append(_Span(run, run.add(region, ranges_of(origin, region)), region.shape))
+                spans.append(_Span(run, run.add(region, ranges_of(origin, region), origin.offset), region))
             for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
                 if not place.file.done:
                     run = writes[self._numbers[place.file]]
-                    ranges = ((place.offset + offset, at, n) for offset, at, n in region.ranges(0, region.nbytes))
-                    run.made_of.append((run.add(region, ranges), region, copies, spans, blocks))
+                    begin = run.add(region, region.ranges(0, region.nbytes), place.offset)
+                    run.made_of.append((begin, region, copies, spans, blocks))
             ready.append((job, slab, spans, blocks))
         self._arena.clear()
         for (file, targets), run in reads.items():
@@ -393,15 +392,15 @@ class _Run:
     part: Part | None = None
     """The sum of all of it, if it is known."""
 
-    def add(self, region: Region, ranges: Iterable[tuple[int, int, int]]) -> int:
-        """Add a region, given the ranges of a file where it lies; returns its position in memory."""
+    def add(self, region: Region, ranges: Iterable[tuple[int, int, int]], base: int = 0) -> int:
+        """Add a region, given its ranges from byte ``base`` of a file on; returns its position in memory."""
         begin, self.size = self.size, self.size + region.nbytes
         for offset, at, length in ranges:
             first, position, before = self.ranges[-1] if self.ranges else (-1, -1, 0)
-            if first + before == offset and position + before == begin + at:
+            if first + before == base + offset and position + before == begin + at:
                 self.ranges[-1] = first, position, before + length
             elif length:
-                self.ranges.append((offset, begin + at, length))
+                self.ranges.append((base + offset, begin + at, length))
         return begin
 
     def pieces(self, size: int) -> Iterator[tuple[int, Bytes]]:
@@ -416,12 +415,12 @@ class _Span(NamedTuple):
 
     run: _Run
     begin: int
-    shape: tuple[int, ...]
+    region: Region
 
     @property
     def data(self) -> Bytes:
         """A view of the run's bytes, in the region's shape."""
-        return self.run.data[self.begin : self.begin + math.prod(self.shape)].reshape(self.shape)
+        return self.run.data[self.begin : self.begin + self.region.nbytes].reshape(self.region.shape)
 
 
 def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
@@ -431,7 +430,7 @@ def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
     for region in () if is_direct else slab.reads:
         place, data = job.source(region.rank), np.empty(region.nbytes, np.uint8)
         for offset, at, length in ranges_of(place, region):
-            reader.fill(data[at : at + length], place.file, offset)
+            reader.fill(data[at : at + length], place.file, place.offset + offset)
         sources.append(data.reshape(region.shape))
     check_slab(job, slab, sources)
     for copy in slab.copies:

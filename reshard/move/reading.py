@@ -91,7 +91,7 @@ class Reader:
     def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
         """Request what is read of these regions of remote files, as one step, which ``ahead.end_step`` ends."""
         self.ahead.request(
-            (place.file, [(at, at + n) for at, _, n in ranges_of(place, region)])
+            (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
             for place, region in regions
             if place.file.is_elsewhere
         )
@@ -146,15 +146,13 @@ def checksum_of(file: SourceFile) -> str:
     return total.value()
 
 
-def ranges_of(place: SourcePlace, region: Region) -> Iterator[tuple[int, int, int]]:
-    """What is read of a region: the offset in the file, the position in the region, and the length of each range.
+def ranges_of(place: SourcePlace, region: Region) -> Iterable[tuple[int, int, int]]:
+    """What is read of a region: the offset from the place on, the position in the region, and the length of each range.
 
     It is all of it, or what is needed of its rows; of short rows of a file on this machine, all.
     """
-    parts: Iterable[tuple[int, int]] = [(0, region.nbytes)]
-    if region.needed is not None and (place.file.is_elsewhere or region.shape[-1] > _ROW):
-        rows = range(0, region.nbytes, region.shape[-1])
-        parts = ((row + run.offset, run.length) for row in rows for run in region.needed)
-    for begin, size in parts:
-        for offset, at, length in region.ranges(begin, size):
-            yield place.offset + offset, begin + at, length
+    if region.needed is None or not (place.file.is_elsewhere or region.shape[-1] > _ROW):
+        return region.ranges(0, region.nbytes)
+    rows = range(0, region.nbytes, region.shape[-1])
+    parts = ((row + run.offset, run.length) for row in rows for run in region.needed)
+    return ((offset, begin + at, n) for begin, size in parts for offset, at, n in region.ranges(begin, size))

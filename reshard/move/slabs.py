@@ -8,7 +8,7 @@ target's. No source byte is read twice, and no target byte is written twice. Thi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
     outer: tuple[tuple[int, int], ...]
     inner: int
 
-    def ranges(self, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
+    def ranges(self, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
         """The ranges of the tensor in which the bytes ``begin`` to ``begin + length`` of these are: the offset of each,
         its position among these bytes, and its length.
         """
-        if not self.outer:
-            yield self.offset + begin, 0, length
-            return
+        return self._pieces(begin, length) if self.outer else ((self.offset + begin, 0, length),)
+
+    def _pieces(self, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
         position = 0
         while position < length:
             row, within = divmod(begin + position, self.inner)
@@ -83,7 +83,7 @@ def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
     return Rows(nbytes(piece.base), tuple((size, nbytes(stride)) for size, stride in outer), nbytes(inner))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Region:
     """A part of what a rank has of an atom: from byte ``offset`` of its ``rows`` on, in ``shape`` with bytes last.
 
@@ -96,12 +96,12 @@ class Region:
     rows: Rows
     needed: Runs | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape)
 
-    def ranges(self, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
+    def ranges(self, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
         """Where ``length`` bytes from ``begin`` on lie in the rank's tensor (see ``Rows.ranges``)."""
         return self.rows.ranges(self.offset + begin, length)
 

@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation("reshard", "        if last.is_data and last.targets:\n", "        if last.targets:\n", PLACES),
     Mutation("reshard", "key = dim, within.sources, within.targets, within.is_data",
              "key = dim, within.sources, within.is_data", PLACES),
-    Mutation("reshard", "if segment.targets or not segment.is_data:", "if segment.targets:", PLACES),
+    Mutation("reshard", "if segment.targets or not segment.is_data:", "if segment.targets:", MOVES),
     Mutation("reshard", "low, high = max(within.offset, first), min(within.end, end)", "low, high = first, end",
              PLACES),
     Mutation("reshard", "*row_major(factors[:lead], row * step)", "*row_major(factors[:lead], (end - first) * step)",

@@ -106,13 +106,17 @@ def test_what_changed(two: Two) -> None:
     total = two.push(1)
     assert two.push(2) == 0
     two.check()
+    before = two.weights[DOWN].clone()
     two.weights[DOWN][:, ::50] += 1
     sent = two.push(3)
     two.check()
     assert 0 < sent < total / 20
+    two.weights[DOWN].copy_(before)  # it is compared with the last push, not with the first
+    assert two.push(4) == sent
+    two.check()
     for weight in two.weights.values():
         weight += 1
-    assert two.push(4) == total  # more than half: all is sent
+    assert two.push(5) == total  # more than half: all is sent
     two.check()
 
 

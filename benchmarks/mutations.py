@@ -278,7 +278,7 @@ def failed(root: Path, tests: Sequence[str]) -> str | None:
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
+    if done.returncode in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
         return None
     if done.returncode == pytest.ExitCode.INTERRUPTED:
         raise RuntimeError(f"{' '.join(tests)} could not be collected:\n{done.stdout[-2000:]}")

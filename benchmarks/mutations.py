@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation("reshard", "place = place * size + local_index(runs, index)", "place = place * size + index", MOVES),
     Mutation("reshard", "yield from (slab.shifted(by) for by", "yield from (slab for by", MOVES),
     Mutation("reshard", "offset=end - rest, length=rest)])", "length=rest)])", MOVES),
-    Mutation("reshard", "origin.part if origin.size == run.size else None", "origin.part", MOVES),
+    Mutation("reshard", "origin.part if is_all else None", "origin.part", MOVES),
     Mutation("reshard", "first + before == base + offset and position + before == begin + at",
              "position + before == begin + at", MOVES),
     Mutation("formats", "first = offset // WORD % WIDTH", "first = 0", SUMS),

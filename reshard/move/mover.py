@@ -244,7 +244,8 @@ class Mover:
         if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
             block, origin = blocks[source][copies[0].source_slices], spans[source].run
             if block.size == run.size and block.flags.c_contiguous:
-                run.data, run.part = block.reshape(-1), origin.part if origin.size == run.size else None
+                is_all = block.size == origin.size and np.may_share_memory(block, origin.data)  # no array of indices
+                run.data, run.part = block.reshape(-1), origin.part if is_all else None
                 return
         run.data = self._arena.take(run.size, run.ranges[0][0] if run.ranges else 0)
         for begin, region, copies, _, blocks in run.made_of:

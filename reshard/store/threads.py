@@ -5,6 +5,7 @@ do not keep the process from ending: after Ctrl-C nobody waits for an answer tha
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -56,23 +57,21 @@ def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], 
         threads = Threads(count)
     except RuntimeError:  # the system allows none
         return work(0, take)
-    with threads:
-        working = [threads.submit(work, number, report) for number in range(threads.count)]
-        for future in working:
-            future.add_done_callback(answers.put)
-        running = len(working)
-        try:
-            while running:
-                with suppress(Empty):
-                    answer = answers.get(timeout=WAKE)
-                    if isinstance(answer, Future):
-                        answer.result()
-                        running -= 1
-                    else:
-                        take(*answer)
-        finally:
-            stopped.set()
-            wait(working, WAKE)
+    try:
+        for number in range(threads.count):
+            threads.submit(work, number, report).add_done_callback(answers.put)
+        running = threads.count
+        while running:
+            with suppress(Empty):
+                answer = answers.get(timeout=WAKE)
+                if isinstance(answer, Future):
+                    answer.result()
+                    running -= 1
+                else:
+                    take(*answer)
+    finally:
+        stopped.set()
+        threads.close(WAKE)
 
 
 def result(future: Future[T]) -> T:
@@ -94,15 +93,17 @@ class Threads:
     """A few threads that call functions: ``count``, or as many as the system allows. Raises RuntimeError for none."""
 
     def __init__(self, count: int) -> None:
-        self.count = 0
+        self._threads: list[threading.Thread] = []
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         for _ in range(count):
             try:
-                threading.Thread(target=self._work, daemon=True).start()
-                self.count += 1
+                thread = threading.Thread(target=self._work, daemon=True)
+                thread.start()
+                self._threads.append(thread)
             except RuntimeError:
-                if not self.count:
+                if not self._threads:
                     raise
+        self.count = len(self._threads)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have a thread call ``function(*arguments)``; its result or its error is that of the future."""
@@ -125,10 +126,13 @@ class Threads:
             for future in futures:
                 future.cancel()
 
-    def close(self) -> None:
-        """End the threads, each after its current call."""
-        for _ in range(self.count):
+    def close(self, patience: float = 0.0) -> None:
+        """End the threads, each after its current call, and wait for them, but no longer than so many seconds."""
+        for _ in self._threads:
             self._calls.put(None)
+        give_up = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
 
     def __enter__(self) -> Threads:
         return self

@@ -66,6 +66,8 @@ def test_smaller_scale_blocks_are_neither_written_for_a_program_nor_advised(form
         split(source, tmp_path / "out", tp=8)
     assert "refine_blocks" in str(refused.value.hint)
     split(source, tmp_path / "out", tp=8, refine_blocks=True)
+    report = verify_exact(open_source(source), tmp_path / "out")  # also of the checksums in the manifest
+    assert report.verdict == "same", report.problems
 
 
 @pytest.mark.parametrize(("model", "method"), one_of_each(REFUSED, REFUSED.__getitem__))

@@ -5,6 +5,7 @@ And as processes, which ``profile`` times, and which another launcher starts.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from formats.errors import CheckpointError, ReshardError
 from tests.marks import of_ranks, thorough
 from tests.verify.by_hand import by_hand
 from verify.forward.launch import DEFAULT_TIMEOUT, RankAnswer, run_ranks
+from verify.profile import processes
 from verify.profile.processes import run_processes
 from verify.rank.collectives import copy_to_group
 from verify.rank.group import RankError, RankTimeoutError, say, world
@@ -301,6 +304,18 @@ def test_processes_too_report_the_rank_that_fails(tmp_path: Path) -> None:
             run(is_killed, str(tmp_path), int(how))
         assert killed.value.rank == 1 and killed.value.message == f"rank 1 of 3 was ended by {how.name}"
         assert_gone(pids_in(tmp_path))
+
+
+def test_a_rank_that_is_killed_is_named_even_if_others_report_first() -> None:
+    """They may see its connections closed before the process that started it sees its pipe closed."""
+    pipes, ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(3)), strict=True)
+    ends[2].send(("failed", (True, RankError("rank 2 of 3 failed: connection closed", rank=2))))
+    killer = threading.Timer(0.3, ends[1].close)
+    killer.start()
+    ranks = [SimpleNamespace(join=lambda: None, exitcode=-signal.SIGKILL)] * 3
+    with pytest.raises(RankError, match=r"^rank 1 of 3 was ended by SIGKILL$"):
+        processes._follow(pipes, ranks, lambda _: None)
+    killer.join()
 
 
 def is_killed(pids: str, how: int) -> None:

@@ -73,6 +73,7 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL is what the kernel sends when memory runs out.",
     signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
 }
+_SETTLE = 2.0  # seconds
 _IMPORTED = ["verify.profile.rank", "transformers.models.auto.modeling_auto"]
 
 
@@ -117,13 +118,13 @@ def run_processes(
 
 
 def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callable[[str], None]) -> list[Any]:
-    """The results. A rank reports its failure before it ends, so the cause is heard before what follows in others'
-    collectives, or with it.
+    """The results. What fails in a collective may follow from another rank's failure, which is waited for a moment: a
+    process that is killed closes its connections to other ranks first, perhaps.
     """
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        failures: list[tuple[bool, Exception]] = []
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+    results, failures = dict[int, Any](), dict[int, tuple[bool, Exception]]()
+    while running := [pipe for rank, pipe in enumerate(pipes) if rank not in results and rank not in failures]:
+        ready = wait(running, _SETTLE if failures else None)
+        for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 what, value = pipes[rank].recv()
@@ -136,11 +137,13 @@ def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callabl
             if what == "said":
                 progress(value)
             elif what == "failed":
-                failures.append(value)
+                failures[rank] = value
             else:
                 results[rank] = pickle.loads(value)  # of our own process
-        if failures:
-            raise min(failures, key=lambda failure: failure[0])[1]
+        if failures and not (ready and all(is_later for is_later, _ in failures.values())):
+            break
+    if failures:
+        raise min(failures.values(), key=lambda failure: failure[0])[1]
     return [results[rank] for rank in range(len(pipes))]
 
 

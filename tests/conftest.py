@@ -1,19 +1,18 @@
 """Settings of all tests."""
 
 import gc
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import store
+from tests.forked import begin_fork_server
 
 # No deadlines, and no checks of how fast examples are made: they depend on the machine and on chance.
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -127,16 +126,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """The processes that tests fork come from one server, which has imported what most of them need."""
-    preloaded = (
-        "hypothesis",
-        "pytest",
-        "torch.distributed.device_mesh",
-        "verify.forward.shards",
-        "verify.profile.rank",
-    )
-    multiprocessing.set_forkserver_preload([*preloaded])
-    forkserver.ensure_running()
-    process = multiprocessing.get_context("forkserver").Process(target=int)  # begins when all is imported
-    process.start()
-    process.join()
+    begin_fork_server()

@@ -1,4 +1,4 @@
-"""Processes that start at once: they are forked from the fork server of the tests' ranks (see ``conftest.py``).
+"""Processes that start at once: they are forked from the fork server of the tests' ranks.
 
 A process that imports torch and transformers, or the Hub's client, for itself takes up to ten seconds.
 """
@@ -11,6 +11,8 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -20,11 +22,32 @@ Work = tuple[Callable[[], None], Mapping[str, str]]
 _PATIENCE = 200  # seconds
 
 
+@cache
+def begin_fork_server() -> None:
+    """All processes that tests fork come from one server, which has imported what most of them need.
+
+    The tests are marked ``of_ranks``, so that few of pytest's processes need a server.
+    """
+    preloaded = (
+        "hypothesis",
+        "pytest",
+        "torch.distributed.device_mesh",
+        "verify.forward.shards",
+        "verify.profile.rank",
+    )
+    multiprocessing.set_forkserver_preload([*preloaded])
+    forkserver.ensure_running()
+    process = multiprocessing.get_context("forkserver").Process(target=int)  # begins when all is imported
+    process.start()
+    process.join()
+
+
 class Forked:
     """A process that calls a function; it begins as this is made. What it prints goes into files in ``folder``."""
 
     def __init__(self, work: Work, cwd: Path, folder: Path) -> None:
         self._out, self._err = (Path(tempfile.mkstemp(prefix=kind, dir=folder)[1]) for kind in ("out-", "err-"))
+        begin_fork_server()
         context = multiprocessing.get_context("forkserver")
         function, environment = work
         self._process = context.Process(target=_be, args=(function, dict(environment), cwd, self._out, self._err))

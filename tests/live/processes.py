@@ -16,14 +16,17 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tests.forked import begin_fork_server
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60, group: bool = True) -> list[Any]:
+
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 200, group: bool = True) -> list[Any]:
     """Call ``function(rank, world, *args)`` in so many processes; returns what each returned, by rank.
 
     ``function`` is importable by name; arguments and results are pickled. With ``group`` the processes have a default
     group on gloo. Raises RuntimeError with the tracebacks if one raises, dies, or is not done within ``timeout``
     seconds; then all are killed.
     """
+    begin_fork_server()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(prefix="live-") as folder:
         given = (function, world, args, Path(folder), group, timeout)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.forked import begin_fork_server
+
 NAMES = ("trainer 0", "trainer 1", "receiver 0", "receiver 1")
 TIMEOUT = 2.0
 BUCKET = 4 << 20
@@ -62,13 +64,14 @@ class Told:
 
 
 class Ranks:
-    """The four processes. Those that are left when the test ends are killed. Wants the fixture ``fork_server``.
+    """The four processes. Those that are left when the test ends are killed.
 
     ``be`` is what a process does: it is called with its rank, the store, the plot and a pipe.
     """
 
     def __init__(self, store: str, plot: Plot, be: Callable[..., None] | None = None) -> None:
         self._store, self.plot, self._be = store, plot, be or _be
+        begin_fork_server()
         self._context = multiprocessing.get_context("forkserver")
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}

@@ -26,7 +26,7 @@ from reshard.live.parameters import check_unchanged, slices_of
 from reshard.live.sides import Slice
 from tests import zoo
 from tests.live.processes import run
-from tests.marks import one_of_each, thorough
+from tests.marks import of_ranks, one_of_each, thorough
 
 Fulls = Mapping[str, torch.Tensor]
 
@@ -140,6 +140,7 @@ def covers(ranks: list[list[Slice]]) -> None:
 
 
 @pytest.mark.parametrize("name", one_of_each([*WAYS]))
+@of_ranks
 def test_each_rank_holds_what_it_says(name: str) -> None:
     way = WAYS[name]
     covers(run(of_way, torch.Size(way.mesh).numel(), way))
@@ -163,6 +164,7 @@ def of_strided(rank: int, world: int, shape: tuple[int, ...], placements: list[A
 
 @thorough
 @pytest.mark.parametrize("name", STRIDED)
+@of_ranks
 def test_parts_with_holes(name: str) -> None:
     covers(run(of_strided, 4, *STRIDED[name]))
 
@@ -188,9 +190,10 @@ TP, TP_FSDP, HSDP = {"tp_plan": "auto"}, {"tp_size": 2, "fsdp_size": 2}, {"fsdp_
     [("qwen3_moe", TP), ("qwen3_moe", TP_FSDP), ("qwen3_moe", HSDP), ("mixtral", TP), ("llama", TP_FSDP)],
     ids=str,
 )
+@of_ranks
 def test_transformers_own_sharding(kind: str, options: Mapping[str, Any], tmp_path: Path) -> None:
     zoo.save(kind, tmp_path)
-    ranks = run(of_transformers, 2 if options is TP else 4, str(tmp_path), options, timeout=120)
+    ranks = run(of_transformers, 2 if options is TP else 4, str(tmp_path), options)
     covers([found for found, _ in ranks])
     has_holes = any(name.endswith("experts.gate_up_proj") for name in ranks[0][1])
     assert has_holes == (kind != "llama" and options is not HSDP)
@@ -215,6 +218,7 @@ def after_a_forward(rank: int, world: int) -> None:
 
 
 @thorough
+@of_ranks
 def test_after_a_forward_without_a_backward() -> None:
     run(after_a_forward, 2)
 
@@ -230,6 +234,7 @@ def refused(rank: int, world: int) -> None:
 
 
 @thorough
+@of_ranks
 def test_what_is_no_part_is_refused() -> None:
     run(refused, 2)
 

@@ -11,7 +11,7 @@ import pytest
 from formats.errors import LiveError
 from tests import zoo
 from tests.live.processes import run
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 
 BUCKET = 1 << 16
 
@@ -118,12 +118,13 @@ def either(rank: int, world: int, folder: Path, case: Case, port: int) -> Any:
 
 
 @thorough
+@of_ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_push(tmp_path: Path, case: Case) -> None:
     import torch
 
     folder = zoo.save(case.model, tmp_path / "model", dtype=torch.bfloat16)
-    said = run(either, case.trainers + case.receivers, folder, case, free_port(), group=False, timeout=120)
+    said = run(either, case.trainers + case.receivers, folder, case, free_port(), group=False)
     assert len({digest for digest, *_ in said}) == 1
     for _, planned, sent, _ in said[: case.trainers]:
         assert sent == [planned] * 3, "other bytes on the wire than in the plan"

@@ -25,10 +25,10 @@ from formats.store import FilePath
 from reshard.store.hub import fetch
 from reshard.store.selection import Weights, side_files, weight_files
 from tests.forked import forked
-from tests.marks import thorough
+from tests.marks import of_ranks, thorough
 from tests.reshard.hub_server import HubServer
 
-pytestmark = thorough
+pytestmark = [thorough, of_ranks]
 
 REPO = "org/tiny"
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from formats.quantization.quantizing import Error
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
-from verify.bytes.views import Array
+from verify.bytes.blocks import Array
 
 OPEN = 64
 """So many files stay open."""
@@ -66,14 +66,9 @@ class Files:
 
     def read(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """Bytes of a file. Raises CheckpointError if it cannot be read or is shorter, MismatchError if replaced."""
-        content, filled = np.empty(nbytes, np.uint8), 0
         if path in self._elsewhere:
-            while filled < nbytes:
-                number, skip = divmod(begin + filled, BLOCK)
-                piece = self._block(path, number * BLOCK, BLOCK)[skip : skip + nbytes - filled]
-                content[filled : filled + len(piece)] = piece
-                filled += len(piece)
-            return content
+            return self._in_blocks(path, begin, nbytes, 0, self._elsewhere[path].size)
+        content, filled = np.empty(nbytes, np.uint8), 0
         try:
             file = self._file(path)
             while filled < nbytes:
@@ -96,12 +91,14 @@ class Files:
         """Bytes of a tensor from ``begin``, if nearby bytes are asked for too: they are read in blocks, and kept."""
         if info.file in self._elsewhere:
             return self.read(info.file, info.offset + begin, nbytes)
-        numbers = range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1)
-        ends = ((info.offset + n * BLOCK, min(BLOCK, info.nbytes - n * BLOCK)) for n in numbers)
-        blocks = [self._block(info.file, offset, size) for offset, size in ends]
-        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        skip = begin - numbers.start * BLOCK
-        return whole[skip : skip + nbytes]
+        return self._in_blocks(info.file, info.offset + begin, nbytes, info.offset, info.offset + info.nbytes)
+
+    def _in_blocks(self, path: FilePath, begin: int, nbytes: int, first: int, end: int) -> Array:
+        """Bytes of a file, read in blocks that follow each other from ``first`` to ``end``."""
+        places = range(begin - (begin - first) % BLOCK, begin + nbytes, BLOCK)
+        blocks = [self._block(path, place, min(BLOCK, end - place)) for place in places]
+        whole = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, np.uint8), *blocks])
+        return whole[(begin - first) % BLOCK :][:nbytes]
 
     def _block(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """A block of a file; who asks first reads it, the others wait. It is added to the file's sum once."""

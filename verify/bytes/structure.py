@@ -23,7 +23,7 @@ from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
-from verify.bytes.atoms import owners
+from verify.bytes.blocks import owners
 from verify.bytes.exact_report import ConfigDifference
 
 

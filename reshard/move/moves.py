@@ -337,7 +337,7 @@ def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
     return frozenset(
         rank
         for rank, of_rank in places.items()
-        if stored.name_on(rank) in of_rank and geometry.has(rank, location.number) and not location.is_zero(rank)
+        if stored.name_on(rank) in of_rank and geometry.has(rank, location.number) and rank not in location.zeros
     )
 
 

@@ -200,7 +200,7 @@ class Comparison:
             flat = block.original.at(element)
             if view.repeats is not None:
                 few = (int(i) // n for i, n in zip(np.unravel_index(flat, view.shape), view.repeats, strict=True))
-                flat = whole(original.shape).stored.at(few)
+                flat = int(np.ravel_multi_index(tuple(few), original.shape))
             file, byte = str(original.file), original.offset + (flat * DTYPE_BITS[original.dtype] + 7) // 8
         difference = FirstDifference(
             tensor.name, tuple(map(int, np.unravel_index(position, view.padded))), rank, str(info.file),

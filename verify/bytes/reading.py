@@ -163,15 +163,13 @@ _VALUES: Numbers = np.array([_value(code) for code in range(256)])
 
 def _scales(content: memoryview, dtype: str, grid: Grid) -> Numbers:
     """The scales, one row of blocks below the other."""
-    raw = np.frombuffer(content, {"F32": "<u4", "F8_E8M0": "u1"}.get(dtype, "<u2"))
+    columns = math.ceil(grid.columns / grid.block_columns)
+    if dtype == "F8_E8M0":
+        return np.array([2.0 ** (code - 127) if code < 255 else math.nan for code in bytes(content)]).reshape(
+            -1, columns
+        )
     with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
-        if dtype == "F8_E8M0":
-            scales = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
-        elif dtype == "F16":
-            scales = raw.view(np.float16).astype(np.float64)
-        else:
-            scales = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
-    return scales.reshape(-1, math.ceil(grid.columns / grid.block_columns))
+        return _rows_of(content, dtype, columns).astype(np.float64)
 
 
 def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> NDArray[np.uint16]:
@@ -192,7 +190,7 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
 
 
 def _rows_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float32]:
-    """Rows of a weight that is to be quantized."""
+    """Rows of a weight that is to be quantized, or of scales."""
     codes = np.frombuffer(content, f"<u{DTYPE_BITS[dtype] // 8}")
     return cast(codes, dtype, "F32").view(np.float32).reshape(-1, columns)
 
@@ -342,12 +340,9 @@ def pattern(value: float, dtype: str) -> int:
     """The bits of a number. Raises PlanError for a dtype in which the formats have no constants but zero."""
     if not value:
         return 0
-    if dtype == "F16":
-        return int(np.array(value, "<f2").view("<u2"))
-    if dtype not in {"F32", "BF16"}:
+    if dtype not in {"F32", "F16", "BF16"}:
         raise PlanError(f"a constant of dtype {dtype} is not known")
-    bits = int(np.array(value, "<f4").view("<u4"))
-    return bits if dtype == "F32" else bits >> 16
+    return int(cast(np.array([value], "<f4").view("<u4"), "F32", dtype)[0])
 
 
 # ------------------------------------------------------------------------------------------------- smaller scale blocks

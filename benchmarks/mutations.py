@@ -132,7 +132,7 @@ MUTATIONS = (
     Mutation("verify", "wrong = right != copy.pattern if (right != copy.pattern).any() else None",
              "wrong = None", EXACT),
     Mutation("verify/bytes", "return count + size * own_row", "return count", CHUNKS),
-    Mutation("verify/bytes", "if begin < chunk.end and end > chunk.offset)", "if begin <= chunk.offset < end)", CHUNKS),
+    Mutation("verify/bytes", "b.padded.first < chunk.end and", "b.padded.first <= chunk.offset and", CHUNKS),
     Mutation("verify", "elif info.dtype != stored.dtype or info.shape != shape:",
              "elif info.shape != shape:", EXACT),
     Mutation("verify", "for key in [*should, *(key for key in stored if key not in should)]:",

@@ -4,6 +4,7 @@ bytes, and then runs the model, unless the shards cannot be run.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -53,18 +54,34 @@ class Silent(Display):
 SILENT = Silent()
 
 
-def prove(
-    answer: Answer, original: Source, shards: Source | ExactReport, plan_file: Path | None, display: Display,
-    crew: Crew | None = None, unmerged: Callable[[], Unmerged | None] = lambda: None,
-) -> None:  # fmt: skip
-    """Fill in an answer: the plan in use, the bytes and, if that is wanted and possible, the forward pass.
+def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
+    """Prove that shards are the model of a full checkpoint: compare the bytes, then run the model.
 
-    ``unmerged`` opens what runs in the original's place, if that has an adapter in it.
-
-    ``shards`` may be a report that says why they cannot be opened. ``crew``: this process is one of the ranks that a
-    launcher started; the first of them compares the bytes. Raises ReshardError for what cannot be checked.
+    The answer's ``verdict`` is ``same``, ``different``, ``unchecked`` (then ``error`` says why) or ``without effect``:
+    of an adapter without which the outputs would be the same.
     """
-    answer.plan = None if original.is_split else _own_plan(original, shards, plan_file)  # it will be refused
+    answer = request.begin()
+    attempt(answer, request, display)
+    return answer
+
+
+def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew | None = None) -> None:
+    """Fill in an answer; if something cannot be checked, with the error. ``crew``: this process is one of the ranks
+    that a launcher started; the first of them compares the bytes.
+    """
+    try:
+        _prove(answer, request, display, crew)
+    except ReshardError as error:
+        answer.error = error
+
+
+def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew | None) -> None:
+    """Open both checkpoints, compare the bytes and, if that is wanted and possible, run the model.
+
+    Raises ReshardError for what cannot be checked.
+    """
+    original, place, shards = _open(request)
+    answer.plan = None if original.is_split else _own_plan(original, shards, request.plan_file)  # it will be refused
     can_run = False
     if crew is None or crew.is_first:
         if isinstance(shards, ExactReport):
@@ -86,12 +103,16 @@ def prove(
         from verify.forward.job import ForwardOptions
 
         with _timed(answer, "forward"), display.phases() as say:
-            answer.forward = run_forward(unmerged() or original, shards, ForwardOptions(**answer.options), say)
-    if can_run and answer.engine_options is not None and not isinstance(shards, ExactReport):
+            whole = _unmerged(request, original) or original
+            answer.forward = run_forward(whole, shards, ForwardOptions(**answer.options), say)
+    if can_run and request.engine is not None and not isinstance(shards, ExactReport):
         from verify.engine.compare import EngineOptions, run_engine  # torch
 
         with _timed(answer, "engine"), display.phases() as say:
-            answer.engine = run_engine(original, shards, EngineOptions(**answer.engine_options), say)
+            python, dtype = request.engine_python or sys.executable, request.compute_dtype or "float32"
+            answer.engine = run_engine(original, shards, EngineOptions(python, dtype, seed=request.seed), say)
+    if answer.exit_code == 1:
+        answer.notes += _advice(original, place, shards)
 
 
 @contextmanager
@@ -116,7 +137,6 @@ def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | 
 
 
 _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
-_OF_AN_ENGINE = {"engine_python": "python", "compute_dtype": "dtype", "seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -161,39 +181,8 @@ class VerifyRequest(Access, RunSettings):
     def begin(self) -> Answer:
         """The answer, before anything is checked."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OF_A_RUN}
-        answer = Answer(str(self.original), str(self.shards), {"exact_only": True} if self.exact_only else options)
-        if self.engine is not None:
-            engine_options = {option: getattr(self, name) for name, option in _OF_AN_ENGINE.items()}
-            answer.engine_options = {option: value for option, value in engine_options.items() if value is not None}
-        return answer
-
-
-def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
-    """Prove that shards are the model of a full checkpoint: compare the bytes, then run the model.
-
-    The answer's ``verdict`` is ``same``, ``different``, ``unchecked`` (then ``error`` says why) or ``without effect``:
-    of an adapter without which the outputs would be the same.
-    """
-    answer = request.begin()
-    attempt(answer, request, display)
-    return answer
-
-
-def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew | None = None) -> None:
-    """Open both checkpoints and prove; if something cannot be checked, the answer has the error."""
-    try:
-        original, place, shards = _open(request)
-        prove(answer, original, shards, request.plan_file, display, crew, lambda: _unmerged(request, original))
-        if answer.exit_code == 1 and (option := _other_quantization(original, place, shards)) is not None:
-            theirs = "The original is quantized, these are not", "These are quantized, the original is not"
-            what = theirs[option != "--dequantize"]
-            answer.notes.append(f"{what}. If they were split with {option}, give it here, too.")
-        elif answer.exit_code == 1 and (dtype := _other_dtype(original, shards)) is not None:
-            answer.notes.append(
-                f"These have weights in {dtype}, the original has none. If it was cast, give --dtype {dtype}, too."
-            )
-    except ReshardError as error:
-        answer.error = error
+        options = {"exact_only": True} if self.exact_only else options
+        return Answer(str(self.original), str(self.shards), options, with_engine=self.engine is not None)
 
 
 def needs(request: VerifyRequest) -> Needs:
@@ -236,22 +225,22 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
     return Unmerged(base, local_folder(original.path), is_alone=True)
 
 
-def _other_dtype(original: Source, shards: Source | ExactReport) -> str | None:
-    """The dtype, as ``--dtype`` calls it, that shards have and their original has not."""
-    if isinstance(shards, ExactReport) or original.cast is not None:
-        return None
-    theirs = {info.dtype for tensors in shards.ranks for info in tensors.values()}
-    own = {info.dtype for tensors in original.ranks for info in tensors.values()}
-    return next((name for name, dtype in CASTS.items() if dtype in theirs - own), None)
-
-
-def _other_quantization(original: Source, path: FilePath, shards: Source | ExactReport) -> str | None:
-    """The option with which shards in ``path`` were split, if one of them and their original is quantized."""
+def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> Iterator[str]:
+    """The option with which shards were split, perhaps: if one side alone is quantized, or they have a dtype that the
+    original has not.
+    """
     with suppress(ReshardError):  # it was said what is wrong with them
-        config = shards.read_config() if isinstance(shards, Source) else read_config(path / "config.json")
+        config = shards.read_config() if isinstance(shards, Source) else read_config(place / "config.json")
         is_quantized, was = (bool(quantization_settings(settings)) for settings in (config, original.model.config))
-        return None if is_quantized == was else "--dequantize" if was else "--quantize fp8-block"
-    return None
+        if is_quantized != was:
+            what = "The original is quantized, these are not" if was else "These are quantized, the original is not"
+            option = "--dequantize" if was else "--quantize fp8-block"
+            yield f"{what}. If they were split with {option}, give it here, too."
+            return
+    if isinstance(shards, Source) and original.cast is None:
+        theirs, own = ({info.dtype for of in side.ranks for info in of.values()} for side in (shards, original))
+        for name in [name for name, dtype in CASTS.items() if dtype in theirs - own][:1]:
+            yield f"These have weights in {name}, the original has none. If it was cast, give --dtype {name}, too."
 
 
 # -------------------------------------------------------------------------------------------------------------- profile

@@ -8,13 +8,14 @@ only in the rank's sizes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture import Architecture, ModuleRule, module_document
+from formats.notation.architecture import Architecture, module_document
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
 from reshard.mesh.plan import Plan, make_plan, rank_config
@@ -58,8 +59,9 @@ def with_sound_config(plan: Plan) -> Plan:
     """
     lines = plan.model.architecture.config
     built_in = _built_in(plan.model)
-    if built_in is not None and (lines == built_in.config or not _differing_configs(plan, built_in)):
-        return plan
+    with suppress(ReshardError):  # rules that do not fit give another config.json
+        if built_in and (lines == built_in.config or not any(_configs(plan, _planned(built_in, plan)))):
+            return plan
     chosen = {key: line for key, line in lines.items() if _is_sound(plan, key, line)}
     return _with_config(plan, chosen | (_evaluable(plan, built_in) if built_in is not None else {}))
 
@@ -115,23 +117,12 @@ def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:
 def _modules(ours: Architecture, built_in: Architecture) -> Iterator[str]:
     for name in sorted(ours.modules.keys() | built_in.modules.keys()):
         if ours.modules.get(name) != built_in.modules.get(name):
-            has, should = (_text(side.modules.get(name)) for side in (ours, built_in))
+            rules_of = (side.modules.get(name) for side in (ours, built_in))
+            has, should = (json.dumps(module_document(rules)) if rules else "nothing" for rules in rules_of)
             yield f"[modules] {name} is {has}, built in {should}"
 
 
-def _text(rules: Sequence[ModuleRule] | None) -> str:
-    return json.dumps(module_document(rules)) if rules else "nothing"
-
-
 # ---------------------------------------------------------------------------------------------------- a rank's config
-
-
-def _differing_configs(plan: Plan, built_in: Architecture) -> bool:
-    """Whether the built-in rules give a rank another config.json, or do not fit."""
-    try:
-        return any(_configs(plan, _planned(built_in, plan)))
-    except ReshardError:
-        return True
 
 
 def _with_config(plan: Plan, config: Mapping[str, Expression]) -> Plan:

@@ -138,7 +138,7 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
 def _fetched(job: Job) -> int:
     """The bytes that are fetched for one job."""
     fetched: dict[SourceFile, list[tuple[int, int]]] = {}
-    for region in (region for slab in job.transfer.slabs(Options().sizes.step) for region in slab.reads):
+    for region in (region for slab in job.transfer(Options().sizes.step) for region in slab.reads):
         place = job.sources(region.rank)
         if place is not None and place.file.remote is not None:
             fetched.setdefault(place.file, []).extend(

@@ -50,12 +50,12 @@ class Steps:
 
     def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
         self._jobs, self._sizes = jobs, sizes
-        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way.slabs(sizes.step)))
+        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way(sizes.step)))
 
     def of(self, number: int, first: int = 0, last: int | None = None) -> Iterator[Step]:
         """The steps of a job, from ``first`` to before ``last``."""
         job = self._jobs[number]
-        slabs = self._kept(job.transfer) if job.nbytes <= _FEW else job.transfer.slabs(self._sizes.step)
+        slabs = self._kept(job.transfer) if job.nbytes <= _FEW else job.transfer(self._sizes.step)
         return (Step(job, slab, (number, i)) for i, slab in enumerate(itertools.islice(slabs, first, last), first))
 
     def left(self, numbers: Iterable[int], complete: Container[tuple[int, int]]) -> Iterator[Sequence[Step]]:
@@ -198,23 +198,23 @@ class Mover:
         """Read what steps need, check it, and write what they make of it; neighbours in a file with one call."""
         reads: dict[tuple[SourceFile, TargetSet | None], _Run] = defaultdict(_Run)
         writes: dict[int, _Run] = defaultdict(_Run)
-        ready = list[tuple[Job, Slab, list[_Span], list[Bytes]]]()
+        ready = list[tuple[Job, Slab, list[_Place], list[Bytes]]]()
         for job, slab, _ in steps:
             places = [job.target(region.rank) for region in slab.writes]
             if places and all(place.file.done for place in places):
                 continue
             wanted = frozenset([self._numbers[place.file] for place in places])
-            spans, blocks = list[_Span](), list[Bytes]()
+            origins, blocks = list[_Place](), list[Bytes]()
             for region in slab.reads:
                 origin = job.source(region.rank)
                 run = reads[origin.file, None if job.again or region.needed is not None else wanted]
-                spans.append(_Span(run, run.add(region, ranges_of(origin, region), origin.offset), region))
+                origins.append((run, run.add(region, ranges_of(origin, region), origin.offset), region))
             for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
                 if not place.file.done:
                     run = writes[self._numbers[place.file]]
                     begin = run.add(region, region.ranges(0, region.nbytes), place.offset)
-                    run.made_of.append((begin, region, copies, spans, blocks))
-            ready.append((job, slab, spans, blocks))
+                    run.made_of.append((begin, region, copies, origins, blocks))
+            ready.append((job, slab, origins, blocks))
         self._arena.clear()
         for (file, targets), run in reads.items():
             run.data = self._arena.take(run.size)
@@ -225,8 +225,8 @@ class Mover:
                     key = self._source_numbers[file], targets
                     _sum_of(self._account.read, key, file.size).add(offset, data.size, part)
                     run.part = part if data.size == run.size else None
-        for job, slab, spans, blocks in ready:
-            blocks += [span.data for span in spans]
+        for job, slab, origins, blocks in ready:
+            blocks += [run.view(begin, region) for run, begin, region in origins]
             check_slab(job, slab, blocks)
         used = self._arena.used
         for number, run in self._free_first(writes.items()):
@@ -240,16 +240,16 @@ class Mover:
 
     def _put_together(self, run: _Run) -> None:
         """Make what is written. What goes as it was read is not copied, and its sum is known."""
-        (_, _, copies, spans, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
+        (_, _, copies, origins, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
         if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
-            block, origin = blocks[source][copies[0].source_slices], spans[source].run
+            block, (origin, *_) = blocks[source][copies[0].source_slices], origins[source]
             if block.size == run.size and block.flags.c_contiguous:
                 is_all = block.size == origin.size and np.may_share_memory(block, origin.data)  # no array of indices
                 run.data, run.part = block.reshape(-1), origin.part if is_all else None
                 return
         run.data = self._arena.take(run.size, run.ranges[0][0] if run.ranges else 0)
         for begin, region, copies, _, blocks in run.made_of:
-            block = run.data[begin : begin + region.nbytes].reshape(region.shape)
+            block = run.view(begin, region)
             for copy in copies:
                 block[copy.target_slices] = copy.block(blocks)
 
@@ -358,13 +358,13 @@ class _Arena:
 def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
     """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
     for check in slab.checks:
-        block = check.block(blocks)
-        place = job.source(slab.reads[check.source].rank)
-        if check.other is None:
+        block, other = blocks[check.target][check.target_slices], job.source(slab.reads[check.target].rank)
+        if check.source is None:
             if block.any():
-                raise MismatchError(f"{place.file.path}: the padding of tensor '{job.name}' is not zero")
-        elif not np.array_equal(block, blocks[check.other][check.other_slices]):
-            other, rank = job.source(slab.reads[check.other].rank), slab.reads[check.source].rank
+                raise MismatchError(f"{other.file.path}: the padding of tensor '{job.name}' is not zero")
+        elif not np.array_equal(check.block(blocks), block):
+            rank = slab.reads[check.source].rank
+            place = job.source(rank)
             if rank >= job.holders > 0:
                 raise MismatchError(
                     f"tensor '{job.copies[rank // job.holders - 1]}' in {place.file.path} should be '{job.name}' once "
@@ -387,7 +387,7 @@ class _Run:
     size: int = 0
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
     """Where they lie: the offset in the file, the position in memory, and the length of each range."""
-    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Span], list[Bytes]]] = field(default_factory=list)
+    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
     """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
     data: Bytes = field(default_factory=lambda: _NONE)
     part: Part | None = None
@@ -404,6 +404,10 @@ class _Run:
                 self.ranges.append((base + offset, begin + at, length))
         return begin
 
+    def view(self, begin: int, region: Region) -> Bytes:
+        """The bytes of a region that begins at byte ``begin``, in its shape."""
+        return self.data[begin : begin + region.nbytes].reshape(region.shape)
+
     def pieces(self, size: int) -> Iterator[tuple[int, Bytes]]:
         """The ranges, in pieces of at most ``size`` bytes: the offset of each in the file, and its memory."""
         for offset, position, length in self.ranges:
@@ -411,17 +415,8 @@ class _Run:
                 yield offset + at, self.data[position + at : position + min(at + size, length)]
 
 
-class _Span(NamedTuple):
-    """A region in a run, from byte ``begin`` of it on."""
-
-    run: _Run
-    begin: int
-    region: Region
-
-    @property
-    def data(self) -> Bytes:
-        """A view of the run's bytes, in the region's shape."""
-        return self.run.data[self.begin : self.begin + self.region.nbytes].reshape(self.region.shape)
+_Place = tuple[_Run, int, Region]
+"""A region in a run, from a byte of it on."""
 
 
 def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:

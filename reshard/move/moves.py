@@ -26,7 +26,7 @@ from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import restated
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetPlace
-from reshard.move.slabs import Check, Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
+from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Spread
@@ -146,21 +146,10 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class OneStep:
-    """The way of a small tensor: one step, whatever the budget."""
-
-    slab: Slab
-
-    def slabs(self, budget: int) -> Iterator[Slab]:
-        """The step."""
-        return iter((self.slab,))
-
-
 def regrid(
     source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
-) -> OneStep:
-    """The way of the scales of a quantized weight to smaller scale blocks, and back.
+) -> Slab:
+    """The step of the scales of a quantized weight to smaller scale blocks, and back.
 
     A scale for 128 rows means the same as two equal scales for 64 rows each. Where a rank's boundary would cut a scale
     block, all scale blocks are made smaller, and each scale is repeated for every part (``--refine-blocks``). On the
@@ -177,7 +166,7 @@ def regrid(
         for side in (sources, targets)
     )
     present, wanted = ([_indices(piece.runs) for _, piece in side] for side in (sources, targets))
-    copies, checks = list[Copy](), list[Check]()
+    copies, checks = list[Copy](), list[Copy]()
     for number, indices in enumerate(wanted):  # from the scale block at the same place: from the first, if several
         firsts = [of_dim * new // old for of_dim, (old, new) in zip(indices, steps, strict=True)]
         copies += (Copy(holder, at, number, into) for holder, into, at in _holders(present, firsts))
@@ -186,8 +175,8 @@ def regrid(
             of_dim if new <= old else of_dim * old // new * new // old
             for of_dim, (old, new) in zip(indices, steps, strict=True)
         ]
-        checks += (Check(number, at, holder, first) for holder, at, first in _holders(present, firsts))
-    return OneStep(Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False))
+        checks += (Copy(number, at, holder, first) for holder, at, first in _holders(present, firsts))
+    return Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
 
 def _holders(present: Sequence[Sequence[Indices]], wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
@@ -217,8 +206,8 @@ _WHOLE = (slice(None),)
 def restate(
     name: str, dtype: str, nbytes: int, places: Mapping[int, SourcePlace], source: Stated, target: Stated,
     ranks: frozenset[int],
-) -> OneStep:  # fmt: skip
-    """The way of a tensor whose values state the shape of a weight: each rank gets the shape that the weight has there.
+) -> Slab:  # fmt: skip
+    """The step of a tensor whose values state a weight's shape: each rank gets the shape that the weight has there.
 
     The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``. It goes from
     the source ranks that have one of the ``places`` to the target ranks ``ranks``; ``source`` and ``target`` have the
@@ -239,11 +228,11 @@ def restate(
 
     (first, *replicas), targets = places, sorted(ranks)
     copies = (Copy(0, _WHOLE, number, _WHOLE, edit(first, target(rank))) for number, rank in enumerate(targets))
-    checks = (Check(i, _WHOLE, 0, _WHOLE, edit(rank, source(first))) for i, rank in enumerate(replicas, 1))
+    checks = (Copy(i, _WHOLE, 0, _WHOLE, edit(rank, source(first))) for i, rank in enumerate(replicas, 1))
     reads, writes = (
         tuple(Region(rank, 0, (nbytes,), Rows(0, (), nbytes)) for rank in side) for side in (places, targets)
     )
-    return OneStep(Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False))
+    return Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
 
 INTACT_RANK = -1
@@ -337,7 +326,7 @@ def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
     return frozenset(
         rank
         for rank, of_rank in places.items()
-        if stored.name_on(rank) in of_rank and geometry.has(rank, location.number) and not location.is_zero(rank)
+        if stored.name_on(rank) in of_rank and geometry.has(rank, location.number) and rank not in location.zeros
     )
 
 
@@ -378,7 +367,7 @@ class _Moves:
         if stated is not None and states is not None:  # the values of this tensor count
             holders = sorted(src.spread.pieces)[: None if self._compare else 1]
             origins = {rank: place for rank in holders if (place := sources(rank)) is not None}
-            way = restate(atom.tensor, src.stored.dtype, nbytes, origins, stated, states, ranks)
+            way = _one_step(restate(atom.tensor, src.stored.dtype, nbytes, origins, stated, states, ranks))
         job = Job(atom.tensor, way, sources, targets, nbytes)
         names = [placed.stored.name for placed in copies]
         return job._replace(copies=names, holders=self._holders) if names else job
@@ -397,14 +386,20 @@ class _Moves:
         if key in self._ways:
             return self._ways[key]
         if origin.full == goal.full:
-            way: Route = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
+            transfer = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
+            way: Route = transfer.slabs
         else:
             steps = _steps(src, dst)
             if change or steps is None:
                 raise _shapes_differ(atom, origin.full, goal.full)
-            way = regrid(origin, goal, steps, bits, ranks)
+            way = _one_step(regrid(origin, goal, steps, bits, ranks))
         self._ways[key] = way
         return way
+
+
+def _one_step(slab: Slab) -> Route:
+    """The way of a small tensor: one step, whatever the budget."""
+    return lambda budget: iter((slab,))
 
 
 def _shapes_differ(atom: Atom, old: Sequence[int], new: Sequence[int]) -> PlanError:

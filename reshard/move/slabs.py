@@ -8,10 +8,10 @@ target's. No source byte is read twice, and no target byte is written twice. Thi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.errors import PlanError
 from formats.notation.axes import Run, merge_runs
@@ -117,7 +117,7 @@ Slices = tuple[Any, ...]
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Copies a block from a region that is read to one that is written, through ``edit``; both by their numbers in the
-    slab. Without a source it writes zeros.
+    slab. Without a source it writes zeros. As a check, the target is another region that is read, and has the same.
     """
 
     source: int | None
@@ -127,26 +127,10 @@ class Copy:
     edit: Edit | None = None
 
     def block(self, regions: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8] | int:
-        """The bytes to write, given the regions that were read."""
+        """The bytes that the target gets, or has, given the regions that were read."""
         if self.source is None:
             return 0
         block = regions[self.source][self.source_slices]
-        return block if self.edit is None else self.edit(block)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A block of a region that was read, after ``edit``, must equal a block of ``other``; without one, be zero."""
-
-    source: int
-    slices: Slices
-    other: int | None
-    other_slices: Slices
-    edit: Edit | None = None
-
-    def block(self, regions: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """The bytes to compare, given the regions that were read."""
-        block = regions[self.source][self.slices]
         return block if self.edit is None else self.edit(block)
 
 
@@ -160,7 +144,7 @@ class Slab:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     copies: tuple[Copy, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[Copy, ...]
     is_flat: bool
 
     @cached_property
@@ -182,14 +166,8 @@ class Slab:
         return sum(region.nbytes for region in (*self.reads, *self.writes))
 
 
-class Route(Protocol):
-    """How a tensor goes from one layout to another."""
-
-    def __hash__(self) -> int: ...
-
-    def slabs(self, budget: int) -> Iterator[Slab]:
-        """Steps of about ``budget`` bytes of buffer each."""
-        ...
+Route = Callable[[int], Iterator[Slab]]
+"""How a tensor goes from one layout to another: the steps of about so many bytes of buffer each."""
 
 
 class _Part(NamedTuple):
@@ -299,7 +277,7 @@ class Transfer:
         sources = _Regions(self._sources, lead, start, end, sorted(order), self._tails[0])
         targets = _Regions(self._targets, lead, start, end, order, self._tails[1])
         edit = _edit(self._change, [d - depth for d in order])
-        copies, checks = list[Copy](), list[Check]()
+        copies, checks = list[Copy](), list[Copy]()
         for cell in ((first, *rest) for first in group for rest in self._cuts.cells(depth + 1, first)):
             holders, is_data = sorted(cell[-1].sources), cell[-1].is_data
             if is_data and not holders:
@@ -308,10 +286,10 @@ class Transfer:
             places = [sources.block(i, cell) for i in holders]
             into = [targets.block(i, cell) for i in sorted(cell[-1].targets)]
             if is_data:
-                checks += [Check(*place, *places[0]) for place in places[1:]]
+                checks += [Copy(*place, *places[0]) for place in places[1:]]
                 copies += [Copy(*places[0], *place, edit) for place in into]
             else:
-                checks += [Check(*place, None, ()) for place in places]
+                checks += [Copy(None, (), *place) for place in places]
                 copies += [Copy(None, (), *place) for place in into]
         return Slab(
             sources.regions(partial=True), targets.regions(), tuple(copies), tuple(checks), self._is_flat(depth)

@@ -100,7 +100,7 @@ class Arrangement:
             name = stored.name_on(rank)
             if stored.constant:
                 found[name] = stated.get(stored.name) or stored.constant_bytes(shape)
-            elif not self.format.plain and stored.atoms and Location(stored, 0).is_zero(rank):
+            elif not self.format.plain and stored.atoms and rank in Location(stored, 0).zeros:
                 found[name] = bytes(tensor_bytes(name, stored.dtype, shape))
         return found
 

@@ -106,11 +106,6 @@ class Geometry:
                 file_of.setdefault(at, number * ranks + rank)
         return {file: at for at, file in file_of.items()}
 
-    def numbers(self, holder: int) -> Iterator[int]:
-        """The numbers of the atoms at the indices of the stack that a holder has."""
-        slots = len(self.portions)
-        return (place * slots + slot for place in self._places.get(holder, ()) for slot in range(slots))
-
     def has(self, holder: int, number: int) -> bool:
         """Whether a holder has elements of an atom."""
         return holder in self.spread(number).pieces

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from formats.errors import PlanError
@@ -162,8 +162,9 @@ class _Reading:
         self.model, self.format = model, format.of(model.config)
         self.names = {kind: kind.pattern for kind in model.kinds}
         self._names = frozenset(self.names.values())
-        self._neighbours = _Neighbours(model, self.format)
-        self._first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if self._neighbours.is_asked else {}
+        beside = _beside(model, self.format)
+        first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if beside is not None else {}
+        self._beside = {kind: beside(tensor) for kind, tensor in first.items()} if beside is not None else {}
 
     def candidates(self, kind: Kind) -> Iterator[Parts]:
         """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
@@ -199,7 +200,7 @@ class _Reading:
                 continue
             if line.without is not None and any(line.without.match(other) is not None for other in self._names):
                 continue
-            if line.beside is not None and not self._neighbours.holds(use, self._first[kind]):
+            if line.beside is not None and not self._beside[kind][id(use)]:
                 continue
             if _holds(self.model, line.when, kind):
                 yield use
@@ -301,37 +302,29 @@ def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[i
     return tuple(merged)
 
 
-class _Neighbours:
-    """Which of a model's tensors have another beside them, for the lines of a format that ask for one."""
+def _beside(model: Model, format: Format) -> Callable[[BoundTensor], Mapping[int, bool]] | None:
+    """Says of a tensor whether the model has beside it what lines that cover it ask for, by the id of the line's use.
 
-    def __init__(self, model: Model, format: Format) -> None:
-        self.is_asked = any(line.beside is not None for line in format.rules.lines)
-        kinds = model.kinds if self.is_asked else ()
-        self._asked = {kind: [*self._asking(format, kind.pattern)] for kind in kinds}
-        asked = {other for of_kind in self._asked.values() for _, other in of_kind}
-        asked_tensors = (tensor for tensor in (model.tensors if asked else ()) if tensor.kind.pattern in asked)
-        self._present = {filled(tensor.kind.pattern, tensor.indices) for tensor in asked_tensors}
+    None if no line asks.
+    """
+    asked: dict[str, dict[int, str]] = {}
+    for pattern in {kind.pattern for kind in model.kinds} if any(line.beside for line in format.rules.lines) else ():
+        uses = ((use, use.line.beside, use.line.sources[use.source]) for use in format.rules.uses(pattern))
+        asked[pattern] = {id(use): to.fill(of.match(pattern) or {}) for use, to, of in uses if to is not None}
+    others = {other for of_pattern in asked.values() for other in of_pattern.values()}
+    tensors = (tensor for tensor in (model.tensors if others else ()) if tensor.kind.pattern in others)
+    present = {filled(tensor.kind.pattern, tensor.indices) for tensor in tensors}
 
-    def key(self, tensor: BoundTensor) -> tuple[bool, ...]:
-        """What a tensor has beside it, of all that lines that cover it ask for."""
-        return tuple(filled(other, tensor.indices) in self._present for _, other in self._asked[tensor.kind])
+    def beside(tensor: BoundTensor) -> Mapping[int, bool]:
+        return {use: filled(to, tensor.indices) in present for use, to in asked[tensor.kind.pattern].items()}
 
-    def holds(self, use: Use, tensor: BoundTensor) -> bool:
-        """Whether a tensor has beside it what a line that covers it asks for."""
-        return dict(zip((id(asked) for asked, _ in self._asked[tensor.kind]), self.key(tensor), strict=True))[id(use)]
-
-    @staticmethod
-    def _asking(format: Format, name: str) -> Iterator[tuple[Use, str]]:
-        """The lines that ask for another tensor, and its name."""
-        for use in format.rules.uses(name):
-            if use.line.beside is not None:
-                yield use, use.line.beside.fill(use.line.sources[use.source].match(name) or {})
+    return beside if asked else None
 
 
 def apart_by_lines(model: Model, format: Format) -> Model:
     """The same model with kinds divided so that the same lines of a format cover all tensors of a kind."""
-    conditions = _Neighbours(model, format.of(model.config))
-    return divided(model, conditions.key) if conditions.is_asked else model
+    beside = _beside(model, format.of(model.config))
+    return divided(model, lambda tensor: tuple(beside(tensor).values())) if beside is not None else model
 
 
 def dropped_of(model: Model, format: Format) -> frozenset[str]:

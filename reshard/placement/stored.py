@@ -135,10 +135,6 @@ class Location(NamedTuple):
         boxes = self.layout.boxes
         return frozenset(rank for rank in sorted(boxes) if first.setdefault(boxes[rank].dims, rank) != rank)
 
-    def is_zero(self, rank: int) -> bool:
-        """Whether a rank stores zeros in its place."""
-        return rank in self.zeros
-
 
 Piece = tuple[Chunk, TensorInfo]
 """A chunk of a tensor, and where it lies."""

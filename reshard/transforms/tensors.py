@@ -271,7 +271,7 @@ class _Step(NamedTuple):
 def _steps_of(way: Route) -> Sequence[_Step]:
     """The steps of a way in the order of the tensor."""
     steps = []
-    for slab in way.slabs(_STEP):
+    for slab in way(_STEP):
         at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
         if at:
             steps.append(_Step(min(at), max(at) + 1, slab))

@@ -511,7 +511,7 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
         # constants, zeros, what was computed from a tensor that is kept
         and (
             stored.constant is not None
-            or (bool(stored.atoms) and Location(stored, 0).is_zero(rank))
+            or (bool(stored.atoms) and rank in Location(stored, 0).zeros)
             or any(part.function for part in stored.geometry.portions)
         )
     ]

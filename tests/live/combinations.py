@@ -152,7 +152,7 @@ def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, 
     for stored, _ in arrangement.tensors_of(rank):
         if stored.constant is not None:
             del tensors[stored.name_on(rank)]
-        elif arrangement.atoms[stored.atoms[0]].is_zero(rank):  # a file has zeros there
+        elif rank in arrangement.atoms[stored.atoms[0]].zeros:  # a file has zeros there
             tensors[stored.name_on(rank)].zero_()
     return {name: [tensor] for name, tensor in tensors.items()}
 

@@ -220,8 +220,8 @@ def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: 
         for slab in Transfer(before, after, 32, ranks).slabs(budget):
             read = [taken(bytes_of[r.rank], r).reshape(r.shape) for r in slab.reads]
             for check in slab.checks:
-                block = 0 if check.other is None else read[check.other][check.other_slices]
-                assert np.array_equal(check.block(read), np.broadcast_to(block, check.block(read).shape))
+                other = read[check.target][check.target_slices]
+                assert np.array_equal(np.broadcast_to(check.block(read), other.shape), other)
             for i, region in enumerate(slab.writes):
                 block, count = np.zeros(region.shape, np.uint8), np.zeros(region.shape, int)
                 for copy in slab.copies_to[i]:

@@ -100,8 +100,9 @@ def carry_out(
             for of in (targets, times)
         )
         for c in slab.checks:
-            other = read[c.other][c.other_slices] if c.other is not None else 0
-            assert np.array_equal(read[c.source][c.slices], np.broadcast_to(other, read[c.source][c.slices].shape))
+            block = read[c.source][c.source_slices] if c.source is not None else 0
+            other = read[c.target][c.target_slices]
+            assert np.array_equal(np.broadcast_to(block, other.shape), other)
         for c in slab.copies:
             write[c.target][c.target_slices] = 0 if c.source is None else read[c.source][c.source_slices]
             count[c.target][c.target_slices] += 1

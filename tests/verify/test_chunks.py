@@ -23,11 +23,10 @@ from tests.marks import one_of_each, thorough
 from tests.support import change_tensor, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
-from verify.bytes import views
-from verify.bytes.atoms import ranges_between
+from verify.bytes import blocks
+from verify.bytes.blocks import View, ranges_between
 from verify.bytes.exact import open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
-from verify.bytes.views import View
 from verify.report.answer import exact_summary
 
 KEY = "DCP_SHARDING_INFO"
@@ -154,7 +153,7 @@ def test_chunks_have_each_element_once(sizes: list[tuple[int, int]], most: int) 
     is_inside[tuple(map(slice, shape))] = True
     before = np.concatenate([[0], np.cumsum(is_inside)]).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(views, "CHUNK", most)
+        patch.setattr(blocks, "CHUNK", most)
         view = View(shape, padded, 16, [])
         chunks = [*view.chunks()]
     assert [i for chunk in chunks for i in range(chunk.offset, chunk.end)] == [*range(is_inside.size)]

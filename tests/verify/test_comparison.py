@@ -17,7 +17,7 @@ from reshard.writing.output import Tensor, partition
 from tests import store
 from tests.marks import one_of_each
 from tests.reshard.test_split import write_fp8
-from verify.bytes import reading, views
+from verify.bytes import blocks, reading
 from verify.bytes.comparison import no_progress
 from verify.bytes.exact import compare, open_shards, verify_exact
 from verify.bytes.exact_report import ExactReport
@@ -57,12 +57,12 @@ def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypat
     weights, plain = {*original.files, *shards.files}, reading.Files.read
     read = [0]
 
-    def counted(self: reading.Files, path: Path, begin: int, nbytes: int) -> views.Array:
+    def counted(self: reading.Files, path: Path, begin: int, nbytes: int) -> blocks.Array:
         read[0] += nbytes if path in weights else 0
         return plain(self, path, begin, nbytes)
 
     monkeypatch.setattr(reading.Files, "read", counted)
-    monkeypatch.setattr(views, "CHUNK", chunk)
+    monkeypatch.setattr(blocks, "CHUNK", chunk)
     report = compare(original, shards, no_progress, workers=1)
     assert report.verdict == "same", report
     held = sum(info.nbytes for source in (original, shards) for rank in source.ranks for info in rank.values())

@@ -34,8 +34,8 @@ from reshard.source.opening import open_source
 from tests import store, zoo
 from tests.marks import examples, one_of_each, thorough
 from tests.verify.faults import FAULTS, inject
-from verify.bytes import exact_report, views
-from verify.bytes.atoms import check_all_owned
+from verify.bytes import blocks, exact_report
+from verify.bytes.blocks import check_all_owned
 from verify.bytes.comparison import Comparison
 from verify.bytes.exact import verify_exact
 from verify.bytes.exact_report import ExactReport
@@ -127,7 +127,7 @@ def test_small_chunks_find_the_same(
         inject("another_ranks_file", damaged.shards, open_source(pair.original))
         expected = check(damaged)
         for size in (300, 8192, 1 << 20):
-            monkeypatch.setattr(views, "CHUNK", size)
+            monkeypatch.setattr(blocks, "CHUNK", size)
             assert check(pair).verdict == "same"
             assert check(damaged) == expected
         monkeypatch.undo()
@@ -439,7 +439,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         parts.append(_saved(folder / f"{rank}.safetensors", dtype, padded[np.ix_(*index, np.arange(item))]))
     wrong = data.draw(st.integers(0, len(parts) - 1))
     at = data.draw(st.integers(0, parts[wrong]["w"].nbytes - 1))
-    before, views.CHUNK = views.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
+    before, blocks.CHUNK = blocks.CHUNK, data.draw(st.sampled_from([1, 8, 40, 1000, 1 << 20]))
     try:
         one_source: Any = _Tensors((one,), model)
         sources: Any = _Tensors(tuple(parts), model)
@@ -450,12 +450,39 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
         info.file.write_bytes(content)
         report = _compared(one_source, sources, plan)
     finally:
-        views.CHUNK = before
+        blocks.CHUNK = before
     assert report.damages == (exact_report.Damage("w", wrong, 1, 1),)
     first = report.first
     assert first is not None and first.offset == info.offset + at // item * item
     assert padded[first.index].tobytes() == first.expected
     assert layout.boxes[wrong].shape and _index_of(layout.boxes[wrong], at // item) == first.index
+
+
+@pytest.mark.parametrize(("dtype", "bits", "element"), [("F4", 4, 14), ("F6_E2M3", 6, 9)])
+def test_elements_that_share_bytes(dtype: str, bits: int, element: int, tmp_path: Path) -> None:
+    """Of a wrong byte, the first element that has bits in it is named."""
+    document = {"parallel": {"tp": [["p"]]}, "sizes": {"p": "4", "a": "2"}, "tensors": {"w": "(p a) 16"}}
+    model = bind(architecture_from_document(document, "any", "any"), {}, [FullTensor("w", dtype, (8, 16), "here")])
+    full = np.random.default_rng(0).integers(1, 256, (8, 16 * bits // 8), np.uint8)
+
+    def saved(name: str, content: np.ndarray[Any, Any]) -> Any:
+        path = tmp_path / name
+        path.write_bytes(build_header([("w", dtype, (len(content), 16))], {}) + content.tobytes())
+        return read_header(path).tensors
+
+    parts = full[:4], full[4:].copy()
+    one, plan = saved("full", full), make_plan(model, Mesh((("tp", 2),)))
+    assert _compared(_Tensors((one,), model), _Tensors((saved("0", parts[0]), saved("1", parts[1])), model), plan) == (
+        ExactReport("tp 2", 2, 1, full.size)
+    )
+    parts[1][2, 7] ^= 255
+    ranks = saved("0", parts[0]), saved("1", parts[1])
+    report = _compared(_Tensors((one,), model), _Tensors(ranks, model), plan)
+    first, at = report.first, 2 * full.shape[1] + 7
+    assert first is not None and (first.rank, first.index) == (1, (6, element))
+    assert (first.offset, first.expected) == (ranks[1]["w"].offset + at, full[6, 7:8].tobytes())
+    assert first.original_offset == one["w"].offset + 6 * full.shape[1] + 7
+    assert report.damages == (exact_report.Damage("w", 1, 1, 2),)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from reshard.cli.commands import main
 from reshard.source.opening import open_source
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
-from verify.bytes import folder, views
+from verify.bytes import blocks, folder
 from verify.bytes.exact import verify_exact
 from verify.bytes.exact_report import ExactReport
 
@@ -254,8 +254,8 @@ def test_checksums_are_taken_of_what_is_read_anyway(
         return file_checksum(path)
 
     monkeypatch.setattr(folder, "_summed", read_again)
-    for size in (views.CHUNK, 100):
-        monkeypatch.setattr(views, "CHUNK", size)
+    for size in (blocks.CHUNK, 100):
+        monkeypatch.setattr(blocks, "CHUNK", size)
         assert lines(report(original, shards)) == [] == lines(report(original, tmp_path / "padded"))
 
 

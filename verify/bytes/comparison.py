@@ -1,6 +1,6 @@
 """Compares what is stored with the original, element for element: in reshard's own form, and in every other.
 
-All stored copies and parts of an original tensor are compared together, chunk by chunk (``views.py``), so that the
+All stored copies and parts of an original tensor are compared together, chunk by chunk (``blocks.py``), so that the
 original is read once. Bytes are compared, so that NaN payloads and the sign of zero count. Memory does not grow with
 the model. Files are not memory-mapped: a process that reads beyond the end of a file that has become shorter would be
 killed.
@@ -12,6 +12,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +23,14 @@ from formats.notation.axes import Run
 from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
-from reshard.placement.geometry import row_major
 from reshard.placement.portions import rule_of
-from reshard.placement.stored import Stored
+from reshard.placement.stored import Atom, Location, Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
-from verify.bytes.atoms import Block, Parts, check_all_owned, dot, strided
+from verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating
 from verify.bytes.structure import ranks_of
-from verify.bytes.views import Array, Part, View, array, tiles
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
@@ -42,8 +41,9 @@ def no_progress(compared: int, total: int) -> None:
 
 
 class _Use(NamedTuple):
-    """A stored tensor that has a part of a tensor: by the number of its atom. None stands for one that is stored as in
-    the original, ``info``: what is kept beside the shards, and what the original itself has under a second name.
+    """A stored tensor that has elements of a tensor: those of the atom of this number. None stands for one that is
+    stored as in the original, ``info``: what is kept beside the shards, and what the original itself has under a second
+    name.
     """
 
     stored: Stored | None
@@ -51,46 +51,32 @@ class _Use(NamedTuple):
     info: TensorInfo | None = None
 
 
-class _Copy(NamedTuple):
-    """What a holder has of a tensor.
-
-    ``stored`` is its name there, if it is another. ``dtypes`` are the original's, after any cast, and that in which it
-    is stored, as a ``function`` of the original if there is one. ``pattern`` are the bits that stand where nothing of
-    the original does, ``because`` says why.
-    """
-
-    info: TensorInfo
-    rank: int
-    stored: str | None
-    dtypes: tuple[str, str]
-    function: str | None
-    pattern: int
-    because: str
-
-
 class _Tensor(NamedTuple):
-    """A tensor of the original, and the copy for each part of its view (None: not to be compared).
-
-    A constant of a format has no original.
+    """A tensor of the original, the dtype to which it is cast, and what has its elements. A constant of a format has no
+    original.
     """
 
     number: int
     name: str
+    dtype: str
     view: View
     original: TensorInfo | None
-    copies: Sequence[_Copy | None]
+    uses: Sequence[_Use]
 
-    def place(self, block: Block, element: Sequence[int]) -> tuple[str | None, int | None]:
-        """The original's file, and the byte there from which an element of a block comes; None for padding."""
-        info, view = self.original, self.view
-        if info is None or block.original is None:
-            return None, None
-        flat = block.original + dot(element, block.original_strides)
-        if view.repeats is not None:
-            index = np.unravel_index(flat, view.shape)
-            few = (int(i) // times for i, times in zip(index, view.repeats, strict=True))
-            flat = dot(few, row_major(info.shape, 1))
-        return str(info.file), info.offset + flat * DTYPE_BITS[info.dtype] // 8
+
+class _Copy(NamedTuple):
+    """What a holder has of a tensor: by its part of the tensor's view, in a stored tensor whose name there is
+    ``name``, if it is another. ``dtype`` is the original's after any cast, ``pattern`` are the bits that stand where
+    nothing of the original does, ``because`` says why.
+    """
+
+    part: Part
+    info: TensorInfo
+    dtype: str
+    rank: int
+    name: str | None
+    pattern: int
+    because: str
 
 
 class Comparison:
@@ -102,10 +88,12 @@ class Comparison:
         self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]],
         progress: Progress, files: Files,
     ) -> None:  # fmt: skip
-        self._mesh, self._holders, self._progress = arrangement.plan.mesh, holders_of, progress
-        self._files, self._lock = files, threading.Lock()
-        self._tensors = _Tensors(original, shards, arrangement, holders_of)
-        self._total = sum(info.nbytes for _, info in self._tensors.whole())
+        self._original, self._shards, self._arrangement, self._holders = original, shards, arrangement, holders_of
+        self._progress, self._files, self._lock = progress, files, threading.Lock()
+        pairs = zip(arrangement.plan.model.tensors, original.plan.model.tensors, strict=True)
+        self._kinds = {planned.name: (planned.kind, own.kind) for planned, own in pairs}
+        self._ranks, self._views = ranks_of(shards), dict[tuple[object, ...], View]()
+        self._total = sum(info.nbytes for _, info in self._twins())
         for stored in arrangement.stored:
             for holder in holders_of.get(stored.name, ()):
                 self._total += shards.ranks[holder][stored.name_on(holder)].nbytes
@@ -116,7 +104,7 @@ class Comparison:
 
     def run(self, workers: int) -> ExactReport:
         """Compare; the report has only ``first`` and ``damages``. Raises CheckpointError if a file cannot be read."""
-        chunks = Shared((tensor, chunk) for tensor in self._tensors.all() for chunk in tensor.view.chunks())
+        chunks = Shared((tensor, chunk) for tensor in self._tensors() for chunk in tensor.view.chunks())
 
         def work(_: int, report: Callable[[None], None]) -> None:
             for tensor, chunk in chunks:
@@ -130,30 +118,37 @@ class Comparison:
             Damage(tensor, rank, nbytes, elements, stored)
             for (_, tensor, _, rank), (nbytes, elements, stored) in sorted(self._damages.items())
         )
-        first = self._first[1] if self._first else None
-        return ExactReport(str(self._mesh), self._mesh.size, len(self._holders), self._nbytes, first, tuple(damages))
+        first, mesh = self._first[1] if self._first else None, self._arrangement.plan.mesh
+        return ExactReport(str(mesh), mesh.size, len(self._holders), self._nbytes, first, tuple(damages))
+
+    # ------------------------------------------------------------------------------------------------ a chunk
 
     def _compare(self, tensor: _Tensor, chunk: Run) -> None:
         """Compare a chunk of the original with what each holder has of it."""
-        view, nbytes = tensor.view, 0
-        run = view.of_original(chunk)
-        original = self._original(tensor, run) if tensor.original is not None and run.length else None
+        view, nbytes, original = tensor.view, 0, tensor.original
+        run, content = view.of_original(chunk), None
+        if original is not None and run.length:
+            begin, end = (n * DTYPE_BITS[original.dtype] // 8 for n in (run.offset, run.end))
+            if view.repeats is not None:
+                content = self._files.read_once(original.file, original.offset, original.nbytes)
+                content = repeated(content, original.shape, view.repeats, view.shape)
+            else:
+                content = self._files.read_once(original.file, original.offset + begin, end - begin)
         for reading in view.reads(chunk):
-            part, copy = view.parts[reading.part], tensor.copies[reading.part]
+            part = view.parts[reading.part]
+            copy = self._copy(tensor, part)
             if copy is None:
                 continue
-            info, ours = copy.info, None if part.zero else original
-            if part.stated is not None and ours is not None and tensor.original is not None:
-                item = DTYPE_BITS[tensor.original.dtype] // 8
-                ours = stating(self._files, tensor.original, part.stated)[run.offset * item : run.end * item]
+            info, ours = copy.info, None if part.zero else content
+            if part.stated is not None and ours is not None and original is not None:
+                ours = stating(self._files, original, part.stated)[begin:end]
             if reading.part in view.shared:
                 for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, part.bits)):
-                    strides = strided(0, block.shape, block.shard, block.shard_strides, part.bits)
-                    theirs = self._files.read_shared(info, strides.begin, strides.nbytes)
-                    self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, block.shard))
+                    theirs = self._files.read_shared(info, *block.stored.extent(block.shape, part.bits))
+                    self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, block.stored.first))
             else:
-                begin, end = reading.begin * part.bits // 8, reading.end * part.bits // 8
-                theirs = self._files.read_once(info.file, info.offset + begin, end - begin)
+                at, behind = reading.begin * part.bits // 8, reading.end * part.bits // 8
+                theirs = self._files.read_once(info.file, info.offset + at, behind - at)
                 for block in reading.blocks:
                     self._compare_block(tensor, copy, block, (ours, run.offset), (theirs, reading.begin))
             nbytes += reading.elements * part.bits // 8
@@ -161,28 +156,16 @@ class Comparison:
             self._nbytes += nbytes
             self._progress(self._nbytes, self._total)
 
-    def _original(self, tensor: _Tensor, run: Run) -> Array:
-        """The bytes of these elements of the original."""
-        info, view = tensor.original, tensor.view
-        assert info is not None
-        if view.repeats is not None:
-            content = self._files.read_once(info.file, info.offset, info.nbytes)
-            return repeated(content, info.shape, view.repeats, view.shape)
-        bits = DTYPE_BITS[info.dtype]
-        return self._files.read_once(info.file, info.offset + run.offset * bits // 8, run.length * bits // 8)
-
     def _compare_block(
         self, tensor: _Tensor, copy: _Copy, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
     ) -> None:
         """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left, info = None, tensor.original
+        left, info, dtypes = None, tensor.original, (copy.dtype, copy.info.dtype)
+        right = block.stored.array(*theirs, block.shape, copy.part.bits)
         if info is not None and ours[0] is not None and block.original is not None:
-            bits = DTYPE_BITS[info.dtype]
-            left = array(ours[0], ours[1], block.shape, block.original, block.original_strides, bits)
-            left = cast(left, info.dtype, copy.dtypes[0])
-        right = array(theirs[0], theirs[1], block.shape, block.shard, block.shard_strides, DTYPE_BITS[copy.dtypes[1]])
-        if left is not None:
-            wrong = differing(left, right, copy.dtypes, copy.function)
+            left = block.original.array(ours[0], ours[1], block.shape, DTYPE_BITS[info.dtype])
+            left = cast(left, info.dtype, copy.dtype)
+            wrong = differing(left, right, dtypes, copy.part.function)
         else:
             wrong = right != copy.pattern if (right != copy.pattern).any() else None
         if wrong is not None:
@@ -192,179 +175,149 @@ class Comparison:
         self, tensor: _Tensor, copy: _Copy, block: Block, left: Array | None, right: Array, wrong: Array
     ) -> None:
         """Count the wrong elements of a block, and find the first in the order of the original's elements."""
-        bits = DTYPE_BITS[copy.dtypes[1]]
-        per_byte = max(1, 8 // bits)
+        (part, info, dtype, rank, name, pattern, because), view, original = copy, tensor.view, tensor.original
         if not block.shape:  # a number
             wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
             left = None if left is None else np.atleast_1d(left)
         places = np.nonzero(wrong)
-        scale = [per_byte if factor == len(places) - 1 else 1 for factor in range(len(block.shape))]
-        first, steps = tensor.view.positions(block)
-        positions = np.full(places[0].size, first)
-        for indices, step, times in zip(places, steps, scale, strict=False):
-            positions += indices * (step * times)
+        elements = [*places[: len(block.shape)]]  # of several that share a byte the first
+        if part.bits < 8:
+            elements[-1] = elements[-1] * 8 // part.bits
+        positions = np.full(places[0].size, block.padded.first)
+        for indices, step in zip(elements, block.padded.steps, strict=True):
+            positions += indices * step
         one = int(np.argmin(positions))
-        index = tuple(map(int, np.unravel_index(int(positions[one]), tensor.view.padded)))
-        at = tuple(int(indices[one]) for indices in places)
-        element = [i * times for i, times in zip(at, scale, strict=False)]
+        position, at = int(positions[one]), tuple(int(indices[one]) for indices in places)
+        element = [int(indices[one]) for indices in elements]
+        count = -(-int(places[0].size) * 8 // part.bits) if part.bits < 8 else int(places[0].size)
         nbytes = right.itemsize * int(places[0].size)
-        if left is None or (left.dtype == right.dtype and copy.function is None):
-            changed = right[places] ^ (right.dtype.type(copy.pattern) if left is None else left[places])
+        if left is None or (left.dtype == right.dtype and part.function is None):
+            changed = right[places] ^ (right.dtype.type(pattern) if left is None else left[places])
             nbytes = int(np.count_nonzero(np.ascontiguousarray(changed).view(np.uint8)))
-        should = copy.pattern.to_bytes(right.itemsize, "little")
-        if left is not None:
-            should = expected(np.ascontiguousarray(left[at]).reshape(1), copy.dtypes, copy.function)
-        byte = copy.info.offset + (block.shard + dot(element, block.shard_strides)) * bits // 8
-        file, original = tensor.place(block, element) if left is not None else (None, None)
+        should, file, byte = pattern.to_bytes(right.itemsize, "little"), None, None
+        if left is not None and original is not None and block.original is not None:
+            should = expected(np.ascontiguousarray(left[at]).reshape(1), (dtype, info.dtype), part.function)
+            flat = block.original.at(element)
+            if view.repeats is not None:
+                few = (int(i) // n for i, n in zip(np.unravel_index(flat, view.shape), view.repeats, strict=True))
+                flat = int(np.ravel_multi_index(tuple(few), original.shape))
+            file, byte = str(original.file), original.offset + (flat * DTYPE_BITS[original.dtype] + 7) // 8
         difference = FirstDifference(
-            tensor.name, index, copy.rank, str(copy.info.file), byte, should,
-            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, original, copy.stored, copy.because,
+            tensor.name, tuple(map(int, np.unravel_index(position, view.padded))), rank, str(info.file),
+            info.offset + (block.stored.at(element) * part.bits + 7) // 8, should,
+            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, byte, name, because,
         )  # fmt: skip
-        place = tensor.number, int(positions[one]), copy.rank, copy.stored or ""
-        key = tensor.number, tensor.name, copy.stored or "", copy.rank
+        place = tensor.number, position, rank, name or ""
+        key = tensor.number, tensor.name, name or "", rank
         with self._lock:
-            self.damaged.add(copy.info.file)
+            self.damaged.add(info.file)
             earlier = self._damages.get(key, (0, 0, None))
-            count = earlier[1] + int(places[0].size) * per_byte
-            self._damages[key] = earlier[0] + nbytes, count, copy.stored
+            self._damages[key] = earlier[0] + nbytes, earlier[1] + count, name
             if self._first is None or place < self._first[0]:
                 self._first = place, difference
 
+    def _copy(self, tensor: _Tensor, part: Part) -> _Copy | None:
+        """What the holder of a part has of a tensor; None if that is not to be compared."""
+        (stored, _, info), dtype, rank, value, because = tensor.uses[part.use], tensor.dtype, 0, 0.0, "padding"
+        if info is not None:
+            dtype = info.dtype
+        elif stored is not None:
+            if part.holder not in self._holders.get(stored.name, ()):
+                return None
+            info, rank = self._shards.ranks[part.holder][stored.name_on(part.holder)], self._ranks[part.holder]
+            if stored.constant is not None:
+                value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
+            elif part.zero:
+                because = "zero, as an earlier rank has it"
+        assert info is not None
+        name = None if self._arrangement.format.plain and info.name == tensor.name else info.name
+        return _Copy(part, info, dtype, rank, name, pattern(value, info.dtype), because)
 
-# ------------------------------------------------------------------------------------------------ what is compared
+    # ----------------------------------------------------------------------------------------- what is compared
 
-
-class _Tensors:
-    """The tensors of the original, each with all that is stored of it."""
-
-    def __init__(
-        self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]]
-    ) -> None:
-        self._original, self._shards, self._arrangement, self._holders = original, shards, arrangement, holders_of
-        self._parts = Parts(arrangement)
-        pairs = zip(arrangement.plan.model.tensors, original.plan.model.tensors, strict=True)
-        self._kinds_of_original = {planned.kind: own.kind for planned, own in pairs}
-        self._ranks = ranks_of(shards)
-        self._views: dict[tuple[object, ...], View] = {}
-
-    def whole(self) -> Iterator[tuple[str, TensorInfo]]:
+    def _twins(self) -> Iterator[tuple[str, TensorInfo]]:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
         there = self._original.ranks[0]
         for name, kept in self._shards.intact.items():
-            if name in there and (kept.dtype, kept.shape) == (self._parts.kinds[name].dtype, there[name].shape):
+            if name in there and (kept.dtype, kept.shape) == (self._kinds[name][0].dtype, there[name].shape):
                 yield name, kept
         yield from ((first, there[second]) for second, first in self._original.twice.items())
 
-    def all(self) -> Iterator[_Tensor]:
+    def _tensors(self) -> Iterator[_Tensor]:
         """All tensors, in the order of the original's files, and the constants of a format."""
         uses: dict[str, list[_Use]] = defaultdict(list)
-        names = set[str]()
+        names, constants = set[str](), list[Stored]()
         for stored in self._arrangement.stored:
             for number, atom in enumerate(stored.atoms):
                 uses[atom.tensor].append(_Use(stored, number))
             names.update(atom.tensor for atom in stored.atoms if stored.name in self._holders)
-        for name, info in self.whole():
+            constants += [stored] if stored.constant is not None else []
+        for name, info in self._twins():
             uses[name].append(_Use(None, 0, info))
             names.add(name)
         infos = self._original.ranks[0]
         files = {file: number for number, file in enumerate(sorted_paths({info.file for info in infos.values()}))}
-        kinds = ((infos[name], kind) for name, kind, _ in self._arrangement.plan.model.tensors if name in names)
-        ordered = sorted(kinds, key=lambda entry: (files[entry[0].file], entry[0].offset))
-        for number, (info, kind) in enumerate(ordered):
-            view = self._view(kind, uses[info.name])
-            copies = [self._copy(info.name, kind.dtype, part, uses[info.name][part.number]) for part in view.parts]
-            yield _Tensor(number, info.name, view, info, copies)
-        yield from self._constants(len(ordered))
+        ordered = sorted((infos[name] for name in names), key=lambda info: (files[info.file], info.offset))
+        for number, info in enumerate(ordered):
+            kind, own = self._kinds[info.name]
+            yield _Tensor(number, info.name, kind.dtype, self._view(kind, own, uses[info.name]), info, uses[info.name])
+        for stored in constants:
+            for holder in self._holders.get(stored.name, ()):
+                name = stored.name_on(holder)
+                shape, bits = (math.prod(self._shards.ranks[holder][name].shape),), DTYPE_BITS[stored.dtype]
+                view = View(shape, shape, bits, [Part(0, holder, (whole(shape),), bits)])
+                yield _Tensor(len(ordered), name, stored.dtype, view, None, [_Use(stored, 0)])
 
-    def _copy(self, name: str, dtype: str, part: Part, use: _Use) -> _Copy | None:
-        """What the holder of a part has of a tensor that is cast to this dtype."""
-        stored, number, info = use
-        if stored is None:
-            assert info is not None
-            return _Copy(info, 0, self._other_name(name, info), (info.dtype, info.dtype), None, 0, "padding")
-        if part.holder not in self._holders.get(stored.name, ()):
-            return None
-        info = self._shards.ranks[part.holder][stored.name_on(part.holder)]
-        function, value, because = None, 0.0, "zero, as an earlier rank has it" if part.zero else "padding"
-        if stored.constant is not None:
-            value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
-        else:
-            function = stored.geometry.portions[number % len(stored.geometry.portions)].function
-        return _Copy(
-            info, self._ranks[part.holder], self._other_name(name, info), (dtype, info.dtype), function,
-            pattern(value, info.dtype), because,
+    def _view(self, kind: Kind, own: Kind, uses: Sequence[_Use]) -> View:
+        """The view of a tensor of a kind, in the original of the kind ``own``; tensors of equal parts share it."""
+        alike = (
+            (use.info and use.info.dtype,) if use.stored is None
+            else (use.stored.geometry, use.number, use.stored.dtype, *use.stored.atoms[use.number][1:])
+            for use in uses
         )  # fmt: skip
-
-    def _other_name(self, name: str, info: TensorInfo) -> str | None:
-        return None if self._arrangement.format.plain and info.name == name else info.name
-
-    def _view(self, kind: Kind, uses: Sequence[_Use]) -> View:
-        key = (kind, *(part for use in uses for part in self._alike(use)))
+        key = (kind, *alike)
         if key not in self._views:
-            original, plan = self._kinds_of_original[kind], self._arrangement.plan
             repeats = None
-            if original.shape != kind.shape:
-                steps = zip(original.rule.dims, kind.rule.dims, strict=True)
-                repeats = tuple(old.step // new.step for old, new in steps)
-            sizes = plan.model.sizes.of(dict(kind.indices))
-            padded = rule_of(plan.model, kind).sizes(
-                {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
-            )
-            self._check(kind, uses)
-            parts = [part for number, use in enumerate(uses) for part in self._parts_of(kind, number, use)]
-            self._views[key] = View(kind.shape, padded, DTYPE_BITS[original.dtype], parts, repeats)
+            if own.shape != kind.shape:
+                repeats = tuple(a.step // b.step for a, b in zip(own.rule.dims, kind.rule.dims, strict=True))
+            plan = self._arrangement.plan
+            sizes, rule = plan.model.sizes.of(dict(kind.indices)), rule_of(plan.model, kind)
+            padded_to = {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
+            padded = rule.sizes(padded_to)
+            parts = self._parts(kind, uses, ((sizes, kind.shape), (padded_to, padded)))
+            self._views[key] = View(kind.shape, padded, DTYPE_BITS[own.dtype], parts, repeats)
         return self._views[key]
 
-    def _alike(self, use: _Use) -> Iterator[object]:
-        """What is equal for stored tensors that have equal parts."""
-        if use.stored is not None:
-            yield from (use.stored.geometry, use.number, use.stored.dtype, use.stored.atoms[use.number][1:])
-        else:
-            yield use.info and use.info.dtype
+    def _parts(
+        self, kind: Kind, uses: Sequence[_Use], tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
+    ) -> Iterator[Part]:
+        """The parts that all holders have of tensors of a kind; of the original and of the padded one, ``tensors`` has
+        the sizes of axes and the shape.
 
-    def _parts_of(self, kind: Kind, number: int, use: _Use) -> Iterator[Part]:
-        """The parts that the holders of a stored tensor have."""
-        stored = use.stored
-        if stored is None:
-            assert use.info is not None
-            yield Part(number, 0, (_whole(kind.shape),), DTYPE_BITS[use.info.dtype])
-            return
-        atom, bits = stored.atoms[use.number], DTYPE_BITS[stored.dtype]
-        zeros, sizes = self._arrangement.atoms[atom].zeros, self._arrangement.plan.model.sizes.of(dict(kind.indices))
-        whole = kind.stated.sizes(sizes) if kind.stated is not None else None
-        for holder in stored.geometry.holders:
-            if blocks := self._parts.of(stored, holder, use.number):
-                if atom.at is not None:
-                    blocks = tuple(block.of_index(atom.at, math.prod(kind.shape[1:])) for block in blocks)
-                stated = stored.stated(holder) if stored.stated is not None else whole
-                stated = stated if stated != whole else None
-                yield Part(number, holder, blocks, bits, holder in zeros, stated)
-
-    def _check(self, kind: Kind, uses: Sequence[_Use]) -> None:
-        """Raise PlanError if what is stored has not each element of a tensor."""
-        elements: dict[tuple[object, ...], int] = {}
-        for stored, number, _ in uses:
-            if stored is not None:
-                geometry = stored.geometry
-                layout = geometry.whole.layouts[number]
-                check_all_owned(layout)
-                elements[stored.atoms[number]] = math.prod(layout.full)
-        if elements and sum(elements.values()) != math.prod(kind.shape):
-            raise PlanError(f"the format has {sum(elements.values())} elements of '{kind.name}' {list(kind.shape)}")
-
-    def _constants(self, begin: int) -> Iterator[_Tensor]:
-        """What a format stores that comes from no tensor."""
-        for stored in self._arrangement.stored:
-            for holder in self._holders.get(stored.name, ()) if stored.constant is not None else ():
-                name = stored.name_on(holder)
-                info = self._shards.ranks[holder][name]
-                shape, bits = (math.prod(info.shape),), DTYPE_BITS[info.dtype]
-                part = Part(0, holder, (_whole(shape),), bits)
-                copy = self._copy(name, info.dtype, part, _Use(stored, 0))
-                yield _Tensor(begin, name, View(shape, shape, bits, [part]), None, [copy])
-
-
-def _whole(shape: tuple[int, ...]) -> Block:
-    """All elements of two tensors that are stored alike."""
-    strides = row_major(shape, 1)
-    return Block(shape, 0, strides, 0, strides, (0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))))
+        Raises PlanError if what is stored has not each element.
+        """
+        model, counts = self._arrangement.plan.model, dict[Atom, int]()
+        blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
+        for number, (stored, slot, info) in enumerate(uses):
+            if stored is None:
+                assert info is not None
+                yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[info.dtype])
+                continue
+            geometry, atom = stored.geometry, stored.atoms[slot]
+            layout, portion = geometry.whole.layouts[slot], Location(stored, slot).portion
+            check_all_owned(layout)
+            counts[atom] = math.prod(layout.full)
+            lines = [line_of(rule_of(model, kind), portion, sizes, shape) for sizes, shape in tensors]
+            zeros = self._arrangement.atoms[atom].zeros
+            says = kind.stated.sizes(tensors[0][0]) if kind.stated is not None else None
+            for holder in geometry.holders:
+                if blocks := blocks_at(geometry, holder, slot, *lines):
+                    if atom.at is not None:
+                        elements = [atom.at * math.prod(shape[1:]) for _, shape in tensors]
+                        blocks = tuple(block.further(*elements) for block in blocks)
+                    stated = stored.stated(holder) if stored.stated is not None else says
+                    stated = stated if stated != says else None
+                    is_zero = holder in zeros
+                    yield Part(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)
+        if counts and sum(counts.values()) != math.prod(kind.shape):
+            raise PlanError(f"the format has {sum(counts.values())} elements of '{kind.name}' {list(kind.shape)}")

@@ -104,16 +104,8 @@ def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
 # ---------------------------------------------------------------------------------------------------------- manifest
 
 
-def manifest_changes(original: Source, shards: Source, plan: Plan) -> Iterator[Change]:
-    """The wrong values in ``reshard.json``, without checksums (see ``wrong_checksums``)."""
-    manifest = shards.manifest
-    if manifest is None:
-        return
-    should = json.loads(manifest_text(_expected_manifest(original, shards, plan, manifest)))
-    yield from changes(should, read_json(shards.path / MANIFEST))
-
-
 def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: Manifest) -> Manifest:
+    """The right manifest, with the checksums that the one in the folder has (see ``wrong_checksums``)."""
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=manifest.source.location, commit=manifest.source.commit)
     if _made_without(original, manifest):  # shards without a manifest do not describe the original files
@@ -299,7 +291,10 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
             contents[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
             if len(_files(shards, plan.mesh, rank)) > 1:
                 contents[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
-    if shards.stated is not None or shards.manifest is None:
+    if shards.manifest is None:
+        return contents
+    contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
+    if shards.stated is not None:
         return contents
     if format.settings is not None and format.settings.file not in original.side_files:
         contents[format.settings.file] = program_config(format.settings, shards.plan.model)

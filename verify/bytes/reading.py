@@ -26,7 +26,7 @@ from formats.quantization.quantizing import Error
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read
-from verify.bytes.views import Array
+from verify.bytes.blocks import Array
 
 OPEN = 64
 """So many files stay open."""
@@ -66,14 +66,9 @@ class Files:
 
     def read(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """Bytes of a file. Raises CheckpointError if it cannot be read or is shorter, MismatchError if replaced."""
-        content, filled = np.empty(nbytes, np.uint8), 0
         if path in self._elsewhere:
-            while filled < nbytes:
-                number, skip = divmod(begin + filled, BLOCK)
-                piece = self._block(path, number * BLOCK, BLOCK)[skip : skip + nbytes - filled]
-                content[filled : filled + len(piece)] = piece
-                filled += len(piece)
-            return content
+            return self._in_blocks(path, begin, nbytes, 0, self._elsewhere[path].size)
+        content, filled = np.empty(nbytes, np.uint8), 0
         try:
             file = self._file(path)
             while filled < nbytes:
@@ -96,12 +91,14 @@ class Files:
         """Bytes of a tensor from ``begin``, if nearby bytes are asked for too: they are read in blocks, and kept."""
         if info.file in self._elsewhere:
             return self.read(info.file, info.offset + begin, nbytes)
-        numbers = range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1)
-        ends = ((info.offset + n * BLOCK, min(BLOCK, info.nbytes - n * BLOCK)) for n in numbers)
-        blocks = [self._block(info.file, offset, size) for offset, size in ends]
-        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        skip = begin - numbers.start * BLOCK
-        return whole[skip : skip + nbytes]
+        return self._in_blocks(info.file, info.offset + begin, nbytes, info.offset, info.offset + info.nbytes)
+
+    def _in_blocks(self, path: FilePath, begin: int, nbytes: int, first: int, end: int) -> Array:
+        """Bytes of a file, read in blocks that follow each other from ``first`` to ``end``."""
+        places = range(begin - (begin - first) % BLOCK, begin + nbytes, BLOCK)
+        blocks = [self._block(path, place, min(BLOCK, end - place)) for place in places]
+        whole = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, np.uint8), *blocks])
+        return whole[(begin - first) % BLOCK :][:nbytes]
 
     def _block(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """A block of a file; who asks first reads it, the others wait. It is added to the file's sum once."""
@@ -166,15 +163,13 @@ _VALUES: Numbers = np.array([_value(code) for code in range(256)])
 
 def _scales(content: memoryview, dtype: str, grid: Grid) -> Numbers:
     """The scales, one row of blocks below the other."""
-    raw = np.frombuffer(content, {"F32": "<u4", "F8_E8M0": "u1"}.get(dtype, "<u2"))
+    columns = math.ceil(grid.columns / grid.block_columns)
+    if dtype == "F8_E8M0":
+        return np.array([2.0 ** (code - 127) if code < 255 else math.nan for code in bytes(content)]).reshape(
+            -1, columns
+        )
     with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
-        if dtype == "F8_E8M0":
-            scales = np.array([2.0 ** (int(code) - 127) if code < 255 else math.nan for code in raw])
-        elif dtype == "F16":
-            scales = raw.view(np.float16).astype(np.float64)
-        else:
-            scales = (raw.astype("<u4") << (16 if dtype == "BF16" else 0)).view(np.float32).astype(np.float64)
-    return scales.reshape(-1, math.ceil(grid.columns / grid.block_columns))
+        return _rows_of(content, dtype, columns).astype(np.float64)
 
 
 def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> NDArray[np.uint16]:
@@ -195,7 +190,7 @@ def _bits(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: Numbers) -> 
 
 
 def _rows_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float32]:
-    """Rows of a weight that is to be quantized."""
+    """Rows of a weight that is to be quantized, or of scales."""
     codes = np.frombuffer(content, f"<u{DTYPE_BITS[dtype] // 8}")
     return cast(codes, dtype, "F32").view(np.float32).reshape(-1, columns)
 
@@ -345,12 +340,9 @@ def pattern(value: float, dtype: str) -> int:
     """The bits of a number. Raises PlanError for a dtype in which the formats have no constants but zero."""
     if not value:
         return 0
-    if dtype == "F16":
-        return int(np.array(value, "<f2").view("<u2"))
-    if dtype not in {"F32", "BF16"}:
+    if dtype not in {"F32", "F16", "BF16"}:
         raise PlanError(f"a constant of dtype {dtype} is not known")
-    bits = int(np.array(value, "<f4").view("<u4"))
-    return bits if dtype == "F32" else bits >> 16
+    return int(cast(np.array([value], "<f4").view("<u4"), "F32", dtype)[0])
 
 
 # ------------------------------------------------------------------------------------------------- smaller scale blocks

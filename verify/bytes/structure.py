@@ -23,7 +23,7 @@ from reshard.source.opening import open_source
 from reshard.source.program_files import ProgramFile, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
-from verify.bytes.atoms import owners
+from verify.bytes.blocks import owners
 from verify.bytes.exact_report import ConfigDifference
 
 
@@ -70,11 +70,10 @@ class Structure:
             self.not_compared += self._uncompared()
         else:
             weights = {file.name for file in shards.files.values()}
-            expected = {*side, *documents, *weights, *([MANIFEST] if shards.manifest else [])}
+            expected = {*side, *documents, *weights}
             self.missing += sorted(name for name in expected if not (shards.path / name).is_file())
             self.extra += folder.extra_entries(shards, expected)
         self._check_identity()
-        self._take(MANIFEST, folder.manifest_changes(self.original, shards, plan))
         if not (self.missing or self.extra or self.problems):
             for file, change in folder.header_changes(self.original, shards, plan):
                 self._take(file, [change])

@@ -27,7 +27,7 @@ from reshard.placement.arrangement import align_atoms, arrangement_of
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Location
 from reshard.source.source import Source
-from verify.bytes.atoms import strided
+from verify.bytes.blocks import Line
 from verify.bytes.reading import Files
 from verify.rules import with_sound_config
 
@@ -69,8 +69,7 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
 def _elements(data: NDArray[Any], place: Location, at: Position, box: Box) -> NDArray[Any]:
     """The elements of a box in a holder's tensor."""
     first = place.stored.geometry.first(at.holder, place.number) + at.base
-    view = strided(0, box.shape, first, at.strides, 8 * data.itemsize)
-    return np.ndarray(view.shape, data.dtype, data.data, view.begin, view.steps)
+    return Line(first, at.strides).array(data, 0, box.shape, 8 * data.itemsize)
 
 
 def _values(source: Source, files: Files, place: Location, box: Box, rank: int, dtype: str) -> NDArray[Any]:
@@ -83,9 +82,9 @@ def _values(source: Source, files: Files, place: Location, box: Box, rank: int, 
     for at in sorted(box.sources, key=lambda at: at.holder != rank)[: None if place.zeros else 1]:
         info = source.ranks[at.holder][stored.name_on(at.holder)]
         first = stored.geometry.first(at.holder, place.number) + at.base
-        view = strided(info.offset, box.shape, first, at.strides, DTYPE_BITS[stored.dtype])
-        data = files.read(info.file, view.begin, view.nbytes)
-        raw.append(np.ndarray(view.shape, f"<u{view.item}", data.data, 0, view.steps))
+        line, bits = Line(first, at.strides), DTYPE_BITS[stored.dtype]
+        begin, nbytes = line.extent(box.shape, bits)
+        raw.append(line.array(files.read(info.file, info.offset + begin, nbytes), first, box.shape, bits))
     if stored.dtype == dtype and function is None and not place.zeros:
         return raw[0]
     tensors = (torch.from_numpy(np.array(x, order="C")).view(TORCH_DTYPES[stored.dtype]).double() for x in raw)

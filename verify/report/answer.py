@@ -176,7 +176,7 @@ class Answer(Result):
     """What was asked for, and what has been found so far.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass and ``engine`` that of an engine's own
-    run (asked for with ``engine_options``); each is None if it was not done. ``seconds`` has the time of each part.
+    run (asked for ``with_engine``); each is None if it was not done. ``seconds`` has the time of each part.
     """
 
     original: str
@@ -186,7 +186,7 @@ class Answer(Result):
     exact: Any = None
     forward: Any = None
     engine: Any = None
-    engine_options: dict[str, Any] | None = None
+    with_engine: bool = False
     error: ReshardError | None = None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class Answer(Result):
         if self.engine is not None:
             parts.append(self.engine.verdict)
         if self.error is not None:
-            is_of_engine = self.engine_options is not None and (forward is not None or not self.wants_forward)
+            is_of_engine = self.with_engine and (forward is not None or not self.wants_forward)
             subject = "The engine's run" if is_of_engine else "The forward"
             parts.append(f"{subject if exact is not None else 'It'} could not be checked: {self.error.message}")
         return " ".join(parts) or "Nothing was checked."

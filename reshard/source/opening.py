@@ -15,7 +15,6 @@ from formats.files.checkpoint import (
     ADAPTER_CONFIG,
     CONFIG,
     Checkpoint,
-    find_side_files,
     open_adapter,
     open_checkpoint,
     read_weights,
@@ -138,6 +137,8 @@ def open_folder(
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
         raise folder.damage
+    if folder.manifest is not None and not is_known:
+        _check_recorded(path, folder.manifest)
     if folder.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
@@ -145,11 +146,27 @@ def open_folder(
     if folder.kind == "split":
         return _open_sharded(folder)
     known = dict(adapted.config) if adapted is not None else None
-    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path)
+    if is_adapter:
+        checkpoint = open_adapter(path, folder.config, known)
+    else:
+        checkpoint = folder.once(open_checkpoint, path)
     # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
     if adapted is None and METADATA_KEY in checkpoint.files[0].metadata:
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
     return _open_full(folder, checkpoint, adapted, is_adapter=is_adapter, is_part=is_part)
+
+
+def _check_recorded(path: FilePath, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all files of ranks that a manifest lists are there, with their sizes."""
+    for rank, records in manifest.ranks.items():
+        if lacking := [record.name for record in records if not (path / record.name).is_file()]:
+            all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
+            one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
+            what = all_of_it if len(lacking) == len(records) else one
+            raise CheckpointError(what, "bring the files of all ranks together")
+        for file, size in ((path / record.name, record.size) for record in records):
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
 
 
 def lines_of_any(source: Place, access: Access) -> Architecture:
@@ -219,19 +236,16 @@ def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
 
 
 def _open_sharded(folder: Folder) -> Source:
-    from reshard.source.program_files import own_files, read_ranks, read_shards  # rarely needed
+    from reshard.source.program_files import read_ranks, read_shards, readings  # rarely needed
 
     path, manifest = folder.path, folder.manifest
-    files = own_files(folder)
+    (files,) = readings(folder, OWN)
     shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
         raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
     identity = shards[0].identity
     ranks = read_ranks(folder, OWN, files, identity.mesh)
-    if manifest is not None:
-        side = {record.name: path / record.name for record in manifest.side_files}
-    else:
-        side = {name_in(file, path): file for file in find_side_files(path) if file.is_file()}
+    side = folder.side_files()
     for lacking in (at for at in side.values() if not at.is_file()):
         raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
     config = with_modelopt(read_config(path / CONFIG), path)

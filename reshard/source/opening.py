@@ -4,6 +4,7 @@ format. ``Folder`` says which of these it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,24 +33,10 @@ from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
-from reshard.store.selection import Weights
+from reshard.store.selection import HubAccess, Weights
 
 Place = str | Path | StoredPath
 """How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubAccess:
-    """How the Hub is reached.
-
-    ``revision`` is a branch, tag or commit; ``token`` by default HF_TOKEN, or that of ``hf auth login``; ``cache_dir``
-    the Hub's cache, by default HF_HUB_CACHE. ``quiet``: no progress of downloads on stderr.
-    """
-
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    cache_dir: Path | None = None
-    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +83,12 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     if isinstance(source, StoredPath):
         return source
     path = Path(source).expanduser()
-    if str(source) and access.revision is None and path.exists():
+    is_there = os.path.lexists(path) and path.exists()  # a name may be too long for one of a file
+    if str(source) and access.revision is None and is_there:
         return path
     from reshard.store.hub import fetch  # rarely needed
 
-    return fetch(
-        str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
-        weights=weights,
-    )  # fmt: skip
+    return StoredPath(fetch(str(source), access, weights))
 
 
 def open_source(

@@ -151,7 +151,7 @@ def test_a_traceback_has_no_password(capsys: pytest.CaptureFixture[str]) -> None
 def test_no_object_shows_what_it_holds() -> None:
     """Reports of errors print the variables of a program."""
     bucket = Bucket(f"s3://key:{SECRET}@bucket/x")
-    shown = f"{Access(token=SECRET)!r} {_Request('org/name', None, SECRET, None, True)!r} {bucket!r} {bucket.name}"
+    shown = f"{Access(token=SECRET)!r} {_Request('org/name', Access(token=SECRET))!r} {bucket!r} {bucket.name}"
     assert SECRET not in shown and "s3://bucket/x" in shown
     url = f"s3://key:{SECRET}@bucket/x"
     requests = (

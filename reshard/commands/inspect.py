@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats.store import StoredPath
 from reshard.source import inspect as source
-from reshard.source.opening import HubAccess, Place, find
-from reshard.store.selection import Weights
+from reshard.source.opening import Place, find
+from reshard.store.selection import HubAccess, Weights
 from reshard.store.staging_names import staging_of
 
 
@@ -27,5 +28,5 @@ def inspect(request: InspectRequest) -> source.Report:
     if isinstance(request.source, StoredPath):
         return source.inspect(request.source)
     place = Path(request.source).expanduser()
-    is_here = request.revision is None and (place.exists() or staging_of(place).exists())
+    is_here = request.revision is None and any(map(os.path.exists, (place, staging_of(place))))
     return source.inspect(place if is_here else find(request.source, request, Weights.HEADERS))

@@ -366,7 +366,7 @@ def _exactly(file: BinaryIO, count: int) -> bytes:
 def _endpoint(store: str) -> tuple[str, int, str]:
     """Host, port and secret of ``tcp://SECRET@HOST:PORT``."""
     try:
-        url = urlsplit(store)
+        url = urlsplit(str(store))
         host, port, secret = url.hostname, url.port, url.netloc.rpartition("@")[0]
     except ValueError:
         host = port = None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,8 @@ from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_
 from reshard.live.views import Parcel, Tensors
 from reshard.live.wire import Message, Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.source.opening import HubAccess, find
-from reshard.store.selection import Weights
+from reshard.source.opening import find
+from reshard.store.selection import HubAccess, Weights
 
 Parts = Sequence[tuple[Slice, torch.Tensor]]
 """What a rank holds, with its tensors."""
@@ -48,7 +50,7 @@ class Meeting:
     ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. ``timeout`` is how many seconds a process lets
     the others wait at most, ``join`` how many it may take until all have come, ``patience`` how much later than others
     it may come to a push (by default ``timeout``), ``bucket`` the bytes of a step on each rank. Without ``shared`` no
-    memory is shared between processes of one host.
+    memory is shared between processes of one host. Raises PlanError for what are no numbers of ranks or of seconds.
     """
 
     store: str = field(repr=False)  # it may have a secret
@@ -60,27 +62,58 @@ class Meeting:
     bucket: int = BUCKET
     shared: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("trainers", "receivers"):
+            if not isinstance(ranks := getattr(self, name), int) or ranks < 1:
+                raise PlanError(f"{name}={ranks!r} is no number of ranks from 1 on")
+        for name in ("timeout", "join", "patience"):
+            seconds = getattr(self, name)
+            is_default = name == "patience" and seconds is None
+            if not is_default and not (isinstance(seconds, int | float) and 0 < seconds <= _LONGEST):
+                raise PlanError(f"{name}={seconds!r} is no number of seconds above 0, and at most {_LONGEST:,}")
+
+    def number(self, role: str, rank: int) -> int:
+        """The number among all processes of a rank of the ``trainers`` or the ``receivers``. Raises PlanError."""
+        if rank not in range(ranks := getattr(self, role)):
+            raise PlanError(f"rank={rank!r} is none of the {ranks} {role}, which count from 0")
+        return rank if role == "trainers" else self.trainers + rank
+
     @property
     def names(self) -> list[str]:
         """What errors call the processes."""
         return [f"{role} {i}" for role in ("trainer", "receiver") for i in range(getattr(self, f"{role}s"))]
 
 
-class _Process:
-    """One process of a push. It meets the others when it first needs them, and again after a failure."""
+_LONGEST = 1_000_000
 
-    def __init__(self, meeting: Meeting, rank: int, device: str | None) -> None:
+
+class _Process:
+    """One process of a push. It meets the others when it first needs them, and again after a failure.
+
+    ``read`` gives what it holds; None: tensors are made for what the rules say that it has. ``description`` is what it
+    says of itself besides. ``witness`` is asked before it agrees to a plan.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
+        description: Mapping[str, Any], witness: Witness | None = None,
+    ) -> None:  # fmt: skip
         self.meeting, self.rank, self.device = meeting, rank, device
         self.routes: Routes | None = None
         self.at: int | None = None
         """The version that this process has; None: none, or half of one."""
         self._base: int | None = None
         """The version of which it has all that changes are added to, or compared with."""
-        self._common = {"host": socket.gethostname(), "bucket": meeting.bucket}
+        self._read, self._description, self._witness = read, description, witness
+        self._planned: list[Slice] = []
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
         self._parcels: list[Parcel] = []
+        self._room: dict[str, list[torch.Tensor]] = {}
+        """Of a receiver that keeps what comes, or has no tensors of its own: room for it, kept between pushes."""
+        self._padded: set[str] | None = None
+        """The tensors of a receiver of which no rank sends a part."""
 
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
@@ -99,18 +132,15 @@ class _Process:
 
     def _describe(self) -> dict[str, Any]:
         """What this process says of itself. Raises ReshardError."""
-        raise NotImplementedError
-
-    def _own_parts(self, parts: Parts) -> list[Slice]:
-        """What is held; where the tensors are is the device, unless another was named."""
+        parts = self._read() if self._read is not None else []
+        # where the tensors are is the device, unless another was named
         self.device = self.device or next((str(tensor.device) for _, tensor in parts), None)
-        return [held for held, _ in parts]
-
-    def _verify(self, routes: Routes) -> None:
-        """Compare the plan with what this process has. Raises ReshardError."""
-
-    def _forget(self) -> None:
-        """Let go of what follows from an earlier plan."""
+        self._planned = [part for part, _ in parts]
+        return {
+            "host": socket.gethostname(), "bucket": self.meeting.bucket,
+            "held": to_document(self._planned) if self._read is not None else None,
+            **self._description, "dtype": _rounding(self._description.get("dtype")),
+        }  # fmt: skip
 
     def _meet(self, join: float | None = None) -> tuple[Fence, Wire, Routes]:
         """Join the others, plan, and agree; does nothing while the connection holds. Raises LiveError.
@@ -147,9 +177,14 @@ class _Process:
         def planned() -> dict[str, Any]:
             if self.routes is None:
                 self.routes, self._descriptions = _planned(self.meeting, descriptions), descriptions
-                self._parcels, self._base = list(self._parcels_of(self.routes)), None
-                self._forget()
-            self._verify(self.routes)
+                self._parcels, self._base, self._room = list(self._parcels_of(self.routes)), None, {}
+                self._padded = None
+            if self._witness is not None:
+                arrangement = self.routes.target.arrangement
+                rank = self.rank - self.meeting.trainers
+                differences = self._witness(on_mesh(arrangement.plan, arrangement.format), rank)
+                if differences:
+                    raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
             return {"digest": self.routes.digest}
 
         answers = self._gather(fence, "plan", planned)
@@ -237,23 +272,6 @@ def _attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 class Push(_Process):
     """A trainer's rank: gives its weights to the receivers. Made by ``push``."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        rank: int,
-        device: str | None,
-        read_parts: Callable[[], Parts],
-        description: Mapping[str, Any],
-    ) -> None:
-        super().__init__(meeting, rank, device)
-        self._read, self._description = read_parts, dict(description)
-        self._planned: list[Slice] = []
-
-    def _describe(self) -> dict[str, Any]:
-        self._planned = self._own_parts(self._read())
-        self._description["dtype"] = _rounding(self._description["dtype"])
-        return {**self._common, "held": to_document(self._planned), **self._description}
-
     @property
     def ticket(self) -> dict[str, Any]:
         """What an engine's ranks must know to meet this trainer."""
@@ -281,9 +299,9 @@ class Push(_Process):
         return stats
 
     def _tensors(self) -> dict[str, Any]:
+        assert self.routes is not None and self._read is not None
         parts = self._read()
         parameters.check_unchanged(self._planned, [part for part, _ in parts])
-        assert self.routes is not None
         tensors = by_stored_name(self.routes.source, parts)
         for each in self.routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
@@ -296,63 +314,49 @@ class Push(_Process):
 class Pull(_Process):
     """A receiver's rank. Made by ``pull``.
 
-    ``parts`` are the live tensors to write to; None: tensors are made for what the rules say that this rank has.
-    ``keep``: what comes is kept, and written at the end: a second copy, and the old weights serve until then. Else it
-    is written as it comes, and a failure on the way leaves the model ``poisoned``.
+    ``read`` gives the live tensors to write to. ``keep``: what comes is kept, and written at the end: a second copy,
+    and the old weights serve until then. Else it is written as it comes, and a failure on the way leaves the model
+    ``poisoned``.
     """
 
     def __init__(
-        self, meeting: Meeting, rank: int, device: str | None, *, parts: Callable[[], Parts] | None = None,
-        format: str | None = None, keep: bool = True, witness: Witness | None = None,
+        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
+        description: Mapping[str, Any], witness: Witness | None, *, keep: bool = True,
         poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(meeting, meeting.trainers + rank, device)
-        self._live, self._format, self._keep, self._witness, self._poison = parts, format, keep, witness, poison
-        self._room: dict[str, list[torch.Tensor]] = {}
+        super().__init__(meeting, meeting.number("receivers", rank), device, read, description, witness)
+        self._keep, self._poison = keep, poison
         self._open: tuple[Fence, int] | None = None
-        self._padded: set[str] | None = None
-
-    @property
-    def number(self) -> int:
-        """The rank among the receivers."""
-        return self.rank - self.meeting.trainers
-
-    def _describe(self) -> dict[str, Any]:
-        document = to_document(self._own_parts(self._live())) if self._live else None
-        return {**self._common, "held": document, "format": self._format}
-
-    def _verify(self, routes: Routes) -> None:
-        if self._witness is not None:
-            arrangement = routes.target.arrangement
-            differences = self._witness(on_mesh(arrangement.plan, arrangement.format), self.number)
-            if differences:
-                raise MismatchError(f"{differences[0]} ({len(differences)} differences in all)")
-
-    def _forget(self) -> None:
-        self._room, self._padded = {}, None
 
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
 
-        With ``parts``, they hold what came. Raises LiveError on all ranks.
+        With live tensors, they hold what came. Raises LiveError on all ranks.
         """
         fence, wire, routes, has_base = self._begin(version)
-        live = by_stored_name(routes.target, self._live()) if self._live else None
-        room = live if live is not None and not self._keep else self._rooms(routes)
+        live = by_stored_name(routes.target, self._read()) if self._read else None
+        is_direct = live is not None and not self._keep
+        if not is_direct and not self._room:
+            for name, dtype, shape in routes.target.tensors_of(self.rank - self.meeting.trainers):
+                tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                self._room.setdefault(name, []).append(tensor)
+        room = live if live is not None and is_direct else self._room
         sizes = self._sizes(fence) if has_base else None
         if not has_base:
             self._fill(routes, room)
-        if self._live and not self._keep:
+        if is_direct:
             self._mark("a push has begun to change it")
         wire.exchange(self._messages(sizes, lambda parcel: partial(parcel.unpack, room)), version)
         self._agree(fence, "received")
         self._open, self._base = (fence, version), version
-        if live is not None and self._keep:
+        if live is None:
+            return {name: tensors[0] for name, tensors in room.items()}
+        if not is_direct:
             self._mark("a push has begun to change it")
             for name, tensors in live.items():
                 for tensor, new in zip(tensors, room[name], strict=True):
                     tensor.copy_(new)
-        return {} if live is not None else {name: tensors[0] for name, tensors in room.items()}
+        return {}
 
     def commit(self, version: int, error: str | None = None) -> None:
         """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does
@@ -375,24 +379,13 @@ class Pull(_Process):
         if self._poison is not None:
             self._poison(why)
 
-    def _rooms(self, routes: Routes) -> dict[str, list[torch.Tensor]]:
-        """Tensors for what comes, kept between pushes."""
-        if not self._room:
-            for name, dtype, shape in routes.target.tensors_of(self.number):
-                tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
-                self._room.setdefault(name, []).append(tensor)
-        return self._room
-
     def _fill(self, routes: Routes, room: Tensors) -> None:
         """Write what no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
-            counts: dict[str, int] = {}
-            for part in (part for parts in routes.parts(self.rank) for part in parts):
-                name = view_of(part, routes.target, sends=False).name
-                counts[name] = counts.get(name, 0) + part.box.numel
-            self._padded = {
-                name for name, parts in room.items() if counts.get(name, 0) < sum(each.numel() for each in parts)
-            }
+            counts = Counter[str]()
+            for part in chain.from_iterable(routes.parts(self.rank)):
+                counts[view_of(part, routes.target, sends=False).name] += part.box.numel
+            self._padded = {name for name, own in room.items() if counts[name] < sum(each.numel() for each in own)}
         constants = {each.name: each.constant.value for each in routes.target.stored if each.constant}
         for name in self._padded:
             for tensor in room[name]:
@@ -409,17 +402,6 @@ def _rounding(dtype: str | torch.dtype | None) -> str | None:
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
     """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
-    try:
-        return _routes(meeting, descriptions)
-    except ReshardError as error:
-        names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
-        holders = [who for who, there in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & there]
-        if 0 < len(holders) < sum(map(bool, names)):
-            raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
-        raise
-
-
-def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
     for name, answer in zip(meeting.names, descriptions, strict=True):
         if (bucket := answer["bucket"]) != (first_bucket := descriptions[0]["bucket"]):
             raise PlanError(
@@ -427,21 +409,28 @@ def _routes(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rout
             )
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    config, goal, beyond = first["config"], target_of(first["target"]), frozenset[str]()
+    ends, beyond = target_of(first["target"]), frozenset[str]()
 
     def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
         format = format_of(answers[0]["format"])
         ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
-        return of_checkpoints(LiveState(format, ranks), config)
+        return of_checkpoints(LiveState(format, ranks), first["config"])
 
-    live, _ = state(trainers)
-    model = bound(live, config, dtype=first["dtype"])
-    ends: LiveState | Target = goal
-    if receivers[0]["held"] is not None:
-        ends, beyond = state(receivers)
-    plan = plan_push(model, live, ends, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
+    try:
+        live, _ = state(trainers)
+        model = bound(live, first["config"], dtype=first["dtype"])
+        goal: LiveState | Target = ends
+        if receivers[0]["held"] is not None:
+            goal, beyond = state(receivers)
+        plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
+    except ReshardError as error:
+        names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
+        holders = [who for who, there in zip(meeting.names, names, strict=True) if {*error.message.split("'")} & there]
+        if 0 < len(holders) < sum(map(bool, names)):
+            raise PlanError(f"{error.message} (held by {listed(holders)})", error.hint) from error
+        raise
     if plan.target.ranks != meeting.receivers:
-        raise PlanError(f"{goal} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
+        raise PlanError(f"{ends} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
     return replace(plan, beyond=tuple(sorted(beyond)))
 
 
@@ -471,7 +460,7 @@ def push(
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
     description: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
     description["config"] = _config(model, config) if rank == 0 else None
-    return Push(meeting, rank, device, reader(model, program), description)
+    return Push(meeting, meeting.number("trainers", rank), device, reader(model, program), description)
 
 
 def reader(model: Any, program: str) -> Callable[[], Parts]:
@@ -508,10 +497,10 @@ def pull(
     """
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
     if model is None:
-        return Pull(meeting, rank, device, witness=witness, poison=poison)
+        return Pull(meeting, rank, device, None, {}, witness, poison=poison)
     return Pull(
-        meeting, rank, device, parts=reader(model, program), format=TRAINERS.get(program, program), keep=keep,
-        witness=witness, poison=poison or partial(poisoned, model),
+        meeting, rank, device, reader(model, program), {"format": TRAINERS.get(program, program)}, witness, keep=keep,
+        poison=poison or partial(poisoned, model),
     )  # fmt: skip
 
 
@@ -521,7 +510,7 @@ def pull_by(ticket: Mapping[str, Any], rank: int, world: int, device: str, *, wi
         meeting = Meeting(receivers=world, **ticket)
     except TypeError:
         raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket") from None
-    return Pull(meeting, rank, device, witness=witness)
+    return Pull(meeting, rank, device, None, {}, witness)
 
 
 def poisoned(model: torch.nn.Module, why: str | None) -> None:

@@ -23,7 +23,7 @@ from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
 from formats.notation.format import Format
 from reshard.model.binding import bind
-from reshard.model.model import AxisSizes, Model
+from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry, row_major
 from reshard.placement.inverse import NameInverse
@@ -110,7 +110,7 @@ def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveStat
     CheckpointError.
     """
     architecture = find_architecture(dict(config), _WHERE)
-    origins = NameInverse(live.format, architecture, AxisSizes(architecture, config, {}), config)
+    origins = NameInverse(live.format, architecture, config)
     names = {part.name for parts in live.ranks for part in parts if part.is_buffer}
     beyond = frozenset(name for name in names if not origins.knows(name))
     return LiveState(live.format, [[part for part in parts if part.name not in beyond] for parts in live.ranks]), beyond

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import LiveError
@@ -41,9 +42,10 @@ def join(push: Push, engine: Server | Offline | None) -> Routes:
         return push.check()
     with ThreadPoolExecutor(1) as thread:
         met = thread.submit(engine.init, push.ticket)
-        routes = push.check()
-        met.result()
-    return routes
+        try:
+            return push.check()
+        finally:
+            met.result()  # if it has failed, that is why nobody came to the check
 
 
 def update(push: Push, engine: Server | Offline | None, version: int, *, delta: bool = False) -> Stats:
@@ -58,8 +60,10 @@ def update(push: Push, engine: Server | Offline | None, version: int, *, delta: 
     engine.pause()
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(engine.receive, version)
-        stats = push(version, delta=delta)
-        received.result()
+        try:
+            stats = push(version, delta=delta)
+        finally:
+            received.result()
     engine.resume(version)
     return stats
 
@@ -96,15 +100,15 @@ class Server:
 
     def _post(self, route: str, **body: object) -> None:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/{route}", json.dumps(body).encode(), headers)
         try:
+            request = urllib.request.Request(f"{self.url.rstrip('/')}/{route}", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=self.timeout):
                 pass
         except urllib.error.HTTPError as error:
             answer = error.read(500).decode("utf-8", "replace")
             hint = "start it with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else None
             raise LiveError(f"{self.url} answered {error.code} to {route}: {answer}", hint) from None
-        except OSError as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise LiveError(f"{self.url} did not answer to {route}: {error}") from None
 
 

@@ -20,10 +20,9 @@ from reshard.model.model import AxisSizes, check_members
 class NameInverse:
     """Finds the Hugging Face tensors that stored tensors are made of."""
 
-    def __init__(
-        self, format: Format, architecture: Architecture, sizes: AxisSizes, config: Mapping[str, object]
-    ) -> None:
-        self._format, self._architecture, self._sizes = format.of(config), architecture, sizes
+    def __init__(self, format: Format, architecture: Architecture, config: Mapping[str, object]) -> None:
+        self._format, self._architecture = format.of(config), architecture
+        self._sizes = AxisSizes(architecture, config, {})
         self._packed = {  # for the name of each component of a packed tensor the packed tensor's
             name: template
             for template, rules in architecture.tensors.items()

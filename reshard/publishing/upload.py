@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.documents import document_of, json_bytes
 from formats.errors import CheckpointError, PlanError, ReshardError
@@ -36,10 +36,6 @@ from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, json_of, remove_tree
 from reshard.store.threads import WAKE, Threads
 from reshard.system import check_space
-
-if TYPE_CHECKING:
-    pass
-
 
 _FILES = 4
 """Files that are uploaded at the same time; each in several parts."""
@@ -70,10 +66,10 @@ class Uploading(Staging):
         self.shown, self._may_hold_others = bucket.name, False
         self._threads = Threads(0)
         self._lock_journal = Lock()
-        self._in_place: dict[str, str | None] = {}
-        """The etags of what stands at its final name."""
-        self._known: dict[str, dict[str, Any]] = {}
-        """The files of any share that were uploaded when this process began: their journals may be removed by then."""
+        self._noted: dict[str, dict[str, Any]] = {}
+        """The files that this process has uploaded, or has seen in journals, which may be removed since: as these have
+        them, with their etags.
+        """
         self._uploads: list[Future[None]] = []
 
     def check(self) -> None:
@@ -102,17 +98,16 @@ class Uploading(Staging):
         except ReshardError:
             self._bucket.delete(self._journal_key)  # nothing else was changed
             raise
-        self._known, foreign = self._uploaded(objects), self._journals_in(objects, of_task=False)
+        self._noted, foreign = self._uploaded(objects), self._journals_in(objects, of_task=False)
         # if all is uploaded, and by nobody else, other processes may be writing the small files
-        if foreign or not self.share.planned.keys() <= self._known.keys():
+        if foreign or not self.share.planned.keys() <= self._noted.keys():
             self._remove_old(objects.keys() - self.share.planned.keys())
         self._threads.map(self._bucket.delete, sorted(foreign))
-        for name, entry in self._known.items():
+        for name, entry in self._noted.items():
             if name in self.share.files:
-                self._in_place[name] = entry["etag"]
                 self.finished[name] = read_finished(entry)
                 self.path(name).unlink(missing_ok=True)  # a run was killed before it did so, or while it wrote
-        for name in local - self._in_place.keys():
+        for name in local - self._noted.keys():
             self._uploads.append(self._threads.submit(self._upload, name))
 
     def _claim_place(self) -> dict[str, str | None]:
@@ -135,8 +130,8 @@ class Uploading(Staging):
                 self.check()  # another process may have published meanwhile
             others = of_task - {self._journal_key}
             if mark is None and others and self._is_published(is_ending=True):  # or who published was killed
-                self._known |= {entry["name"]: entry for entry in self._entries(others)}
-                if self.share.planned.keys() - self._known.keys():
+                self._noted |= {entry["name"]: entry for entry in self._entries(others)}
+                if self.share.planned.keys() - self._noted.keys():
                     self._threads.map(
                         self._bucket.delete, sorted(others)
                     )  # it has been looked at, and some are removed already
@@ -192,7 +187,7 @@ class Uploading(Staging):
         ``is_ending``: also while its other processes remove their journals.
         """
         objects = self._bucket.objects()
-        seen = {name: self._in_place[name] for name in (self.share.planned if self._is_last else ())}
+        seen = {name: self._noted[name]["etag"] for name in (self.share.planned if self._is_last else ())}
         mine = self._journals_in(objects) if is_ending else {self._journal_key}
         is_unfinished = UNFINISHED in objects or {key for key in objects if key.startswith(JOURNAL)} - mine
         last = [name for name in LAST if name in objects]
@@ -257,19 +252,15 @@ class Uploading(Staging):
     def _upload(self, name: str) -> None:
         etag = self._change(name, self.path(name))
         with self._lock_journal:
-            self._in_place[name] = etag
+            self._noted[name] = {"name": name, "etag": etag} | document_of(self.finished[name])
             self._put_journal()
         self.path(name).unlink()
 
     def _put_journal(self) -> None:
-        """Write the journal of this process."""
-        document = {"task": self._name, "files": len(self.share.files), "entries": self._own_entries()}
+        """Write the journal of this process: the files of its share that are uploaded."""
+        entries = [entry for name, entry in self._noted.items() if name in self.share.files]
+        document = {"task": self._name, "files": len(self.share.files), "entries": entries}
         self._bucket.note(self._journal_key, json_bytes(document))
-
-    def _own_entries(self) -> list[dict[str, Any]]:
-        """The files of this process's share that are uploaded, with their etags."""
-        etags = {name: etag for name, etag in self._in_place.items() if name in self.share.files}
-        return [{"name": name, "etag": etag} | document_of(self.finished[name]) for name, etag in etags.items()]
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -291,7 +282,7 @@ class Uploading(Staging):
 
     def _uploaded(self, objects: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        entries = [*self._known.values(), *self._own_entries(), *self._entries(self._journals_in(objects))]
+        entries = [*self._noted.values(), *self._entries(self._journals_in(objects))]
         return {entry["name"]: entry for entry in entries if objects.get(entry["name"]) == entry["etag"]}
 
     def _clear(self) -> None:
@@ -318,7 +309,7 @@ class Uploading(Staging):
             self._check_ours()
             raise self._replaced(min(gone))
         self.finished |= {name: read_finished(entry) for name, entry in uploaded.items()}
-        self._in_place |= {name: entry["etag"] for name, entry in uploaded.items()}
+        self._noted |= uploaded
         self._is_last = self.share.planned.keys() <= self.finished.keys()
         return self._is_last
 
@@ -335,12 +326,13 @@ class Uploading(Staging):
         etags = self._threads.map(lambda name: self._change(name, files[name]), sides)
         etags += [self._change(name, files[name]) for name in early]
         etags.append(self._change(last, files[last], self._name))
-        self._in_place |= zip((*sides, *early, last), etags, strict=True)
+        in_place = {name: entry["etag"] for name, entry in self._noted.items()}
+        in_place |= zip((*sides, *early, last), etags, strict=True)
         self._bucket.delete(UNFINISHED)
         there = self._bucket.objects()  # whatever comes later is followed by a look that finds no mark
         if self._journals_in(there, of_task=False):
             raise self._written_else()
-        for name, etag in sorted(self._in_place.items()):
+        for name, etag in sorted(in_place.items()):
             # another process of the task may have put a small file again: the same content, and perhaps another etag
             is_as_put = name in there and there[name] == etag
             if not is_as_put and not (name in files and self._bucket.content(name) == files[name]):

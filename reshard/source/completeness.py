@@ -24,7 +24,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,8 +137,11 @@ def _file() -> Mapping[str, Any]:
     return types
 
 
+T = TypeVar("T")
 At = tuple[int, ...]
 """The indices in a name, outermost first."""
+Missing = tuple[str, At, str]
+"""The line of a missing tensor, its indices, and its name as this checkpoint would spell it."""
 
 _RECOMPUTED = (
     ".inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
@@ -209,10 +212,10 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
-    for find in (
-        _missing_layers, _missing_indices, _missing_in_some, _missing_companions, _missing_vocabulary, _missing_always,
-    ):  # fmt: skip
-        yield from (name for name in find(present) if not present.is_draft or present.is_of_draft(name))
+    for find in (_missing_layers, _missing_in_stacks, _missing_companions, _missing_vocabulary, _missing_always):
+        for line, at, name in find(present):
+            if not present.is_draft or (at and (present.is_named_draft or present.is_further(_stack(line), at))):
+                yield name
 
 
 # ----------------------------------------------------------------------------------------------- what is there
@@ -237,13 +240,15 @@ class Present:
     """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
     A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
-    that is there, the lines and the inner stacks that occur in this member.
+    that is there, the lines and the inner stacks that occur in this member. ``dealt`` are the axes that are split over
+    ranks, without those that may be padded (the vocabulary).
     """
 
     def __init__(self, model: Model) -> None:
         self.model, self.architecture, self.sizes = model, model.architecture, model.sizes
-        self._count_of: dict[tuple[str, At], tuple[int | None, int | None]] = {}
-        self._dealt: dict[str, bool] = {}
+        families = itertools.chain.from_iterable(self.architecture.families.values())
+        self.dealt = frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
+        self.is_dealt, self.counts = cache(self._is_dealt), cache(self._counts)
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
         line_of: dict[Kind, dict[At, list[BoundTensor]]] = {}
         for kind in model.kinds:
@@ -259,19 +264,21 @@ class Present:
                 for at in places:
                     members.setdefault(at[:depth], set()).add(inner)
 
-    @cached_property
-    def dealt(self) -> frozenset[str]:
-        """The axes that are split over ranks, without those that may be padded (the vocabulary)."""
-        families = itertools.chain.from_iterable(self.architecture.families.values())
-        return frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
-
-    def is_dealt(self, stack: str) -> bool:
+    def _is_dealt(self, stack: str) -> bool:
         """Whether a tensor of a stack is sharded; a tower is replicated."""
-        if stack not in self._dealt:
-            rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
-            shapes = (shape for each in rules for rule in each for shape in rule.shapes)
-            self._dealt[stack] = _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
-        return self._dealt[stack]
+        rules = (rules for template, rules in self.architecture.tensors.items() if template.startswith(f"{stack}."))
+        shapes = (shape for each in rules for rule in each for shape in rule.shapes)
+        return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
+
+    def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
+        """How many members a stack has: first without the layers that predict further tokens, then with them.
+
+        None where the config does not say.
+        """
+        axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
+        counts = self.sizes.count(axis, indices, without=predicts_further), self.sizes.count(axis, indices)
+        check_members(axis, counts[1], len(self.model.tensors))
+        return counts
 
     def needed(self, template: str, at: At) -> bool:
         """Whether a line must have a tensor at these indices, given that it has one at others."""
@@ -289,47 +296,35 @@ class Present:
 
         None if the config does not say, or if the stack is replicated or is of MTP layers.
         """
-        return self._counts(stack, outer)[0] if self.is_dealt(stack) and not predicts_further(stack) else None
+        return self.counts(stack, outer)[0] if self.is_dealt(stack) and not predicts_further(stack) else None
 
-    def may_lack(self, stack: str, at: At) -> bool:
-        """Whether what a member of a stack has may be left out: it is of an MTP layer, and not in a draft."""
-        return not self.is_draft and self._is_further(stack, at)
-
-    def _is_further(self, stack: str, at: At) -> bool:
+    def is_further(self, stack: str, at: At) -> bool:
         """Whether a member of a stack, or a member of a stack around it, is an MTP layer."""
         for inner, _ in _around(f"{stack}."):
-            depth = len(_axes(inner))
-            count, whole = self._counts(inner, at[: depth - 1])
-            if predicts_further(inner) or (count != whole and (count is None or at[depth - 1] >= count)):
+            outer = at[: len(_axes(inner)) - 1]
+            count, whole = self.counts(inner, outer)
+            if predicts_further(inner) or (count != whole and (count is None or at[len(outer)] >= count)):
                 return True
         return False
 
-    @cached_property
-    def is_draft(self) -> bool:
-        """Whether these are MTP layers published apart: all layers predict further tokens, or the class says so."""
-        layers = [(stack, at) for stack, members in self.stacks.items() if len(_axes(stack)) == 1 for at in members]
-        return self._is_named_draft or (bool(layers) and all(self._is_further(*layer) for layer in layers))
+    def may_lack(self, stack: str, at: At) -> bool:
+        """Whether what a member of a stack has may be left out: it is of an MTP layer, and not in a draft."""
+        return not self.is_draft and self.is_further(stack, at)
 
     @cached_property
-    def _is_named_draft(self) -> bool:
+    def is_named_draft(self) -> bool:
+        """Whether the class in config.json is one of MTP layers that are published apart."""
         classes = self.model.config.get("architectures")
         return isinstance(classes, list) and bool(classes) and predicts_further(str(classes[0]).lower())
 
-    def is_of_draft(self, name: str) -> bool:
-        """Whether a tensor is in one of the layers of a draft; all else is the model's for which it drafts."""
-        match = self.architecture.match(name)
-        if match is None or not (stack := _stack(match.template)):
-            return False
-        return self._is_named_draft or self._is_further(stack, (*match.indices.values(),))
+    @cached_property
+    def is_draft(self) -> bool:
+        """Whether these are MTP layers published apart: all layers predict further tokens, or the class says so.
 
-    def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
-        """How many members a stack has: first without the layers that predict further tokens, then with them."""
-        if (stack, outer) not in self._count_of:
-            axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
-            counts = self.sizes.count(axis, indices, without=predicts_further), self.sizes.count(axis, indices)
-            check_members(axis, counts[1], len(self.model.tensors))
-            self._count_of[stack, outer] = counts
-        return self._count_of[stack, outer]
+        All that is outside these layers is the model's for which they draft.
+        """
+        layers = [(stack, at) for stack, members in self.stacks.items() if len(_axes(stack)) == 1 for at in members]
+        return self.is_named_draft or (bool(layers) and all(self.is_further(*layer) for layer in layers))
 
     def members(self) -> Iterator[tuple[str, At, frozenset[str]]]:
         """The members of the outermost stacks, and as ("", ()) the whole checkpoint, with the lines of each."""
@@ -353,13 +348,13 @@ class Present:
             places = [(*place, index) for place in places for index in range(count)]
         return places
 
-    def as_in(self, inner: str, other: At, at: At) -> Iterator[str]:
-        """The tensors that a line or stack must have at some indices, as it has them at others: their names."""
+    def as_in(self, inner: str, other: At, at: At) -> Iterator[Missing]:
+        """The tensors that a line or stack must have at some indices, as it has them at others."""
         for template, places in self.lines.items():
             if template == inner or template.startswith(f"{inner}."):
                 for place, tensors in places.items():
-                    if place[: len(other)] == other and self.needed(template, (*at, *place[len(at) :])):
-                        yield from (_moved(tensor.name, other, at) for tensor in tensors)
+                    if place[: len(other)] == other and self.needed(template, to := (*at, *place[len(at) :])):
+                        yield from ((template, to, _moved(tensor.name, other, at)) for tensor in tensors)
 
     def spelled(self, template: str, at: At = ()) -> str:
         """The name of a tensor as this checkpoint would spell it."""
@@ -397,23 +392,14 @@ def _moved(name: str, old: At, new: At) -> str:
 # ------------------------------------------------------------------------------------------------- what is missing
 
 
-def _missing_indices(present: Present) -> Iterator[str]:
-    """The tensors of layers (or experts) that are missing as a whole, as the nearest full layer has them."""
-    for stack, members in present.stacks.items():
-        groups: dict[At, set[int]] = defaultdict(set)
-        for at in members:
-            groups[at[:-1]].add(at[-1])
-        for outer, indices in groups.items():
-            if present.may_lack(_outer(stack), outer):
-                continue
-            count = present.count(stack, outer)
-            for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
-                # the nearest of those with most lines shows what it must have
-                near = min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
-                yield from present.as_in(stack, (*outer, near), (*outer, index))
-
-
-T = TypeVar("T")
+def _missing_layers(present: Present) -> Iterator[Missing]:
+    """A tensor of each layer, if the checkpoint has no sharded tensor at all, but for the vocabulary."""
+    rules = present.architecture.tensors
+    if any(shape.axes & present.dealt for line in present.lines for rule in rules[line] for shape in rule.shapes):
+        return
+    counts = ((line, present.count(_stack(line), ())) for line in rules if len(_axes(_stack(line))) == 1)
+    line, count = next(((line, count) for line, count in counts if count), ("", 0))
+    yield from ((line, (index,), present.spelled(line, (index,))) for index in range(count))
 
 
 def _lacking(members: Iterable[tuple[At, frozenset[T]]]) -> Iterator[tuple[At, T, At]]:
@@ -426,19 +412,32 @@ def _lacking(members: Iterable[tuple[At, frozenset[T]]]) -> Iterator[tuple[At, T
             yield from ((at, each, kinds[many][0]) for at in kinds[few] for each in many - few)
 
 
-def _missing_in_some(present: Present) -> Iterator[str]:
-    """The tensors that one layer lacks and another has, if the other has all lines of the first."""
+def _missing_in_stacks(present: Present) -> Iterator[Missing]:
+    """The tensors of layers (or experts) that are missing as a whole, as the nearest full layer has them; and those
+    that one layer lacks and another has, if the other has all lines of the first.
+    """
     for stack, members in present.stacks.items():
+        groups: dict[At, set[int]] = defaultdict(set)
+        for at in members:
+            groups[at[:-1]].add(at[-1])
+        for outer, indices in groups.items():
+            if present.may_lack(_outer(stack), outer):
+                continue
+            count = present.count(stack, outer)
+            for index in sorted({*range(max(indices) + 1 if count is None else count)} - indices):
+                # the nearest of those with most lines shows what it must have
+                near = min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
+                yield from present.as_in(stack, (*outer, near), (*outer, index))
         if present.is_dealt(stack):
             complete = ((at, frozenset(inside)) for at, inside in members.items() if not present.may_lack(stack, at))
             for at, inner, other in _lacking(complete):
                 yield from present.as_in(inner, other, at)
 
 
-def _missing_companions(present: Present) -> Iterator[str]:
+def _missing_companions(present: Present) -> Iterator[Missing]:
     """The companions that a quantized weight has in one layer and lacks in another, if its dtype is the same."""
     first: dict[Kind, tuple[str, str]] = {}  # the name of a tensor of each kind, with all indices set to 0
-    for places in present.lines.values():
+    for line, places in present.lines.items():
         if max(map(len, places.values())) == 1:
             continue
         for at, tensor in ((at, tensor) for at, tensors in places.items() for tensor in tensors):
@@ -446,45 +445,31 @@ def _missing_companions(present: Present) -> Iterator[str]:
                 first[tensor.kind] = _moved(tensor.name, at, (0,) * len(at)), tensor.dtype
         of_places = ((at, frozenset([first[tensor.kind] for tensor in tensors])) for at, tensors in places.items())
         for at, (name, _), _ in _lacking(of_places):
-            yield _moved(name, (0,) * len(at), at)
+            yield line, at, _moved(name, (0,) * len(at), at)
 
 
-def _missing_layers(present: Present) -> Iterator[str]:
-    """A tensor of each layer, if the checkpoint has no sharded tensor at all, but for the vocabulary."""
-    rules = present.architecture.tensors
-    if any(shape.axes & present.dealt for line in present.lines for rule in rules[line] for shape in rule.shapes):
-        return
-    counts = ((line, present.count(_stack(line), ())) for line in rules if len(_axes(_stack(line))) == 1)
-    for line, count in itertools.islice(((line, count) for line, count in counts if count), 1):
-        yield from (present.spelled(line, (index,)) for index in range(count))
+def _missing_vocabulary(present: Present) -> Iterator[Missing]:
+    """The embedding of the vocabulary, and the head if config.json and the names say that the two are not tied.
 
-
-def _missing_vocabulary(present: Present) -> Iterator[str]:
-    """The embedding of the vocabulary, and the head if config.json says that the two are not tied."""
-    rules = present.architecture
+    A base model has no head, and is saved without the prefix.
+    """
+    rules, config = present.architecture, present.model.config
     tables = [line for line in rules.tensors if rules.is_table(line) and not line.endswith(("*", "bias"))]
     stored = [line for line in tables if line in present.lines]
-    count = 2 if len(tables) > 1 and _has_head(present, stored) else 1
-    if tables and len(stored) < count:
-        lacking = (present.spelled(line) for line in tables if line not in stored and present.needed(line, ()))
-        yield from itertools.islice(lacking, count - len(stored))
-
-
-def _has_head(present: Present, tables: Sequence[str]) -> bool:
-    """Whether the model has a head of its own, by config.json and by the names.
-
-    A base model has none, and is saved without the prefix.
-    """
-    config, settings = present.model.config, present.sizes.settings
-    ties = (config.get("tie_word_embeddings"), settings.get("tie_word_embeddings"))
+    ties = (config.get("tie_word_embeddings"), present.sizes.settings.get("tie_word_embeddings"))
     classes = config.get("architectures")
-    headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(HEADED)
-    whole = present.architecture.prefixes[:1] != ("",) and any(() in present.lines[t] for t in tables)
-    spelled = all(present.lines[table][()][0].name.startswith(table.rpartition(".")[0]) for table in tables)
-    return headed and whole and spelled and ties[0] is False and True not in ties
+    is_headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(HEADED)
+    is_whole = rules.prefixes[:1] != ("",) and any(() in present.lines[line] for line in stored)
+    has_head = (
+        len(tables) > 1 and is_headed and is_whole and ties[0] is False and True not in ties
+        and all(present.lines[line][()][0].name.startswith(line.rpartition(".")[0]) for line in stored)
+    )  # fmt: skip
+    count = 2 if has_head else min(1, len(tables))
+    lacking = (line for line in tables if line not in stored and present.needed(line, ()))
+    yield from ((line, (), present.spelled(line)) for line in itertools.islice(lacking, max(0, count - len(stored))))
 
 
-def _missing_always(present: Present) -> Iterator[str]:
+def _missing_always(present: Present) -> Iterator[Missing]:
     """What transformers' class of this model type always has, where its rules are the built-in ones."""
     config = present.model.config
     built_in = built_in_file(config)
@@ -498,4 +483,4 @@ def _missing_always(present: Present) -> Iterator[str]:
         for line in lacking[stack, stored]:
             places = present.places(line, at)
             if line in present.architecture.tensors and all(present.needed(line, place) for place in places):
-                yield from (present.spelled(line, place) for place in places)
+                yield from ((line, place, present.spelled(line, place)) for place in places)

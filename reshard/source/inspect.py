@@ -7,7 +7,7 @@ It needs no rules for the architecture, and accepts incomplete checkpoints: it s
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,19 +16,29 @@ from typing import Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, PlanError, ReshardError, listed
-from formats.files.checkpoint import CONFIG, DELTA, is_adapter, open_adapter, read_weights, refuse_foreign
+from formats.files.checkpoint import (
+    CONFIG,
+    DELTA,
+    Checkpoint,
+    is_adapter,
+    open_adapter,
+    open_checkpoint,
+    read_weights,
+    refuse_foreign,
+)
 from formats.files.dcp import Whole
 from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, rank_folders, read_shard
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, read_shard
 from formats.files.training import find_training, read_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture_files import built_in_file
 from formats.notation.format import Format
+from formats.notation.format_file import OWN
 from formats.store import FilePath, glob
 from reshard.model.model import Kind
 from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.opening import open_folder
-from reshard.source.program_files import left_behind, readings, tensors_in, weights_folder
+from reshard.source.program_files import readings, weights_folder
 from reshard.source.source import Folder, Source
 from reshard.store.staging_names import SUFFIX, staging_of
 from reshard.text import Result, human_bytes, plural
@@ -38,9 +48,9 @@ from reshard.text import Result, human_bytes, plural
 class Report(Result):
     """What a path is.
 
-    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, of
-    all ``ranks`` if these do not say what that was, or of ``everything`` (``parameters_are_of``). ``loaded_by``: the
-    program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
+    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, or
+    of ``everything`` (``parameters_are_of``); none of shards that cannot be opened and have no manifest. ``loaded_by``:
+    the program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
     three are None for reshard's own format. ``problems``: why it is not complete, or is not what it claims to be.
     ``refused``: why split would refuse the folder, though nothing is missing in it.
     """
@@ -110,9 +120,8 @@ def inspect(path: FilePath) -> Report:
         if command is not None:
             return _staging(path, command)
     folder = Folder(path)
-    report = Report(path, "split checkpoint", "safetensors")
-    if folder.kind in ("full", "adapter"):
-        report.kind = "full checkpoint" if folder.kind == "full" else "PEFT adapter"
+    kinds = {"full": "full checkpoint", "adapter": "PEFT adapter"}
+    report = Report(path, kinds.get(folder.kind, "split checkpoint"), "safetensors")
     _take_config(report, path)
     if folder.formats:
         _take_formats(report, folder.formats)
@@ -121,6 +130,8 @@ def inspect(path: FilePath) -> Report:
         _take_identity(report, folder.manifest.identity)
         report.source, report.commit = folder.manifest.source.location, folder.manifest.source.commit
         report.architecture = str(folder.manifest.architecture.get("name", "")) or report.architecture
+        for file in folder.manifest.source.files:
+            _count(report, file.tensors.values())
     try:
         source = open_folder(folder)
     except ReshardError as error:
@@ -135,23 +146,17 @@ def inspect(path: FilePath) -> Report:
 
 def _take_source(report: Report, source: Source) -> None:
     """Add to the report what is said of a checkpoint that is complete."""
-    plan, training, checkpoint, manifest = source.plan, source.training, source.checkpoint, source.manifest
-    sizes = [file.size for file in source.files.values()]
-    if training is not None:  # what a program saves beside tensors counts, too
-        sizes = [*training.saved.files.values()]
+    plan, training, checkpoint = source.plan, source.training, source.checkpoint
+    # what a program saves beside tensors counts, too
+    sizes = training.saved.files.values() if training is not None else [file.size for file in source.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
     if checkpoint is not None:
-        report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
-        _take_type(report, checkpoint.config)
-        _count(report, checkpoint.tensors.values())
+        _take_checkpoint(report, checkpoint)
         return
-    recorded = manifest.source.files if manifest is not None and source.format.plain else ()
-    for file in recorded:
-        _count(report, file.tensors.values())
-    for kind in source.model.kinds if not recorded else ():
+    for kind in source.model.kinds if not report.tensors else ():  # no manifest has counted them
         _count(report, [kind], kind.count)
     report.mesh, report.padding = plan.mesh, _padding(plan.padding, source.model.sizes.of({}))
-    if source.stated is not None and manifest is None:
+    if source.stated is not None and source.manifest is None:
         _take_identity(report, source.stated)
     if not source.format.plain:
         _take_formats(report, [source.format])
@@ -163,35 +168,40 @@ def _take_source(report: Report, source: Source) -> None:
         _take_trainer(report, training.saved.what)
 
 
+def _take_checkpoint(report: Report, checkpoint: Checkpoint) -> None:
+    report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
+    _take_type(report, checkpoint.config)
+    _count(report, checkpoint.tensors.values())
+
+
 # -------------------------------------------------------------------------------------------- what cannot be opened
 
 
 def _take_what_is_there(report: Report, folder: Folder, error: ReshardError) -> None:
-    """Add to the report what is there of a checkpoint that cannot be opened, and why it cannot.
+    """Add which files are there of a checkpoint that cannot be opened, by their names, and what opening it said.
 
     Raises ``error`` if there is no checkpoint at all.
     """
-    if folder.damage is not None:
-        report.problems.append(folder.damage.message)
     if any(format.files.is_distributed for format in folder.formats):
-        _take_distributed(report, folder, error)
+        is_whole = _take_distributed(report, folder)
     elif folder.kind in ("program", "split"):
-        _take_ranks(report, folder)
+        is_whole = _take_ranks(report, folder)
     else:
-        _take_full(report, folder, error)
-    if folder.formats and report.complete and report.files and not (report.path / CONFIG).is_file():
+        is_whole = _take_full(report, folder, error)
+    if report.rank is not None and is_whole:  # one rank can only be opened with the others
+        return
+    report.hint = report.hint or error.hint
+    if is_whole and folder.formats and folder.damage is None and not (report.path / CONFIG).is_file():
         report.refused = "no config.json is there, which split and merge need"
         report.hint = "give them a folder that has the model's config.json, and its tokenizer, with --config DIR"
-    if report.rank is None and report.complete and report.refused is None:
-        if isinstance(error, PlanError) and report.architecture is None:
-            report.refused = error.message  # nothing is missing, it needs --plan
-        else:
-            report.problems.append(error.message)
-    report.hint = report.hint or (error.hint if report.rank is None else None)
+    elif is_whole and report.architecture is None and (isinstance(error, PlanError) or folder.kind == "adapter"):
+        report.refused = error.message  # it needs --plan, or --config
+    elif folder.damage is not None or not report.problems:
+        report.problems.insert(0, error.message)
 
 
-def _take_full(report: Report, folder: Folder, error: ReshardError) -> None:
-    """Add what is there of a full checkpoint, or of an adapter."""
+def _take_full(report: Report, folder: Folder, error: ReshardError) -> bool:
+    """Add what is there of a full checkpoint, of one rank, or of an adapter; whether all of its files can be read."""
     path, is_adapters = report.path, folder.kind == "adapter"
     files = glob(path, "*.safetensors") or glob(path, "*.bin") if path.is_dir() else []
     files = [file for file in files if is_adapters or not is_adapter(file.name)]
@@ -200,43 +210,47 @@ def _take_full(report: Report, folder: Folder, error: ReshardError) -> None:
         raise error
     if any(file.name.endswith((".bin", ".bin.index.json")) for file in (*files, *index)):
         report.format = "PyTorch .bin"
-    _, problems = _read(report, folder, files)
-    if problems and report.rank is None:
-        report.problems += dict.fromkeys([error.message, *problems])
-    elif is_adapters:
-        try:
-            _take_type(report, open_adapter(path, None).config)
-        except CheckpointError as lacking:  # nothing is missing in the folder
-            report.refused = lacking.message
+    _take_files(report, files)
+    with suppress(CheckpointError):
+        header = folder.once(read_weights, files[0])[2] if files else None
+        if is_adapters and header is not None:
+            _count(report, header.tensors.values())
+            with suppress(CheckpointError):  # the config.json of the model that it changes is not there
+                _take_type(report, open_adapter(path, None).config)
+            return True
+        if header is not None:
+            _take_shard(report, header, files[0])
+        _take_checkpoint(report, folder.once(open_checkpoint, path))
+        return True
+    return False
 
 
-def _take_distributed(report: Report, folder: Folder, error: ReshardError) -> None:
-    """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too."""
+def _take_distributed(report: Report, folder: Folder) -> bool:
+    """A distributed checkpoint of torch's, which needs no mesh: .metadata says what there is, training states too.
+
+    Returns whether it can be read.
+    """
     formats = folder.formats
-    place = next(
-        (at for format in formats if folder.once(find_training, at := weights_folder(format, report.path))), report.path
-    )
+    places = (weights_folder(format, report.path) for format in formats)
+    place = next((place for place in places if folder.once(find_training, place)), report.path)
     matching = [format for format in formats if any((place / name).is_file() for name in format.container.documents)]
     if matching:
         _take_formats(report, matching)
     elif len(formats) > 1:
         report.format, report.loaded_by = "a distributed checkpoint of PyTorch", "torch.distributed.checkpoint"
+    training = folder.once(find_training, place)
+    _take_trainer(report, training.what if training else None)
     try:
-        checkpoint = folder.once(read_training, place)
+        saved = folder.once(read_training, place)
     except ReshardError:
-        report.problems.append(error.message)
-        training = folder.once(find_training, place)
         at = training.file.parent if training else place
-        sizes = [
-            file.stat().st_size for end in ("distcp", "pt", "bin") for file in glob(at, f"*.{end}") if file.is_file()
-        ]
-        _take_trainer(report, training.what if training else None)
-    else:
-        sizes = [*checkpoint.files.values()]
-        _count(report, checkpoint.tensors.values())
-        report.parameters_are_of, report.any_mesh = "everything", True
-        _take_trainer(report, checkpoint.what)
-    report.files, report.nbytes = len(sizes), sum(sizes)
+        _take_files(report, [file for end in ("distcp", "pt", "bin") for file in glob(at, f"*.{end}")])
+        return False
+    report.files, report.nbytes = len(saved.files), sum(saved.files.values())
+    _count(report, saved.tensors.values())
+    report.parameters_are_of, report.any_mesh = "everything", True
+    _take_trainer(report, saved.what)
+    return True
 
 
 def _take_trainer(report: Report, what: str | None) -> None:
@@ -246,37 +260,20 @@ def _take_trainer(report: Report, what: str | None) -> None:
         report.loaded_by = report.load = report.has_manifest = None
 
 
-def _take_ranks(report: Report, folder: Folder) -> None:
-    """Add which ranks are there, and count the full model's tensors if a manifest has them, else those of the ranks.
-
-    Their files are those that the manifest lists, those in the folders of ranks, or those that are named as a format
-    says.
-    """
-    path, manifest, files = report.path, folder.manifest, defaultdict[int, list[FilePath]](list)
-    inside = folder.formats[0].container.inside if folder.formats else None
-    if manifest is not None:
-        for rank, record in ((rank, record) for rank, records in manifest.ranks.items() for record in records):
-            if record.name.endswith((".safetensors", ".pth", ".pt")) and (path / record.name).is_file():
-                files[rank].append(path / record.name)
-    elif folder.kind == "split":
-        for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
-            with suppress(CheckpointError):  # whoever opens it says so
-                shard = read_shard(read_header(file).metadata, file)
-                files[shard.rank].append(file)
-                if report.mesh is None:
-                    _take_identity(report, shard.identity)
-    else:
-        entries = readings(folder, folder.formats[0])[0]
-        for entry in entries:
-            files[entry.rank].append(entry.path)
-        report.beside = left_behind(folder, folder.formats[0], entries)
+def _take_ranks(report: Report, folder: Folder) -> bool:
+    """Add which ranks are there, by their files; whether all are."""
+    try:
+        entries = next(iter(readings(folder, folder.formats[0] if folder.formats else OWN)), [])
+    except ReshardError:  # of a file that should say of which rank it is
+        return False
+    _take_files(report, [entry.path for entry in entries])
+    if entries and folder.manifest is None:
         stages = 1 + max(entry.stage for entry in entries)
-        count = max(1 + max(files), *(entry.ranks or 0 for entry in entries))
+        count = max(max(entry.rank + 1, entry.ranks or 0) for entry in entries)
         report.mesh = entries[0].mesh or mesh_of(-(-count // stages), pp=stages)
-    report.tensors = max((len(_read(report, folder, of_rank, inside)[0]) for of_rank in files.values()), default=0)
     if report.mesh is not None:
-        report.ranks_present = tuple(sorted(files))
-        report.ranks_missing = tuple(rank for rank in range(report.mesh.size) if rank not in files)
+        report.ranks_present = tuple(sorted({entry.rank for entry in entries}))
+        report.ranks_missing = tuple(sorted({*range(report.mesh.size)} - {*report.ranks_present}))
     if report.ranks_missing:
         missing, many = listed(report.ranks_missing), len(report.ranks_missing) > 1
         report.problems.append(
@@ -284,30 +281,12 @@ def _take_ranks(report: Report, folder: Folder) -> None:
         )
         how = "write them again" if folder.formats else "write them with 'reshard split … --rank R'"
         report.hint = f"bring the files of all ranks together, or {how}"
-    report.parameters_are_of = "ranks"
-    if manifest is not None and manifest.source.files:
-        report.dtypes, report.tensors, report.parameters_are_of = {}, 0, "model"
-        for recorded in manifest.source.files:
-            _count(report, recorded.tensors.values())
+    return bool(entries) and not report.ranks_missing
 
 
-def _read(
-    report: Report, folder: Folder, files: Iterable[FilePath], inside: str | None = None
-) -> tuple[list[TensorInfo], list[str]]:
-    """The tensors in files, and what is wrong with some of them; a header may say that they are of a rank."""
-    tensors, problems = list[TensorInfo](), list[str]()
-    for file in (file for file in files if file.is_file()):
-        report.files += 1
-        report.nbytes += file.stat().st_size
-        try:
-            tensors += tensors_in(folder, file, inside)
-            header = folder.once(read_weights, file)[2] if inside is None else None
-            if header is not None and report.kind == "full checkpoint":
-                _take_shard(report, header, file)
-        except CheckpointError as error:
-            problems.append(error.message)
-    _count(report, tensors)
-    return tensors, problems
+def _take_files(report: Report, files: Iterable[FilePath]) -> None:
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    report.files, report.nbytes = len(sizes), sum(sizes)
 
 
 # ------------------------------------------------------------------------------------------ a file, unfinished output
@@ -403,7 +382,6 @@ def _count(report: Report, tensors: Iterable[TensorInfo | Whole | Kind], times: 
 
 _PARAMETERS_OF = {
     "model": "",
-    "ranks": " (all ranks here together)",
     "everything": " (all that is stored, states of training too)",
 }
 
@@ -427,7 +405,12 @@ def _pairs(report: Report) -> Iterator[tuple[str, str]]:
         ("tensors", f"{report.tensors:,}" if report.dtypes else None),
         ("beside", f"{listed(report.beside, 5)}: not of the model, and not counted" if report.beside else None),
         ("load it", report.load),
-        ("weights", f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"),
+        (
+            "weights",
+            f"{human_bytes(report.nbytes)} ({report.nbytes:,} bytes) in {plural(report.files, 'file')}"
+            if report.files
+            else None,
+        ),
         *(("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()),
         ("source", f"{report.source}{f' at {report.commit}' if report.commit else ''}" if report.source else None),
         ("complete", "yes" if report.complete else "no"),

@@ -4,6 +4,7 @@ format. ``Folder`` says which of these it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,6 @@ from formats.files.checkpoint import (
     ADAPTER_CONFIG,
     CONFIG,
     Checkpoint,
-    find_side_files,
     open_adapter,
     open_checkpoint,
     read_weights,
@@ -33,24 +33,10 @@ from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
-from reshard.store.selection import Weights
+from reshard.store.selection import HubAccess, Weights
 
 Place = str | Path | StoredPath
 """How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubAccess:
-    """How the Hub is reached.
-
-    ``revision`` is a branch, tag or commit; ``token`` by default HF_TOKEN, or that of ``hf auth login``; ``cache_dir``
-    the Hub's cache, by default HF_HUB_CACHE. ``quiet``: no progress of downloads on stderr.
-    """
-
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    cache_dir: Path | None = None
-    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +83,12 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     if isinstance(source, StoredPath):
         return source
     path = Path(source).expanduser()
-    if str(source) and access.revision is None and path.exists():
+    is_there = os.path.lexists(path) and path.exists()  # a name may be too long for one of a file
+    if str(source) and access.revision is None and is_there:
         return path
     from reshard.store.hub import fetch  # rarely needed
 
-    return fetch(
-        str(source), revision=access.revision, token=access.token, cache_dir=access.cache_dir, quiet=access.quiet,
-        weights=weights,
-    )  # fmt: skip
+    return StoredPath(fetch(str(source), access, weights))
 
 
 def open_source(
@@ -138,6 +122,8 @@ def open_folder(
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
         raise folder.damage
+    if folder.manifest is not None and not is_known:
+        _check_recorded(path, folder.manifest)
     if folder.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
@@ -145,11 +131,27 @@ def open_folder(
     if folder.kind == "split":
         return _open_sharded(folder)
     known = dict(adapted.config) if adapted is not None else None
-    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path)
+    if is_adapter:
+        checkpoint = open_adapter(path, folder.config, known)
+    else:
+        checkpoint = folder.once(open_checkpoint, path)
     # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
     if adapted is None and METADATA_KEY in checkpoint.files[0].metadata:
         raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
     return _open_full(folder, checkpoint, adapted, is_adapter=is_adapter, is_part=is_part)
+
+
+def _check_recorded(path: FilePath, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all files of ranks that a manifest lists are there, with their sizes."""
+    for rank, records in manifest.ranks.items():
+        if lacking := [record.name for record in records if not (path / record.name).is_file()]:
+            all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
+            one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
+            what = all_of_it if len(lacking) == len(records) else one
+            raise CheckpointError(what, "bring the files of all ranks together")
+        for file, size in ((path / record.name, record.size) for record in records):
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
 
 
 def lines_of_any(source: Place, access: Access) -> Architecture:
@@ -219,19 +221,16 @@ def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
 
 
 def _open_sharded(folder: Folder) -> Source:
-    from reshard.source.program_files import own_files, read_ranks, read_shards  # rarely needed
+    from reshard.source.program_files import read_ranks, read_shards, readings  # rarely needed
 
     path, manifest = folder.path, folder.manifest
-    files = own_files(folder)
+    (files,) = readings(folder, OWN)
     shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
         raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
     identity = shards[0].identity
     ranks = read_ranks(folder, OWN, files, identity.mesh)
-    if manifest is not None:
-        side = {record.name: path / record.name for record in manifest.side_files}
-    else:
-        side = {name_in(file, path): file for file in find_side_files(path) if file.is_file()}
+    side = folder.side_files()
     for lacking in (at for at in side.values() if not at.is_file()):
         raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
     config = with_modelopt(read_config(path / CONFIG), path)

@@ -41,7 +41,6 @@ from reshard.source.program_files import (
     Affix,
     ProgramFile,
     Training,
-    check_recorded,
     known_names,
     left_behind,
     numbered_globally,
@@ -151,8 +150,6 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
     With a ``model`` it is opened as shards of that model, whatever it holds: with the format and mesh that most of its
     tensors fit. Then side files may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
-    if folder.manifest is not None and model is None:
-        check_recorded(folder.path, folder.manifest)
     ways = [(format, files) for format in folder.formats for files in readings(folder, format)]
     if not ways:
         raise without_files(folder.formats[0], folder.path)
@@ -213,7 +210,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         twice = folder.manifest.source.twice if folder.manifest else {}
         recorded = [file.tensors for file in folder.manifest.source.files] if folder.manifest else []
         if format.files.is_distributed:
-            saved, origins = _saved(folder, format), _origins_of(format, architecture, config)
+            saved, origins = _saved(folder, format), NameInverse(format, architecture, config)
             parts = parts_of(
                 saved, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
             )
@@ -280,21 +277,14 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     for info in itertools.chain(*(tensors.values() for tensors in (*reading.ranks, intact)), states):
         infos.setdefault(info.file, []).append(info)
     is_trainers = training is not None and training.saved.what is not None
-    if manifest is not None:
-        side = {record.name: path / record.name for record in manifest.side_files}
-    elif is_trainers or (folder.config is not None and format.files.tracker is not None):
+    side = folder.side_files()
+    if manifest is None and (is_trainers or (folder.config is not None and format.files.tracker is not None)):
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
-    else:
-        own = {
-            MANIFEST,
-            INTACT_FILE,
-            format.files.tracker,
-            *format.container.documents,
-        }  # the program's, by their names
+    elif manifest is None:  # others are the program's, by their names
+        own = {MANIFEST, INTACT_FILE, format.files.tracker, *format.container.documents}
         step = r"(release|iter_[0-9]+)/" if format.files.tracker is not None else r"(?!)"
-        found = {name_in(file, path): file for file in find_side_files(path)}
-        side = {name: file for name, file in found.items() if name not in own and not re.match(step, name)}
-    if lacking or manifest is None:
+        side = {name: file for name, file in side.items() if name not in own and not re.match(step, name)}
+    if lacking:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
@@ -321,7 +311,7 @@ def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
     for format in candidates:
         try:
             config, _ = _config_of(format, folder, ())
-            origins = _origins_of(format, folder.architecture(config), config)
+            origins = NameInverse(format, folder.architecture(config), config)
             counts[format.name] = known_names(saved, partial(_knows, format, origins))
         except ReshardError:
             counts[format.name] = 0
@@ -374,17 +364,12 @@ def _config_of(
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
-def _origins_of(format: Format, architecture: Architecture, config: Mapping[str, object]) -> NameInverse:
-    """Finds which Hugging Face tensors those of a format are made of."""
-    return NameInverse(format, architecture, AxisSizes(architecture, config, {}), config)
-
-
 def inferred_tensors(
     format: Format, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
 ) -> list[FullTensor]:
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    origins = _origins_of(format, architecture, config).of(stored)
+    origins = NameInverse(format, architecture, config).of(stored)
     forms = {name: architecture.form(name)[0] for name in origins if format.rules.keep}
     first = {form: name for name, form in reversed(forms.items())}
     as_is = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}

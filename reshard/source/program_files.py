@@ -21,13 +21,14 @@ from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
-from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Manifest, Shard, rank_folders, read_shard
+from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
 from formats.files.torch_bin import read_saved
 from formats.files.torch_zip import pickled_tensor
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers
 from formats.notation.format import Format, Pattern, numbered_names
+from formats.notation.format_file import OWN
 from formats.store import FilePath, glob, name_in, read_file, read_ranges
 from reshard.source.source import Folder
 
@@ -71,6 +72,8 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
 
     They are there once for each way in which the names can be read, on the mesh of the manifest if there is one.
     """
+    if format is OWN:
+        return [_own_files(folder)]
     where = weights_folder(format, folder.path)
     if format.files.is_single and not (where / str(format.files.tracker)).is_file():
         return []  # another program's states may be read as this, but are not called so
@@ -282,36 +285,23 @@ def numbered_globally(
     return dataclasses.replace(mesh, stages=tuple(layers)) if mesh.pp > 1 else mesh, named
 
 
-def check_recorded(path: FilePath, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all files of ranks that a manifest lists are there, with their sizes."""
-    for rank, records in manifest.ranks.items():
-        if lacking := [record.name for record in records if not (path / record.name).is_file()]:
-            all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
-            one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
-            what = all_of_it if len(lacking) == len(records) else one
-            raise CheckpointError(what, "bring the files of all ranks together")
-        for file, size in ((path / record.name, record.size) for record in records):
-            if file.stat().st_size != size:
-                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
-
-
-def own_files(folder: Folder) -> list[ProgramFile]:
+def _own_files(folder: Folder) -> list[ProgramFile]:
     """The files in the folders of ranks: those of the manifest or, without one, those that say whose they are.
 
-    Raises CheckpointError if a file is not as the manifest says, MismatchError if it lies in another rank's folder.
+    Raises CheckpointError if a file does not say it, MismatchError if it lies in another rank's folder.
     """
     path, manifest, files = folder.path, folder.manifest, list[ProgramFile]()
     if manifest is not None:
-        check_recorded(path, manifest)
-        names = ((rank, record.name) for rank, records in sorted(manifest.ranks.items()) for record in records)
-        entries = [(rank, path / name) for rank, name in names if name.endswith(".safetensors")]
-        return [ProgramFile(file, rank, 0, manifest.identity.mesh.size) for rank, file in entries]
+        mesh, ranks = manifest.identity.mesh, sorted(manifest.ranks.items())
+        recorded = ((rank, path / record.name) for rank, records in ranks for record in records)
+        weights = ((rank, file) for rank, file in recorded if file.suffix == ".safetensors" and file.is_file())
+        return [ProgramFile(file, rank, 0, mesh.size, None, mesh) for rank, file in weights]
     for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
         header = folder.once(read_weights, file)[2]
         shard = read_shard(header.metadata if header is not None else {}, file)
         if (name := shard.identity.mesh.folder(shard.rank)) != file.parent.name:
             raise MismatchError(f"{file} is a shard of {name}, not of {file.parent.name}")
-        files.append(ProgramFile(file, shard.rank, 0, shard.identity.mesh.size))
+        files.append(ProgramFile(file, shard.rank, 0, shard.identity.mesh.size, None, shard.identity.mesh))
     return files
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, Checkpoint, fingerprint, has_adapter, has_usual_weights, read_weights
+from formats.files.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    find_side_files,
+    fingerprint,
+    has_adapter,
+    has_usual_weights,
+    read_weights,
+)
 from formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import (
@@ -381,6 +389,12 @@ class Folder:
                     gaps.append((end, file.read(begin - end)))
                 end = max(end, behind)
         return SourceFile(path, name, size, None, expected, tuple(gaps))
+
+    def side_files(self) -> dict[str, FilePath]:
+        """The files beside the weights: those that its manifest lists, there or not, or those that are there."""
+        if self.manifest is not None:
+            return {record.name: self.path / record.name for record in self.manifest.side_files}
+        return {name_in(file, self.path): file for file in find_side_files(self.path) if file.is_file()}
 
     @cached_property
     def checksums(self) -> Mapping[FilePath, str | None]:

@@ -232,7 +232,11 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     from obstore.store import HTTPStore
 
     bucket = Bucket(url)
-    listed, name = _entries(bucket), bucket.name
+    name, is_listed = bucket.name, not isinstance(bucket.store, HTTPStore)
+    if is_listed:
+        listed = {meta["path"]: _entry(bucket, meta["path"], meta) for meta in bucket.listing(is_first=True)}
+    else:
+        listed = _probed(bucket)
     entries = {
         file: entry for file, entry in listed.items() if file.startswith((UNFINISHED, JOURNAL)) or _NAME.fullmatch(file)
     }
@@ -255,7 +259,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     with disk_errors(folder):
         hint = "give the URL of a folder with a checkpoint"
         sides, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
-        others = None if isinstance(bucket.store, HTTPStore) else tuple(sorted(listed.keys() - {*side, *weights}))
+        others = tuple(sorted(listed.keys() - {*side, *weights})) if is_listed else None
         if by_ranges:
             files: dict[str, Content] = {file: sides / file for file in side}
             store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
@@ -263,15 +267,6 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
         check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
         make_once(folder, fill)
     return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
-
-
-def _entries(bucket: Bucket) -> Mapping[str, StoredFile]:
-    """The files of a folder of a store. Raises CheckpointError."""
-    from obstore.store import HTTPStore
-
-    if isinstance(bucket.store, HTTPStore):
-        return _probed(bucket)
-    return {meta["path"]: _entry(bucket, meta["path"], meta) for meta in bucket.listing(is_first=True)}
 
 
 def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
@@ -290,7 +285,7 @@ def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
     return ": " + ", ".join([*texts, *(f"{label} has none" for label in not_begun(counts))]) if texts else ""
 
 
-def _probed(bucket: Bucket) -> Mapping[str, StoredFile]:
+def _probed(bucket: Bucket) -> dict[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
     heads = _heads(bucket, _LISTED_BY_NAME)
 

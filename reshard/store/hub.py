@@ -10,21 +10,21 @@ import errno
 import gc
 import glob
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from formats.errors import CheckpointError
 from formats.hub_cache import begun_bytes, cache_of
-from formats.store import FilePath, StoredPath
 from reshard.store.bucket import fetch_stored
-from reshard.store.range_store import Content, RangeStore, kept_sizes, with_headers
+from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
 from reshard.store.remote import HubFile, first_line
-from reshard.store.selection import Weights, is_url, select, side_files, weight_files
+from reshard.store.selection import HubAccess, Weights, is_url, select, side_files, weight_files
 from reshard.system import check_space
 from reshard.text import plural
 
@@ -33,15 +33,11 @@ _HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # huggingface_hub 
 _ATTEMPTS = 3
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A repository, a revision, and the options of the download."""
+class _Request(NamedTuple):
+    """A repository, and how it is reached."""
 
     repo: str
-    revision: str | None
-    token: str | None = field(repr=False)
-    cache_dir: Path | None
-    quiet: bool
+    access: HubAccess
 
     def snapshot(self, files: Iterable[str], *, revision: str | None = None, local: bool = False) -> Path:
         """Download the named files unless the cache has them; returns the commit's folder in the cache."""
@@ -49,9 +45,9 @@ class _Request:
 
         folder = snapshot_download(
             self.repo,
-            revision=revision or self.revision,
-            token=self.token,
-            cache_dir=self.cache_dir,
+            revision=revision or self.access.revision,
+            token=self.access.token,
+            cache_dir=self.access.cache_dir,
             allow_patterns=[glob.escape(name) for name in files],
             local_files_only=local,
             library_name="reshard",
@@ -59,42 +55,33 @@ class _Request:
         return Path(folder)
 
 
-def fetch(
-    source: str,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: Path | None = None,
-    weights: Weights = Weights.FILES,
-    quiet: bool = False,
-) -> FilePath:
-    """Where ``source`` is read from: an existing path as it is, or the store of a Hub repository or a URL.
+def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> RangeStore:
+    """The store of a Hub repository or a URL, which is no folder here.
 
     From the Hub only the needed files are downloaded, into ``huggingface_hub``'s cache, where the store reads them. If
     a repository has safetensors, no other weights are downloaded. If the Hub cannot be reached, a complete copy in the
     cache is used. Safetensors files are read by ranges, unless the cache has all weights or ``weights`` asks for files.
     A repository without safetensors is always downloaded in full.
 
-    Raises CheckpointError if the path or repository does not exist or may not be read, the download fails, or the disk
-    is too small.
+    Raises CheckpointError if the repository does not exist or may not be read, the download fails, or the disk is too
+    small; or if a revision is asked of what has none.
     """
     path = Path(source).expanduser()
     is_elsewhere = is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source)
-    if revision is not None and (is_elsewhere or (source and path.exists())):
+    if access.revision is not None and (is_elsewhere or (source and os.path.lexists(path))):
         where = "at a URL" if is_elsewhere else "on this machine"
-        raise CheckpointError(f"{source} is {where}: there is no revision {revision} of it", "leave --revision out")
-    if source and path.exists():
-        return path
-    if path.is_symlink():
-        raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
+        message = f"{source} is {where}: there is no revision {access.revision} of it"
+        raise CheckpointError(message, "leave --revision out")
     if is_elsewhere:
-        return StoredPath(fetch_stored(source, weights, assets_folder(cache_dir)))
+        return fetch_stored(source, weights, assets_folder(access.cache_dir))
+    if os.path.lexists(path) and path.is_symlink():
+        raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
     if not _may_be_repo(source):
         raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))
-    request = _Request(source, revision, token, cache_dir, quiet)
-    with _as_told(quiet):
+    request = _Request(source, access)
+    with _as_told(access.quiet):
         try:
-            return StoredPath(_download(request, weights))
+            return _download(request, weights)
         except CheckpointError:
             raise
         except Exception as error:
@@ -119,9 +106,9 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
     """List the repository, then download the side files, then the weights that these name."""
     from huggingface_hub import HfApi
 
-    api = HfApi(token=request.token, library_name="reshard")
+    api = HfApi(token=request.access.token, library_name="reshard")
     try:
-        info = api.model_info(request.repo, revision=request.revision, files_metadata=True)
+        info = api.model_info(request.repo, revision=request.access.revision, files_metadata=True)
     except Exception as error:
         if not _is_outage(error):
             raise
@@ -140,7 +127,7 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
     if by_ranges:
         for file in (siblings[name] for name in missing):
             etag = (file.lfs.sha256 if file.lfs else file.blob_id) or f"{folder.name}:{file.rfilename}"  # as the cache
-            remote = HubFile(request.repo, file.rfilename, folder.name, file.size or 0, etag, request.token)
+            remote = HubFile(request.repo, file.rfilename, folder.name, file.size or 0, etag, request.access.token)
             files[file.rfilename] = remote
     elif missing:
         needed = sum(sizes.get(name, 0) for name in missing)  # unfinished downloads count as done
@@ -170,7 +157,7 @@ def _persist(request: _Request, files: list[str], commit: str) -> None:
                 raise
             time.sleep(1)
             try:
-                HfApi(token=request.token).model_info(request.repo)
+                HfApi(token=request.access.token).model_info(request.repo)
             except Exception:
                 raise error from error.__cause__
 
@@ -188,10 +175,11 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
     files: dict[str, Content] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
     headers = _headers_folder(request, folder.name, Weights.HEADERS)
     whole = bool(weights) and len(files) == len({*weights, *side})
-    if not whole and not (scope is Weights.HEADERS and kept_sizes(headers)):
+    kept = kept_in(headers) if scope is Weights.HEADERS and not whole else {}
+    if not whole and not kept:
         raise error
-    for name, size in kept_sizes(headers).items() if not whole else ():  # of which the header is kept
-        files.setdefault(name, HubFile(request.repo, name, folder.name, size, "", request.token))
+    for name, (size, _) in kept.items():  # of which the header is kept
+        files.setdefault(name, HubFile(request.repo, name, folder.name, size, "", request.access.token))
     store = RangeStore(request.repo, files, commit=folder.name, others=None, folder=folder)
     if not isinstance(error, OfflineModeIsEnabled):
         _say(request, f"the Hub cannot be reached; using {request.repo} at {folder.name[:12]} from the cache")
@@ -203,14 +191,14 @@ def _cached_listing(request: _Request, folder: Path) -> list[str]:
     try:
         from huggingface_hub import get_cached_repo_tree  # huggingface_hub 2 and later
 
-        tree = get_cached_repo_tree(request.repo, revision=folder.name, cache_dir=request.cache_dir)
+        tree = get_cached_repo_tree(request.repo, revision=folder.name, cache_dir=request.access.cache_dir)
         return [entry.path for entry in tree]
     except Exception:  # no such function, or no such list
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
 
 
 def _headers_folder(request: _Request, commit: str, scope: Weights) -> Path:
-    assets = assets_folder(request.cache_dir)
+    assets = assets_folder(request.access.cache_dir)
     return assets / "reshard" / scope.value / request.repo.replace("/", "--") / commit
 
 
@@ -273,7 +261,7 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
     )
 
     repo, page = request.repo, f"{constants.ENDPOINT}/{request.repo}"
-    at = f" at revision {request.revision}" if request.revision else ""
+    at = f" at revision {request.access.revision}" if request.access.revision else ""
     log_in = "give a token with --token (or HF_TOKEN), or run `hf auth login`"
     again = "run the same command again: files that are complete are not downloaded twice"
     for cause in _causes(error):
@@ -293,7 +281,7 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
                 what = f"{repo} is gated: access is for those who accepted its terms"
                 hint = f"accept them at {page}, then {log_in}"
             case RevisionNotFoundError():
-                what = f"{repo} has no revision {request.revision}"
+                what = f"{repo} has no revision {request.access.revision}"
                 hint = "give a branch, a tag or a full commit hash, or leave --revision out"
             case RepositoryNotFoundError():
                 what = f"no folder {repo} here, and no repository of that name on the Hub (or a private one)"
@@ -356,5 +344,5 @@ def _bars_off() -> Iterator[None]:
 
 
 def _say(request: _Request, line: str) -> None:
-    if not request.quiet:
+    if not request.access.quiet:
         print(line, file=sys.stderr, flush=True)

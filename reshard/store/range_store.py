@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
-from formats.files.safetensors import MAX_HEADER, build_header, read_header
+from formats.files.safetensors import MAX_HEADER
 from formats.files.sharded import is_sharded
 from formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges
 from reshard.store.remote import Read, Remote
@@ -128,28 +129,34 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
             store.keep(dict(zip(remotes, headers, strict=True)))
         if sampled:
             store.keep(_sampled(store))
-        sizes = {name: remote.size for name, remote in remotes.items()}
-        _write_kept(building / _RANGES, {name: store.cached[name] for name in remotes}, sizes)
+        kept = {
+            name: [remote.size, {begin: b64encode(content).decode() for begin, content in store.cached[name].items()}]
+            for name, remote in remotes.items()
+        }
+        (building / _KEPT).write_text(json.dumps(kept))
 
-    contents = _read_kept(make_once(folder, fill))
+    contents = kept_in(make_once(folder, fill))
     if not remotes.keys() <= contents.keys():  # made when a cache had some of the files, or damaged
         shutil.rmtree(folder, ignore_errors=True)
-        contents = _read_kept(make_once(folder, fill))
-    store.keep(contents)
+        contents = kept_in(make_once(folder, fill))
+    store.keep({name: ranges for name, (_, ranges) in contents.items()})
     return store
 
 
-_RANGES = "ranges.safetensors"
-"""Ranges of files, each as a tensor of bytes whose name is the first byte, a colon, and the name of the file.
-
-``sizes`` in its metadata has the size of each file.
-"""
+_KEPT = "kept.json"
+"""For each file its size, and ranges of it: from which byte on, and the bytes, in base64."""
 
 
-def kept_sizes(folder: Path) -> dict[str, int]:
-    """The size of each file that ``with_headers`` has kept bytes of in a folder."""
-    with suppress(CheckpointError, ValueError):
-        return dict(json.loads(read_header(folder / _RANGES).metadata.get("sizes", "{}")))
+def kept_in(folder: Path) -> dict[str, tuple[int, dict[int, bytes]]]:
+    """The size of each file that ``with_headers`` has kept bytes of in a folder, and these, by the first byte.
+
+    Nothing, if the file is not there or damaged: it is read again where it is needed.
+    """
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {
+            name: (int(size), {int(begin): b64decode(content, validate=True) for begin, content in ranges.items()})
+            for name, (size, ranges) in json.loads((folder / _KEPT).read_bytes()).items()
+        }
     return {}
 
 
@@ -192,27 +199,3 @@ def _sampled(store: RangeStore) -> dict[str, dict[int, bytes]]:
         if isinstance(file, StoredPath):
             contents.setdefault(file.inner, {})[begin] = content
     return contents
-
-
-def _write_kept(file: Path, contents: Mapping[str, Mapping[int, bytes]], sizes: Mapping[str, int]) -> None:
-    parts = [(f"{begin}:{name}", content) for name, ranges in contents.items() for begin, content in ranges.items()]
-    with file.open("wb") as opened:
-        opened.write(
-            build_header([(name, "U8", (len(content),)) for name, content in parts], {"sizes": json.dumps(sizes)})
-        )
-        opened.writelines(content for _, content in parts)
-
-
-def _read_kept(folder: Path) -> dict[str, dict[int, bytes]]:
-    """What was kept; nothing, if the file is not there or damaged: it is read again where it is needed."""
-    kept_ranges: dict[str, dict[int, bytes]] = {}
-    try:
-        file = folder / _RANGES
-        infos = read_header(file).tensors
-        contents = read_ranges([(file, info.offset, info.offset + info.nbytes) for info in infos.values()])
-    except CheckpointError:
-        return {}
-    for key, content in zip(infos, contents, strict=True):
-        begin, _, name = key.partition(":")
-        kept_ranges.setdefault(name, {})[int(begin)] = content
-    return kept_ranges

@@ -60,16 +60,13 @@ def patiently(request: Callable[[], T], seconds: float | None = None) -> T:
             return interruptible(request)
         except Exception as error:
             status = status_of(error)
-            if not _may_pass(error, status) or time.monotonic() >= give_up:
+            may_pass = is_broken_connection(error)
+            if status is not None:
+                may_pass = status in {"408", "429"} or status.startswith("5")
+            if not may_pass or time.monotonic() >= give_up:
                 raise
         wait = random.uniform(0.5, 1.0) * pause  # so that many processes do not come back at the same time
         time.sleep(max(0.0, min(wait, give_up - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
         with _lock:
             _again += 1
-
-
-def _may_pass(error: Exception, status: str | None) -> bool:
-    if status is not None:
-        return status in {"408", "429"} or status.startswith("5")
-    return is_broken_connection(error)

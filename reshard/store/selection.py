@@ -1,9 +1,10 @@
-"""Decides by their names which files of a repository or a bucket belong to a checkpoint."""
+"""Decides by their names which files of a repository or a bucket belong to a checkpoint, and how much of it is read."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -24,6 +25,20 @@ class Weights(Enum):
     """They are read where they are; files that a cache has are taken from it."""
     HEADERS = "headers"
     """Enough to plan; only the side files that are needed for this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubAccess:
+    """How the Hub is reached.
+
+    ``revision`` is a branch, tag or commit; ``token`` by default HF_TOKEN, or that of ``hf auth login``; ``cache_dir``
+    the Hub's cache, by default HF_HUB_CACHE. ``quiet``: no progress of downloads on stderr.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path | None = None
+    quiet: bool = False
 
 
 # Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed

@@ -10,9 +10,9 @@ from formats.notation.architecture import SETTINGS
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
 from reshard.model.model import Model
-from reshard.source.opening import Access, HubAccess, Place, find, open_folder, open_source
+from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
-from reshard.store.selection import Weights
+from reshard.store.selection import HubAccess, Weights
 
 if TYPE_CHECKING:
     from reshard.store.range_store import RangeStore

@@ -24,7 +24,6 @@ from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of
 from reshard.live.process import Pull, Push, pull, push
-from reshard.live.routing import Routes
 from reshard.live.wire import Message
 from reshard.source.opening import open_source
 from tests.live.ranks import NAMES, Plot, Ranks, Told, stop_with_parent
@@ -71,10 +70,6 @@ class Stops:
     version, swapped = 0, False
     stop: Callable[[str], None]
 
-    def _verify(self, routes: Routes) -> None:
-        self.stop("check")
-        super()._verify(routes)  # type: ignore[misc]
-
     def _messages(self, *given: Any) -> list[Message]:
         messages: list[Message] = super()._messages(*given)  # type: ignore[misc]
         assert messages[-1].step > 3, "no step in the middle"
@@ -90,7 +85,13 @@ class Stops:
     def _gather(
         self, fence: Fence, what: str, own: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
-        said: list[dict[str, Any]] = super()._gather(fence, what, own, patience)  # type: ignore[misc]
+        def planned() -> dict[str, Any]:
+            answer = own()
+            self.stop("check")
+            return answer
+
+        work = planned if what == "plan" else own
+        said: list[dict[str, Any]] = super()._gather(fence, what, work, patience)  # type: ignore[misc]
         if self.swapped and what == "description":  # what the trainers hold
             said[0]["held"], said[1]["held"] = said[1]["held"], said[0]["held"]
         return said

@@ -261,7 +261,7 @@ def test_strangers(store: str, noise: bytes) -> None:
     assert play(store, part) == [[b""] * 3] * 3
 
 
-@pytest.mark.parametrize("store", ["10.0.0.1:80", "tcp://host", "http://h:1", "tcp://:80", "tcp://h:99999999", ""])
-def test_no_store(store: str) -> None:
+@pytest.mark.parametrize("store", ["10.0.0.1:80", "tcp://host", "http://h:1", "tcp://:80", "tcp://h:99999999", "", 7])
+def test_no_store(store: object) -> None:
     with pytest.raises(LiveError, match="no tcp://HOST:PORT"):
         Fence(store, 0, NAMES)

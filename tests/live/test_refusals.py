@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from formats.errors import LiveError
+from formats.errors import LiveError, PlanError
 from reshard.live import pull, push
 from tests import zoo
 from tests.live.test_fence import free_port
@@ -163,3 +163,25 @@ def test_taken(models: Models, case: str) -> None:
     assert errors == [None, None]
     found = dict(models.receiver.named_parameters())
     assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2}, "rank=2 is none of the 2 trainers, which count from 0"),
+        ({"rank": -1}, "rank=-1 is none of the 2 trainers, which count from 0"),
+        ({"rank": "0"}, "rank='0' is none of the 2 trainers, which count from 0"),
+        ({"world": 0}, "trainers=0 is no number of ranks from 1 on"),
+        ({"receivers": -1}, "receivers=-1 is no number of ranks from 1 on"),
+        ({"timeout": "10"}, "timeout='10' is no number of seconds above 0, and at most 1,000,000"),
+        ({"join": 0}, "join=0 is no number of seconds above 0, and at most 1,000,000"),
+        ({"patience": float("nan")}, "patience=nan is no number of seconds above 0, and at most 1,000,000"),
+    ],
+)
+def test_ranks_and_seconds_that_are_none(options: dict[str, Any], message: str) -> None:
+    both: dict[str, Any] = {"store": "tcp://127.0.0.1:1", "rank": 0, "world": 2}
+    with pytest.raises(PlanError) as refused:
+        push(nn.Linear(1, 1), to="vllm:1", config={}, **{**both, **options})
+    assert refused.value.message == message
+    with pytest.raises(PlanError, match="rank=1 is none of the 1 receivers, which count from 0"):
+        pull(store="tcp://127.0.0.1:1", rank=1, world=1, trainers=1)

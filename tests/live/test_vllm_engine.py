@@ -260,6 +260,22 @@ def test_an_update_over_http(server: SimpleNamespace) -> None:
     ]
 
 
+def test_why_an_engine_does_not_come_is_said(server: SimpleNamespace) -> None:
+    """The trainer only sees that nobody comes."""
+
+    def wait(*_: object, **__: object) -> NoReturn:
+        raise LiveError("receiver 0 did not join within 120 s")
+
+    push: Any = SimpleNamespace(ticket={}, check=wait)
+    for url in (server.url, server.url.removeprefix("http://"), "http://a b"):
+        server.refused = "init"
+        with pytest.raises(LiveError, match=rf"{url} .* init_weight_transfer_engine"):
+            vllm.join(push, vllm.Server(url))
+    server.refused = "start"
+    with pytest.raises(LiveError, match="answered 500 to start_weight_update"):
+        vllm.update(wait, vllm.Server(server.url), 8)  # type: ignore[arg-type]
+
+
 def test_a_failed_push_leaves_the_server_paused(server: SimpleNamespace) -> None:
     def fail(_: int, delta: bool) -> NoReturn:
         raise LiveError("rank 2 has ended")

@@ -368,3 +368,14 @@ def test_degrees_and_parts_without_end_cost_nothing(tmp_path: Path) -> None:
         split(tmp_path / "model", tmp_path / "out", tp=2_000_000_000)
     summary = split(tmp_path / "model", tmp_path / "out", tp=2, part=Share(1, 2_000_000_000), dry_run=True)
     assert summary.files == 1
+
+
+def test_a_rank_that_lacks_a_file_is_not_complete(tmp_path: Path) -> None:
+    split(write_checkpoint(tmp_path / "model"), tmp_path / "out", tp=2, max_shard_size=5_000)
+    rank = tmp_path / "out/rank-00-of-02"
+    assert inspect(rank).complete and inspect(rank).hint is None
+    gone = sorted(rank.glob("*.safetensors"))[1]
+    gone.unlink()
+    report = inspect(rank)
+    assert (report.kind, report.rank, report.complete) == ("one rank of a split checkpoint", 0, False)
+    assert gone.name in report.problems[0] and report.hint

@@ -22,8 +22,9 @@ from safetensors.numpy import save_file
 from formats.errors import CheckpointError
 from formats.files.safetensors import read_header
 from formats.store import FilePath
+from reshard.source.opening import find
 from reshard.store.hub import fetch
-from reshard.store.selection import Weights, side_files, weight_files
+from reshard.store.selection import HubAccess, Weights, side_files, weight_files
 from tests.forked import forked
 from tests.marks import of_ranks, thorough
 from tests.reshard.hub_server import HubServer
@@ -108,7 +109,8 @@ def _fetch(arguments: dict[str, Any], before: str, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     exec(before, {})
     try:
-        got = fetch(**arguments)
+        weights = arguments.pop("weights", Weights.FILES)
+        got = find(arguments.pop("source"), HubAccess(**arguments), weights)
     except CheckpointError as error:
         print(json.dumps({"message": error.message, "hint": error.hint}))
     else:
@@ -413,7 +415,7 @@ def test_failing_hub(hub: HubServer, client: Client) -> None:
 
 
 def test_local_path_is_left_alone(tmp_path: Path) -> None:
-    assert fetch(str(tmp_path)) == tmp_path
+    assert find(str(tmp_path), HubAccess(), Weights.FILES) == tmp_path
 
 
 def test_folder_comes_before_a_repository_of_the_same_name(hub: HubServer, client: Client, tmp_path: Path) -> None:
@@ -421,12 +423,14 @@ def test_folder_comes_before_a_repository_of_the_same_name(hub: HubServer, clien
     assert client().got["repo"] is None and hub.requests == []
 
 
-@pytest.mark.parametrize("source", ["./a", "../a", "/a", "~/a", "a/b/c", "a/b/", "a\\b", "a b", "org/a@v1", "", "a--b"])
+@pytest.mark.parametrize(
+    "source", ["./a", "../a", "/a", "~/a", "a/b/c", "a/b/", "a\\b", "a b", "org/a@v1", "", "a--b", "a" * 300]
+)
 def test_path_that_does_not_exist(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match="no such folder"):
-        fetch(source)
+        find(source, HubAccess(), Weights.RANGES)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +438,7 @@ def test_path_that_does_not_exist(source: str, tmp_path: Path, monkeypatch: pyte
 )
 def test_address_of_a_repository(source: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        fetch(source)
+        fetch(source, HubAccess())
     assert caught.value.hint == "give the Hub id alone: org/tiny"
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from formats.errors import ReshardError
 from reshard.api import split
+from reshard.source.inspect import inspect
+from reshard.source.opening import open_source
 from tests.programs.oracles import checkpoint
 from tests.support import LLAMA, command, write_checkpoint
 
@@ -161,3 +165,29 @@ def test_a_rank_that_is_missing_is_said_by_all_commands(rank: int, tmp_path: Pat
         done = command(*arguments)
         assert done.returncode in {1, 2} and f"rank {rank} of" in done.stdout + done.stderr, done
         assert "missing" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("form", [None, "vllm", "megatron-legacy"])
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_what_is_called_complete_can_be_opened_and_nothing_else(
+    form: str | None, has_manifest: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    split(checkpoint("megatron", "llama"), out, tp=2, format=form)
+    if not has_manifest:
+        (out / "reshard.json").unlink()
+    for file in sorted(path for path in out.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        for left in (None, content[: len(content) // 2]):
+            file.unlink(missing_ok=True)
+            if left is not None:
+                file.write_bytes(left)
+            try:
+                open_source(out)
+            except ReshardError as refusal:
+                with suppress(ReshardError):  # no checkpoint at all
+                    report = inspect(out)
+                    assert not report.complete or report.refused, (file, refusal)
+            else:
+                assert inspect(out).complete, file
+        file.write_bytes(content)

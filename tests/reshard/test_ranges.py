@@ -574,7 +574,7 @@ def test_an_index_names_a_file_that_is_not_there(run: Run, store: StoreServer, t
 def test_what_is_kept_is_read_again_where_it_lacks_a_file(run: Run, store: StoreServer, tmp_path: Path) -> None:
     url = upload(write_checkpoint(tmp_path / "source", files=2), store, "llama")
     assert run("plan", url).returncode == 0
-    (kept,) = (tmp_path / "cache").rglob("ranges.safetensors")
+    (kept,) = (tmp_path / "cache").rglob("kept.json")
     kept.unlink()
     assert run("plan", url).returncode == 0
     before = len(store.requests)

@@ -11,7 +11,7 @@ from formats.errors import refused
 from reshard.mesh.plan import Plan
 from reshard.mesh.stages import is_layered
 from reshard.model.model import Kind, Model
-from reshard.source.opening import HubAccess
+from reshard.store.selection import HubAccess
 
 OUTSIDE = ("embedding", "head")
 """The parts of a model that stand before and behind its layers."""

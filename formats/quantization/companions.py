@@ -17,11 +17,12 @@ to the byte: in JSON, spaces stand behind it.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from formats.documents import lenient_json
 from formats.errors import CheckpointError, PlanError
@@ -234,7 +235,7 @@ class Scheme:
         return frozenset(name.rpartition(".")[2] for name in self.within)
 
 
-_INTEGERS = {"I32": "i", "I64": "q"}
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
 _SHAPE = re.compile(rb'"shape": \[([^\]]*)\]')
 
 
@@ -244,18 +245,18 @@ def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) 
     Raises CheckpointError, in which the tensor is yet to be named, where it states another shape, or where ``old``
     could not be put back to the byte.
     """
-    stated = _stated(data, dtype)
+    stated = np.frombuffer(data, _INTEGERS[dtype]).tolist() if dtype in _INTEGERS else _shape_in_json(data)
     if stated != list(old):
         raise CheckpointError(f"states the shape {stated} for a weight of shape {list(old)}")
     if list(after) == list(old):
         return data
     if dtype in _INTEGERS:
-        return struct.pack(f"<{len(after)}{_INTEGERS[dtype]}", *after)
+        return np.array(after, _INTEGERS[dtype]).tobytes()
     spans = [match.span(1) for match in _SHAPE.finditer(data)]
     begin, end = spans[0] if len(spans) == 1 else (0, 0)
-    width = end - begin
-    new = data[:begin] + _numbers(after).ljust(width) + data[end:]
-    if data[begin:end] != _numbers(old).ljust(width) or len(new) != len(data) or _shape_in_json(new) != list(after):
+    was, now = (", ".join(map(str, shape)).encode().ljust(end - begin) for shape in (old, after))
+    new = data[:begin] + now + data[end:]
+    if data[begin:end] != was or len(new) != len(data) or _shape_in_json(new) != list(after):
         raise CheckpointError(
             f"states the shape {stated} in a form that cannot be put back to the byte",
             "as bitsandbytes writes it, it is '\"shape\": [rows, columns]', once: load it and save it again",
@@ -263,19 +264,8 @@ def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) 
     return new
 
 
-def _numbers(shape: Sequence[int]) -> bytes:
-    return ", ".join(map(str, shape)).encode()
-
-
-def _stated(data: bytes, dtype: str) -> Any:
-    """The shape that is stated; None if none is."""
-    if dtype not in _INTEGERS:
-        return _shape_in_json(data)
-    kind = _INTEGERS[dtype]
-    return list(struct.unpack(f"<{len(data) // struct.calcsize(kind)}{kind}", data))
-
-
 def _shape_in_json(data: bytes) -> Any:
+    """The shape that is stated; None if none is."""
     try:
         document = lenient_json(data.decode())
     except ValueError:

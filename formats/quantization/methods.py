@@ -5,6 +5,7 @@ The tables of all methods stand in ``methods.toml``. Here is how modules come to
 
 from __future__ import annotations
 
+import copy
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -148,14 +149,13 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def with_block_size(config: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]:
     """The same config with another block size, in the place where ``quantization_settings`` found it."""
-    return _with_blocks(config, _place(config, _DEEPEST) or (), [*block])
-
-
-def _with_blocks(at: Mapping[str, Any], place: tuple[str, ...], block: list[int]) -> dict[str, Any]:
-    if not place:
-        inner = next((name for name in _INNER if isinstance(at.get(name), dict) and _KEY in at[name]), None)
-        return {**at, inner: {**at[inner], _KEY: block}} if inner else {**at, _KEY: block}
-    return {**at, place[0]: _with_blocks(at[place[0]], place[1:], block)}
+    edited: dict[str, Any] = copy.deepcopy(dict(config))
+    section = edited
+    for key in _place(config, _DEEPEST) or ():
+        section = section[key]
+    inner = (section[name] for name in _INNER if isinstance(section.get(name), dict))
+    next((each for each in inner if _KEY in each), section)[_KEY] = [*block]
+    return edited
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:

@@ -17,12 +17,11 @@ to the byte: in JSON, spaces stand behind it.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from formats.documents import lenient_json
 from formats.errors import CheckpointError, PlanError
@@ -235,7 +234,7 @@ class Scheme:
         return frozenset(name.rpartition(".")[2] for name in self.within)
 
 
-_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+_INTEGERS = {"I32": "i", "I64": "q"}
 _SHAPE = re.compile(rb'"shape": \[([^\]]*)\]')
 
 
@@ -245,13 +244,14 @@ def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) 
     Raises CheckpointError, in which the tensor is yet to be named, where it states another shape, or where ``old``
     could not be put back to the byte.
     """
-    stated = np.frombuffer(data, _INTEGERS[dtype]).tolist() if dtype in _INTEGERS else _shape_in_json(data)
+    kind = _INTEGERS.get(dtype)
+    stated = [number for (number,) in struct.iter_unpack(f"<{kind}", data)] if kind else _shape_in_json(data)
     if stated != list(old):
         raise CheckpointError(f"states the shape {stated} for a weight of shape {list(old)}")
     if list(after) == list(old):
         return data
-    if dtype in _INTEGERS:
-        return np.array(after, _INTEGERS[dtype]).tobytes()
+    if kind:
+        return struct.pack(f"<{len(after)}{kind}", *after)
     spans = [match.span(1) for match in _SHAPE.finditer(data)]
     begin, end = spans[0] if len(spans) == 1 else (0, 0)
     was, now = (", ".join(map(str, shape)).encode().ljust(end - begin) for shape in (old, after))

@@ -584,7 +584,7 @@ def _numbers(degrees: Sequence[int]) -> str:
 
 def _notes(listed: Listed, model: Model, degree: int, padding: Mapping[str, int]) -> Iterator[str]:
     if degree != DEGREE:
-        why = refusal(model, "tp", DEGREE)
+        why = refusal(model, mesh_of(DEGREE))
         assert why is not None
         if why.tensor is None:
             yield f"not {DEGREE}: {why.why}"

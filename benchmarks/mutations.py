@@ -123,11 +123,11 @@ MUTATIONS = (
     Mutation("reshard", "return block.transpose([*axes, *range(len(axes), block.ndim)])",
              "return block", PLACES),
     # quantization
-    Mutation("formats", 'else "groups" if settings.get("desc_act") else', "else", QUANTIZED),
-    Mutation("formats", 'return f"stored lead out/{rows} in/{columns}"',
-             'return f"stored lead out/{columns} in/{rows}"', QUANTIZED),
-    Mutation("formats", '"tensor" if size is None else "group" if size > 0 else "channel"',
-             '"tensor" if size is None else "group"', QUANTIZED),
+    Mutation("formats", "else 'groups' if desc_act else", "else", QUANTIZED),
+    Mutation("formats", "inverse = \"'stored lead out/{rows} in/{columns} |",
+             "inverse = \"'stored lead out/{columns} in/{rows} |", QUANTIZED),
+    Mutation("formats", "'tensor' if group_size is None else 'group' if group_size > 0 else 'channel'",
+             "'tensor' if group_size is None else 'group'", QUANTIZED),
     # the bytes
     Mutation("verify", "wrong = right != copy.pattern if (right != copy.pattern).any() else None",
              "wrong = None", EXACT),
@@ -263,7 +263,8 @@ MUTATIONS = (
 
 def place_of(mutation: Mutation, root: Path) -> Path:
     """The one file that has a mutation's text. Raises ValueError unless exactly one has it, once."""
-    files = [file for file in sorted((root / mutation.folder).rglob("*.py")) if mutation.old in file.read_text()]
+    texts = [*(root / mutation.folder).rglob("*.py"), *(root / mutation.folder).rglob("*.toml")]
+    files = [file for file in sorted(texts) if mutation.old in file.read_text()]
     count = sum(file.read_text().count(mutation.old) for file in files)
     if count != 1:
         raise ValueError(f"{mutation.old!r} is {count} times in {mutation.folder}/, and should be there once")

@@ -246,17 +246,14 @@ class Record:
         self._where = where
         self._asked = set[str]()
 
-    def get(self, key: str, reader: Reader[T]) -> T:
-        """A field that must be there."""
+    def get(self, key: str, reader: Reader[T], default: Any = MISSING) -> T:
+        """A field; without a ``default`` it must be there."""
         self._asked.add(key)
-        if key not in self._fields:
+        if key in self._fields:
+            return reader(self._fields[key], f"{self._where}.{key}" if self._where else key)
+        if default is MISSING:
             raise Unfit(f"{self._where} has no {key!r}".lstrip())
-        return reader(self._fields[key], self._place(key))
-
-    def find(self, key: str, reader: Reader[T], default: Any) -> T:
-        """A field that may be missing."""
-        self._asked.add(key)
-        value: T = reader(self._fields[key], self._place(key)) if key in self._fields else default
+        value: T = default
         return value
 
     def refuse_others(self) -> None:
@@ -271,9 +268,6 @@ class Record:
         fields = {key: value for key, value in self._fields.items() if key not in self._asked}
         self._asked |= fields.keys()
         return reader(fields, self._where)
-
-    def _place(self, key: str) -> str:
-        return f"{self._where}.{key}" if self._where else key
 
 
 def record(read_fields: Callable[[Record], T]) -> Reader[T]:
@@ -311,7 +305,7 @@ def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
             values[field.name] = table.others(reader_for(type_of))
         elif field.name not in values:
             key, reader = field.metadata.get("key", field.name), field.metadata.get("read") or reader_for(type_of)
-            values[field.name] = table.get(key, reader) if default is MISSING else table.find(key, reader, default)
+            values[field.name] = table.get(key, reader, default)
     return kind(**values)
 
 

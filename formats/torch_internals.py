@@ -31,11 +31,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def has_buffers_of_its_own(module: nn.Module) -> bool:
-    """Whether a module has buffers that are not saved."""
-    return bool(module._non_persistent_buffers_set)
-
-
 def unsaved_buffers(module: nn.Module) -> frozenset[str]:
     """The names of a module's own buffers that are not saved."""
     return frozenset(module._non_persistent_buffers_set)

@@ -35,11 +35,6 @@ def is_auto(cls: Any) -> bool:
     return hasattr(cls, "_model_mapping")
 
 
-def class_for(auto: Any, settings: object) -> Any:
-    """The class that an ``AutoModel`` class makes of a config."""
-    return auto._model_mapping[type(settings)]
-
-
 def tied_weights(model: object) -> Mapping[str, str]:
     """The names of a model's weights that are others under a second name, each with the name that is kept."""
     return getattr(model, "all_tied_weights_keys", None) or {}
@@ -68,7 +63,7 @@ def concrete_class(cls: Any, config: Mapping[str, Any]) -> Any:
     """The class of the model itself, where ``cls`` is one of transformers' ``AutoModel`` classes."""
     if not is_auto(cls):
         return cls
-    return class_for(cls, transformers.AutoConfig.for_model(**settings_of(config)))
+    return cls._model_mapping[type(transformers.AutoConfig.for_model(**settings_of(config)))]
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

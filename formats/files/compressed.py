@@ -74,28 +74,17 @@ class _Frame:
         decompressor, self._error = zstandard.ZstdDecompressor(max_window_size=_WINDOW), zstandard.ZstdError
         self._name, self._stream = frame.name, decompressor.stream_reader(file, read_size=STEP)
 
-    def take(self, count: int) -> Bytes:
-        """The next bytes of the content. Raises CheckpointError if there are fewer."""
-        content = self._read(count)
-        if len(content) != count:
-            raise self.refused("has too few bytes")
-        return np.frombuffer(content, np.uint8)
-
-    def skip(self, count: int) -> None:
-        """Pass over bytes of the content."""
-        for begin in range(0, count, STEP):
-            self.take(min(STEP, count - begin))
-
-    def check_ended(self) -> None:
-        """Raise CheckpointError if there is more: a frame of a few bytes may hold terabytes."""
-        if self._read(1):
-            raise self.refused("has more bytes than its tensor's change")
-
-    def _read(self, count: int) -> bytes:
+    def take(self, count: int, *, is_last: bool = False) -> Bytes:
+        """The next bytes of the content. Raises CheckpointError if there are fewer or, after the last ones, more: a
+        frame of a few bytes may hold terabytes.
+        """
         try:
-            return self._stream.read(count)
+            content, is_longer = self._stream.read(count), is_last and self._stream.read(1)
         except self._error as error:
             raise self.refused(f"cannot be decompressed: {error}") from None
+        if len(content) != count or is_longer:
+            raise self.refused("has more bytes than its tensor's change" if is_longer else "has too few bytes")
+        return np.frombuffer(content, np.uint8)
 
     def refused(self, why: str) -> CheckpointError:
         """The error for this frame."""
@@ -121,10 +110,8 @@ def _xor_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
     """The blocks of a frame, one after the other."""
     content = _Frame(frame, read_range)
     for begin in range(0, frame.nbytes, STEP):
-        block = Block(content.take(min(STEP, frame.nbytes - begin)), None)
-        if begin + STEP >= frame.nbytes:
-            content.check_ended()
-        yield block
+        count = min(STEP, frame.nbytes - begin)
+        yield Block(content.take(count, is_last=begin + count == frame.nbytes), None)
 
 
 def _overwrite_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
@@ -133,7 +120,8 @@ def _overwrite_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
     remaining = int(places.take(_PLACE).view("<u4")[0])
     if remaining > frame.nbytes:
         raise places.refused(f"has {remaining} places for {frame.nbytes} bytes")
-    values.skip(_PLACE * (1 + remaining))
+    for begin in range(0, before := _PLACE * (1 + remaining), STEP):
+        values.take(min(STEP, before - begin))
     ahead, last = np.zeros(0, "<u4"), -1
     for begin in range(0, frame.nbytes, STEP):
         end, inside = min(begin + STEP, frame.nbytes), [np.zeros(0, np.int64)]
@@ -150,12 +138,9 @@ def _overwrite_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
             if ahead.size:
                 break
         positions = np.concatenate(inside)
-        block = Block(values.take(positions.size), positions)
-        if end == frame.nbytes:
-            if remaining or ahead.size:
-                raise places.refused(f"has a place behind its {frame.nbytes} bytes")
-            values.check_ended()
-        yield block
+        if (is_last := end == frame.nbytes) and (remaining or ahead.size):
+            raise places.refused(f"has a place behind its {frame.nbytes} bytes")
+        yield Block(values.take(positions.size, is_last=is_last), positions)
 
 
 Key = tuple[Hashable, Frame]

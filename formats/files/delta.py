@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from formats.documents import (
     MAX_INDEX,
     MAX_MANIFEST,
+    WRITERS,
     Reader,
     Record,
     T,
@@ -77,76 +77,6 @@ class Change:
     result: str | None
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What changed from a base to a result. ``contents`` are the names of the files that have it. ``files`` and
-    ``documents`` are those of the result, as a merge writes it; of ``sides``, the other small files, the content is
-    None where it is the base's.
-    """
-
-    path: FilePath
-    contents: tuple[str, ...]
-    changes: Mapping[str, Change]
-    files: tuple[SourceFileRecord, ...]
-    documents: Mapping[str, bytes]
-    sides: Mapping[str, bytes | None]
-
-
-def smallest(dtype: str, elements: int, changed: int) -> str:
-    """The smaller way to store a changed tensor."""
-    unit, wide = unit_of(dtype), 4 if elements < 2**31 else 8
-    return SPARSE if changed * (wide + unit) < elements * unit else WHOLE
-
-
-def stored_as(
-    name: str, dtype: str, shape: tuple[int, ...], how: str, changed: int
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The tensors (name, dtype, shape) by which a changed tensor is stored; of a frame, ``changed`` are its bytes."""
-    if how in (XOR, OVERWRITE):
-        return [(name, "U8", (changed,))]
-    if how == WHOLE:
-        return [(name, dtype, shape)]
-    elements = tensor_bytes(name, dtype, shape) // unit_of(dtype)
-    values = (name + VALUES, dtype if not DTYPE_BITS[dtype] % 8 else "U8", (changed,))
-    return [(name + INDICES, "I32" if elements < 2**31 else "I64", (changed,)), values]
-
-
-def delta_text(delta: Delta) -> bytes:
-    """The content of ``delta.json``."""
-    document = {
-        "version": VERSION,
-        "tensors": {name: document_of(change) for name, change in delta.changes.items()},
-        "files": [{"name": f.name, "header": _packed(f.header), "size": f.size} for f in delta.files],
-        "documents": {name: _packed(content) for name, content in delta.documents.items()},
-        "sides": {name: None if content is None else _packed(content) for name, content in delta.sides.items()},
-    }
-    return json.dumps(document | {"digest": digest(document)}, indent=1).encode() + b"\n"
-
-
-def digest(document: Mapping[str, object]) -> str:
-    """A digest of all that ``delta.json`` says: what it has of files beside the weights has no other checksum."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def index_text(version: int, names: Iterable[str]) -> bytes:
-    """The index of a compressed delta, as slime's engines read it."""
-    metadata = {
-        "version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": XOR,
-        "compression_format": "zstd", "checksum_format": ADLER,
-    }  # fmt: skip
-    return json.dumps({"metadata": metadata, "weight_map": dict.fromkeys(names, COMPRESSED)}, indent=1).encode() + b"\n"
-
-
-def version_of(name: str) -> int:
-    """The version of a folder ``weight_v000007``; 1 for another name."""
-    match = re.fullmatch(r"weight_v(\d{6})", name)
-    return max(1, int(match[1])) if match else 1
-
-
-def _packed(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def _unpacked(value: object, where: str) -> bytes:
     try:
         return base64.b64decode(text(value, where), validate=True)
@@ -175,6 +105,75 @@ def _by_name(reader: Reader[T]) -> Reader[dict[str, T]]:
     return lambda value, where: {file_name(name, where): item for name, item in mapping(reader)(value, where).items()}
 
 
+def _header(file: SourceFileRecord) -> dict[str, object]:
+    return {"name": file.name, "header": document_of(file.header), "size": file.size}
+
+
+WRITERS[bytes] = lambda content: base64.b64encode(content).decode()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changed from a base to a result. ``contents`` are the names of the files that have it. ``files`` and
+    ``documents`` are those of the result, as a merge writes it; of ``sides``, the other small files, the content is
+    None where it is the base's.
+    """
+
+    path: FilePath = field(metadata={"key": None})
+    contents: tuple[str, ...] = field(metadata={"key": None})
+    changes: Mapping[str, Change] = field(metadata={"key": "tensors", "read": mapping(record(_change))})
+    files: tuple[SourceFileRecord, ...] = field(
+        metadata={"read": items(record(_file)), "write": lambda files: [*map(_header, files)]}
+    )
+    documents: Mapping[str, bytes] = field(metadata={"read": _by_name(_unpacked)})
+    sides: Mapping[str, bytes | None] = field(metadata={"read": _by_name(optional(_unpacked))})
+
+
+def smallest(dtype: str, elements: int, changed: int) -> str:
+    """The smaller way to store a changed tensor."""
+    unit, wide = unit_of(dtype), 4 if elements < 2**31 else 8
+    return SPARSE if changed * (wide + unit) < elements * unit else WHOLE
+
+
+def stored_as(
+    name: str, dtype: str, shape: tuple[int, ...], how: str, changed: int
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors (name, dtype, shape) by which a changed tensor is stored; of a frame, ``changed`` are its bytes."""
+    if how in (XOR, OVERWRITE):
+        return [(name, "U8", (changed,))]
+    if how == WHOLE:
+        return [(name, dtype, shape)]
+    elements = tensor_bytes(name, dtype, shape) // unit_of(dtype)
+    values = (name + VALUES, dtype if not DTYPE_BITS[dtype] % 8 else "U8", (changed,))
+    return [(name + INDICES, "I32" if elements < 2**31 else "I64", (changed,)), values]
+
+
+def delta_text(delta: Delta) -> bytes:
+    """The content of ``delta.json``."""
+    document = {"version": VERSION, **document_of(delta)}
+    return json.dumps(document | {"digest": digest(document)}, indent=1).encode() + b"\n"
+
+
+def digest(document: Mapping[str, object]) -> str:
+    """A digest of all that ``delta.json`` says: what it has of files beside the weights has no other checksum."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def index_text(version: int, names: Iterable[str]) -> bytes:
+    """The index of a compressed delta, as slime's engines read it."""
+    metadata = {
+        "version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": XOR,
+        "compression_format": "zstd", "checksum_format": ADLER,
+    }  # fmt: skip
+    return json.dumps({"metadata": metadata, "weight_map": dict.fromkeys(names, COMPRESSED)}, indent=1).encode() + b"\n"
+
+
+def version_of(name: str) -> int:
+    """The version of a folder ``weight_v000007``; 1 for another name."""
+    match = re.fullmatch(r"weight_v(\d{6})", name)
+    return max(1, int(match[1])) if match else 1
+
+
 def read_delta(path: FilePath, base: Delta) -> Delta:
     """Read a delta, ours or slime's; ``base`` leaves the checkpoint as it is. Raises CheckpointError."""
     if not (path / DELTA).is_file():
@@ -184,11 +183,7 @@ def read_delta(path: FilePath, base: Delta) -> Delta:
     def read(fields: Record) -> Delta:
         fields.get("version", whole(VERSION, VERSION))
         fields.get("digest", text)
-        return Delta(
-            path, contents, fields.get("tensors", mapping(record(_change))),
-            fields.get("files", items(record(_file))), fields.get("documents", _by_name(_unpacked)),
-            fields.get("sides", _by_name(optional(_unpacked))),
-        )  # fmt: skip
+        return structure(Delta, fields, path=path, contents=contents)
 
     def checked(value: object, where: str) -> Delta:
         document = json_object(value, where)
@@ -228,7 +223,7 @@ def _read_slime(path: FilePath, base: Delta) -> Delta:
             changes[tensor] = Change(
                 settings["delta_encoding"], None, f"{settings['checksum_format']}:{header.metadata[tensor]}"
             )
-    return dataclasses.replace(base, path=path, contents=tuple(sorted(names)), changes=changes)
+    return replace(base, path=path, contents=tuple(sorted(names)), changes=changes)
 
 
 def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:

@@ -25,12 +25,10 @@ from typing import Any
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError
-from formats.files.safetensors import DTYPE_BITS, MAX_DIMS, TORCH_NAMES
+from formats.files.safetensors import DAMAGED, DTYPE_BITS, MAX_DIMS, TORCH_NAMES
 
 LARGEST_PICKLE = 256 << 20
 """Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""
-
-_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def read_pickle(pickled: bytes, names: Names, where: object, may: str) -> object
             "if you trust its author, save the weights again with safetensors",
         ) from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"{where}: the pickle is damaged: {error!s:.200}", _DAMAGED) from error
+        raise CheckpointError(f"{where}: the pickle is damaged: {error!s:.200}", DAMAGED) from error
 
 
 def follow(pickled: bytes, names: Names) -> object:

@@ -48,7 +48,7 @@ MAX_HEADER = 100_000_000
 
 MAX_DIMS = 64
 """Dimensions of a tensor; torch and numpy allow no more, and the product of more sizes takes ever longer."""
-_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
+DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _FOREIGN = "the program that wrote this file did not follow the safetensors format: write it again with safetensors"
 
 
@@ -110,7 +110,7 @@ def parse_header(raw: bytes, path: FilePath, file_size: int | None) -> Header:
     """
     length = _check_length(raw[:8], None, path)
     if length != len(raw) - 8:
-        raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", _DAMAGED)
+        raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", DAMAGED)
     entries = _decode(raw, path)
     metadata = _check_metadata(entries.pop("__metadata__", {}), path)
     tensors, end = _read_entries(entries, path, len(raw))
@@ -180,7 +180,7 @@ def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
     if len(prefix) < 8:
         raise CheckpointError(
             f"{path}: the file has {len(prefix)} bytes; a safetensors file begins with 8 bytes of header length",
-            _DAMAGED,
+            DAMAGED,
         )
     if prefix == b"version ":
         raise CheckpointError(f"{path}: this is not a safetensors file but a git-lfs pointer", "run 'git lfs pull'")
@@ -189,7 +189,7 @@ def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
         raise CheckpointError(
             f"{path}: the header should have {length} bytes, but only {file_size - 8} follow its length "
             f"(the file has {file_size})",
-            _DAMAGED + ", or it is no safetensors file",
+            DAMAGED + ", or it is no safetensors file",
         )
     if length > MAX_HEADER:
         raise CheckpointError(
@@ -203,16 +203,16 @@ def _decode(raw: bytes, path: FilePath) -> dict[str, Any]:
     try:
         text = raw[8:].decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: the header is not UTF-8 (byte {8 + error.start})", _DAMAGED) from error
+        raise CheckpointError(f"{path}: the header is not UTF-8 (byte {8 + error.start})", DAMAGED) from error
     if text[:1] != "{":
-        raise CheckpointError(f"{path}: the header should begin with '{{' and begins with {text[:1]!r}", _DAMAGED)
+        raise CheckpointError(f"{path}: the header should begin with '{{' and begins with {text[:1]!r}", DAMAGED)
     try:
         entries: dict[str, Any] = strict_json(text)
         "".join(entries).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{path}: the name of a tensor is not valid Unicode", _FOREIGN) from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: the header is not valid JSON: {error}", _DAMAGED) from error
+        raise CheckpointError(f"{path}: the header is not valid JSON: {error}", DAMAGED) from error
     return entries
 
 
@@ -298,7 +298,7 @@ def _refuse_gap(name: str, begin: int, expected: int, previous_name: str | None,
 def _refuse_size(size: int, expected: int, last: str | None, path: FilePath) -> NoReturn:
     sizes = f"the file has {size} bytes and should have {expected}" + (f" (up to tensor {last!r})" if last else "")
     if size < expected:
-        raise CheckpointError(f"{path}: {expected - size} bytes are missing: {sizes}", _DAMAGED)
+        raise CheckpointError(f"{path}: {expected - size} bytes are missing: {sizes}", DAMAGED)
     raise CheckpointError(f"{path}: {size - expected} bytes too many at the end: {sizes}", _FOREIGN)
 
 

@@ -220,10 +220,10 @@ def read_manifest(path: FilePath) -> Manifest:
 
 def _manifest(value: object, where: str) -> Manifest:
     top = Record(value, where)
-    if top.find("format", anything, None) != "reshard":
+    if top.get("format", anything, None) != "reshard":
         raise Unfit("is not a manifest of reshard")
-    if top.find("version", anything, None) != VERSION:
-        raise Unfit(f"version {brief(top.find('version', anything, None))}, this reshard reads version {VERSION}")
+    if top.get("version", anything, None) != VERSION:
+        raise Unfit(f"version {brief(top.get('version', anything, None))}, this reshard reads version {VERSION}")
     plan, source = top.get("plan", json_object), top.get("source", reader_of(SourceRecord))
     if len({file.name for file in source.files}) != len(source.files):
         raise Unfit("source.files should name each file once")
@@ -240,7 +240,7 @@ def _identity_of(top: Record, source: str, plan: str) -> Identity:
     for axis, padded in padding.items():
         if padded < sizes.get(axis, LARGEST):
             raise Unfit(f"padding.{axis} should be the padded size of an axis and is {padded}")
-    block = top.find("blocks", optional(items(whole(1), 2)), None)
+    block = top.get("blocks", optional(items(whole(1), 2)), None)
     return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, (block[0], block[1]) if block else None)
 
 
@@ -282,7 +282,7 @@ def read_shard(metadata: Mapping[str, str], file: FilePath) -> Shard:
     try:
         top = Record(sound(strict_json(metadata[METADATA_KEY])), "")
         identity = _identity_of(top, top.get("source", text), top.get("plan", text))
-        return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.find("places", _places, ()))
+        return Shard(identity, top.get("rank", whole(0, identity.mesh.size - 1)), top.get("places", _places, ()))
     except ValueError as error:
         raise CheckpointError(f"{file}: {what}: {error}", hint) from None
 

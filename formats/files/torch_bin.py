@@ -19,12 +19,11 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CheckpointError
 from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, quote, read_pickle
-from formats.files.safetensors import TensorInfo
+from formats.files.safetensors import DAMAGED, TensorInfo
 from formats.store import FilePath, RangeFile, open_file, unreadable
 
 MAX_DIRECTORY = 64 << 20
 """Bytes of a zip archive's directory; an entry has some 70."""
-_DAMAGED = "the file is damaged or still incomplete: fetch or copy it again"
 _RESAVE = "load it with torch where you trust it, and save the state dict again with safetensors or torch.save"
 
 
@@ -121,7 +120,7 @@ class TorchArchive:
         entry = self.entries.get(f"data/{tensor.storage.key}")
         if entry is None:
             key = f"{tensor.storage.key!r:.100}"
-            raise CheckpointError(f"{self.where}: the data of storage {key} is missing from the archive", _DAMAGED)
+            raise CheckpointError(f"{self.where}: the data of storage {key} is missing from the archive", DAMAGED)
         base, size = self._find(entry)
         if not tensor.is_contiguous:
             raise CheckpointError(
@@ -134,7 +133,7 @@ class TorchArchive:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is said to be bytes {begin} to {begin + nbytes} of a storage of "
                 f"{stored}, of which the file has {size}",
-                _DAMAGED,
+                DAMAGED,
             )
         return TensorInfo(name, tensor.dtype, tensor.shape, self.path, base + begin, nbytes)
 
@@ -153,7 +152,7 @@ class TorchArchive:
             raise self._refused(entry, f"is not all there: {missing} bytes are missing")
         return self.begin + offset, entry.file_size
 
-    def _refused(self, entry: ZipInfo, why: str, hint: str = _DAMAGED) -> CheckpointError:
+    def _refused(self, entry: ZipInfo, why: str, hint: str = DAMAGED) -> CheckpointError:
         return CheckpointError(f"{self.where}: record {entry.filename!r:.100} {why}", hint)
 
 
@@ -188,7 +187,7 @@ def open_archive(path: FilePath, file: IO[bytes], begin: int, size: int, where: 
         if len(directory) < len(infos):
             raise ValueError("a record of the zip archive appears twice")
     except (BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(f"{where}: not a readable zip archive: {error}", _DAMAGED) from error
+        raise CheckpointError(f"{where}: not a readable zip archive: {error}", DAMAGED) from error
     pickles = [name for name in directory if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(f"{where}: a zip archive, but not one of torch.save: it has no data.pkl", _RESAVE)

@@ -550,11 +550,4 @@ def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence
 
 def _unlabelled(shape: Shape) -> Shape:
     """The same shape without the names of components: a tensor may be known under several."""
-    return replace(shape, dims=tuple(map(_plain, shape.dims)))
-
-
-def _plain(dim: Dim) -> Dim:
-    products = (
-        [_plain(factor) if isinstance(factor, Dim) else factor for factor in term.factors] for term in dim.summands
-    )
-    return replace(dim, summands=tuple(Summand(tuple(factors)) for factors in products))
+    return parse(re.sub(r"\w+: ", "", str(shape)))

@@ -441,17 +441,17 @@ def architecture_from_document(document: Mapping[str, Any], name: str, where: st
 
 
 def _architecture(name: str, fields: Record) -> Architecture:
-    stated = fields.find("tensors", _by_template("tensor", tuple[Rule, ...]), {})
-    parallel = {**fields.find("parallel", json_object, {})}
+    stated = fields.get("tensors", _by_template("tensor", tuple[Rule, ...]), {})
+    parallel = {**fields.get("parallel", json_object, {})}
     pad = items(text)(parallel.pop("pad", []), "parallel.pad")
-    fields.find("classes", items(text), ())
+    fields.get("classes", items(text), ())
     if not stated:
         raise NotationError("no rules under [tensors]")
     tensors = with_experts(stated)
     architecture = structure(
         Architecture,
         fields,
-        name=fields.find("name", text, name),
+        name=fields.get("name", text, name),
         families=mapping(items(items(text)))(parallel, "parallel"),
         pad=pad,
         tensors=tensors,

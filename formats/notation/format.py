@@ -120,7 +120,7 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     """Ranks, or other names on stages."""
     if isinstance(value, dict):
         stages = ("first", "last")
-        return record(lambda entry: {key: name for key in stages if (name := entry.find(key, text, ""))})(value, where)
+        return record(lambda entry: {key: name for key in stages if (name := entry.get(key, text, ""))})(value, where)
     if value not in {"first rank", "every stage"}:
         raise unfit(where, "'first rank', 'every stage' or a table", value)
     return str(value)

@@ -219,11 +219,11 @@ def _with_base(path: Path, folder: Path) -> dict[str, Any]:
 
 def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
-    table.find("made_with", anything, None)
-    dropped = table.find("dropped", of_types("names", items(READERS[Pattern])), ())
+    table.get("made_with", anything, None)
+    dropped = table.get("dropped", of_types("names", items(READERS[Pattern])), ())
     return structure(Types, table), Rules(
-        lines=tuple(lines_of_types(table.find("lines", anything, []))),
-        constants=table.find("constants", items(reader_of(Constant)), ()),
+        lines=tuple(lines_of_types(table.get("lines", anything, []))),
+        constants=table.get("constants", items(reader_of(Constant)), ()),
         dropped=tuple(Dropped(pattern, types=types) for types, patterns in dropped for pattern in patterns),
     )
 
@@ -236,8 +236,8 @@ def lines_of_types(groups: object) -> list[Line]:
 
 def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
     """A format. Lines and names for some model types stand before those for all."""
-    known = replace(types, only=table.find("model_types", items(text), ()))
-    some = (_of_models(*models) for models in table.find("models", mapping(anything), {}).items())
+    known = replace(types, only=table.get("model_types", items(text), ()))
+    some = (_of_models(*models) for models in table.get("models", mapping(anything), {}).items())
     general = structure(Rules, table)
     parts = (*some, general, of_some)
     every: dict[str, Any] = {name: tuple(rule for part in parts for rule in getattr(part, name)) for name in RULES}

@@ -6,7 +6,7 @@ is ``output input``: the input first, eight to an integer. ``out`` and ``in`` st
 the groups along the input where every rank keeps them all, ``heads`` and ``kvheads`` for the heads that are the input
 of an attention's last weight, of queries and of keys.
 ``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
-first. Which pattern each method has is in ``methods``. See docs/reference/quantization.md.
+first. Which pattern each method has is in ``methods.toml``. See docs/reference/quantization.md.
 
 Some tensors state the shape of their weight, which on a rank is the rank's own: compressed-tensors' ``weight_shape`` is
 the shape as integers; bitsandbytes' ``quant_state`` is JSON, as bytes, in which
@@ -39,8 +39,7 @@ OF_ACTIVATIONS = (
 OF_KEYS = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 OF_QUERIES = ("q_scale", "q_zero_point", "prob_scale", "prob_output_scale")
 OF_ATTENTION = {*OF_KEYS, *OF_QUERIES}
-BITSANDBYTES_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
-_STATE_SHAPE = {".weight_shape", *BITSANDBYTES_STATES}
+_STATE_SHAPE = {".weight_shape", *(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))}
 _ADVICE: Mapping[str, str] = {
     ".weight.nested_absmax": "256 blocks of 64 share a scale of this double quantization: quantize without it "
     "(bnb_4bit_use_double_quant), or split the unquantized checkpoint and let each rank quantize on load",
@@ -163,18 +162,9 @@ def _all_groups(inner: Dim) -> Dim:
 # --------------------------------------------------------------------------------------------------------- schemes
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Why a tensor cannot be split, and what to do."""
-
-    reason: str
-    hint: str | None = None
-
-
 #: The patterns of one kind of tensor, or why it is refused.
-Entry: TypeAlias = "tuple[str, ...] | Refused"
-#: By the end of a tensor's name, alone, with a dtype after it (".weight_scale U8"; " U8" is the weight itself) or with
-#: the dtype of its weight (".scale of I8"; "of None" where there is no tensor of the weight's name).
+Entry: TypeAlias = "tuple[str, ...] | PlanError"
+#: By the ends of tensors' names, as in ``methods.toml``.
 Table: TypeAlias = Mapping[str, Entry]
 
 
@@ -202,8 +192,8 @@ class Scheme:
             base, weight = name.removesuffix(suffix), _weight(name, suffix)
             of_weight = table.get(f"{suffix} of {dtypes.get(weight)}")
             patterns = of_weight or table.get(f"{suffix} {dtype}") or table.get(suffix)
-            if isinstance(patterns, Refused):
-                raise PlanError(f"tensor '{name}' cannot be split: {patterns.reason}", patterns.hint)
+            if isinstance(patterns, PlanError):
+                raise PlanError(f"tensor '{name}' cannot be split: {patterns.message}", patterns.hint)
             if patterns is not None:
                 if suffix.removeprefix(".") in OF_ATTENTION:
                     return Companion(base, patterns, of_attention=True)
@@ -254,18 +244,19 @@ def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) 
     Raises CheckpointError, in which the tensor is yet to be named, where it states another shape, or where ``old``
     could not be put back to the byte.
     """
-    stated = _stated(data, dtype)
+    kind = _INTEGERS.get(dtype)
+    stated = [number for (number,) in struct.iter_unpack(f"<{kind}", data)] if kind else _shape_in_json(data)
     if stated != list(old):
         raise CheckpointError(f"states the shape {stated} for a weight of shape {list(old)}")
     if list(after) == list(old):
         return data
-    if dtype in _INTEGERS:
-        return struct.pack(f"<{len(after)}{_INTEGERS[dtype]}", *after)
+    if kind:
+        return struct.pack(f"<{len(after)}{kind}", *after)
     spans = [match.span(1) for match in _SHAPE.finditer(data)]
     begin, end = spans[0] if len(spans) == 1 else (0, 0)
-    width = end - begin
-    new = data[:begin] + _numbers(after).ljust(width) + data[end:]
-    if data[begin:end] != _numbers(old).ljust(width) or len(new) != len(data) or _shape_in_json(new) != list(after):
+    was, now = (", ".join(map(str, shape)).encode().ljust(end - begin) for shape in (old, after))
+    new = data[:begin] + now + data[end:]
+    if data[begin:end] != was or len(new) != len(data) or _shape_in_json(new) != list(after):
         raise CheckpointError(
             f"states the shape {stated} in a form that cannot be put back to the byte",
             "as bitsandbytes writes it, it is '\"shape\": [rows, columns]', once: load it and save it again",
@@ -273,19 +264,8 @@ def restated(data: bytes, dtype: str, old: Sequence[int], after: Sequence[int]) 
     return new
 
 
-def _numbers(shape: Sequence[int]) -> bytes:
-    return ", ".join(map(str, shape)).encode()
-
-
-def _stated(data: bytes, dtype: str) -> Any:
-    """The shape that is stated; None if none is."""
-    if dtype not in _INTEGERS:
-        return _shape_in_json(data)
-    kind = _INTEGERS[dtype]
-    return list(struct.unpack(f"<{len(data) // struct.calcsize(kind)}{kind}", data))
-
-
 def _shape_in_json(data: bytes) -> Any:
+    """The shape that is stated; None if none is."""
     try:
         document = lenient_json(data.decode())
     except ValueError:

@@ -22,19 +22,8 @@ from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model, padded_sizes, padding_for, shares_of
 
 
-def refusal(
-    model: Model, mesh_dim: str, degree: int, *, pad: bool = True, same_ranks: bool = False, uneven: bool = False
-) -> Refusal | None:
-    """Why ``degree`` is not possible along a mesh dimension, or None if it is.
-
-    With ``same_ranks`` experts are not split; with ``uneven`` the last ranks may hold less (see ``unevenly``).
-    """
-    mesh = Mesh(((mesh_dim, degree),), same_ranks)
-    return _refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
-
-
-def _refusal(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
-    """Why a mesh of one dimension is not possible."""
+def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
+    """Why the degree of a mesh of one dimension is not possible, or None if it is."""
     ((mesh_dim, degree),) = mesh.degrees
     for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks):
         unit, size, why = mesh.unit(family[0]), sizes[family[0]], None
@@ -101,7 +90,7 @@ def valid_degrees(
     units: Mapping[str, int] = {},
     limit: int = 1024,
 ) -> list[int]:
-    """Every possible degree up to ``limit``, in increasing order; options as for ``refusal``.
+    """Every possible degree up to ``limit``, in increasing order. With ``same_ranks`` experts are not split.
 
     ``units`` has the axes that may be split unevenly, each with its unit (see ``units_of``).
     """
@@ -112,7 +101,7 @@ def valid_degrees(
     fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in units]
     common = sorted(set(range(1, least + 1)).intersection(*fixed))
     uneven = tuple(units.items())
-    return [d for d in common if _refusal(model, Mesh(((mesh_dim, d),), same_ranks, uneven=uneven), pad=pad) is None]
+    return [d for d in common if refusal(model, Mesh(((mesh_dim, d),), same_ranks, uneven=uneven), pad=pad) is None]
 
 
 def _families(
@@ -141,7 +130,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
     for mesh_dim, degree in mesh.degrees:
         if degree == 1 or mesh_dim == "pp":  # layers are dealt whole: see reshard.mesh.stages
             continue
-        why = _refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
+        why = refusal(model, replace(mesh, degrees=((mesh_dim, degree),)), pad=pad)
         if why is not None:
             alternatives = other_ways(model, mesh, why, pad=pad)
             ways = tuple(way for way in alternatives if not way.keys() & {*lacking})
@@ -154,12 +143,11 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
 
 def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable[Mapping[str, object]]:
     """The settings that make a refused degree possible, in addition to it or instead of it."""
-    mesh_dim = why.name
-    degree = dict(mesh.degrees)[mesh_dim]
-    if refusal(model, mesh_dim, degree, pad=pad, same_ranks=mesh.same_ranks, uneven=True) is None:
+    degree = dict(mesh.degrees)[why.name]
+    if refusal(model, unevenly(model, Mesh(((why.name, degree),), mesh.same_ranks)), pad=pad) is None:
         yield {"uneven": True}
     if mesh.degrees == (("tp", degree),) and _is_dealt(model, "ep"):
-        tried = (refusal(model, dim, degree, pad=pad, same_ranks=True) for dim in ("tp", "ep"))
+        tried = (refusal(model, Mesh(((dim, degree),), same_ranks=True), pad=pad) for dim in ("tp", "ep"))
         if all(obstacle is None for obstacle in tried):
             yield {"tp": degree, "ep": degree, "same_ranks": True}
     begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
@@ -251,9 +239,10 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
     tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
     attempts = []
     for degree in sorted({*tried, *usual}):
-        why = refusal(model, "tp", degree, pad=pad, uneven=uneven)
+        mesh = Mesh((("tp", degree),))
+        why = refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
         if why is not None:
-            why = replace(why, instead=tuple(other_ways(model, Mesh((("tp", degree),)), why, pad=pad)))
+            why = replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
         attempts.append(Attempt(degree, why))
     return Sweep(tuple(attempts), tuple(valid), tuple(valid_degrees(model, "ep")))
 

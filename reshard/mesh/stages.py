@@ -11,6 +11,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TypeVar
 
 from formats.errors import refused
@@ -150,13 +151,11 @@ def _stage_at(model: Model, kind: Kind, ends: Sequence[int], last: int) -> int |
         return last
     if where.text == "every":
         raise refused("pp", last + 1, f"every stage would need the tensor '{kind.name}'", tensor=kind.name)
-    expression, stages = where, dict[tuple[int, ...], int]()
+    expression = where
 
+    @cache
     def find(at: tuple[int, ...]) -> int:
-        if at not in stages:
-            number = model.sizes.evaluate(expression, dict(zip(kind.index_axes, at, strict=True)))
-            stages[at] = bisect_right(ends, number)
-        return stages[at]
+        return bisect_right(ends, model.sizes.evaluate(expression, dict(zip(kind.index_axes, at, strict=True))))
 
     return find
 

@@ -123,7 +123,6 @@ class AxisSizes:
         """The size of each axis for a tensor with these indices; an axis of unknown size is absent."""
         key = self.key(indices)
         if key not in self._cache:
-            self._steps = 0
             values = {axis: self._config_size(axis, dict(key), ()) for axis in self._architecture.sizes}
             self._cache[key] = {axis: value for axis, value in values.items() if value is not None}
         return {**self.measured, **self._cache[key]}
@@ -140,13 +139,7 @@ class AxisSizes:
 
         None: they are not known, and an expression that asks for one has no value.
         """
-        self._steps = 0
-        return expression.evaluate(lambda name: self._look_up(name, indices, ()))
-
-    def look_up(self, name: str) -> Any:
-        """The size of an axis, or else a setting of the config; None if there is neither."""
-        self._steps = 0
-        return self._look_up(name, {}, ())
+        return expression.evaluate(lambda name: self.look_up(name, indices))
 
     def count(
         self, axis: str, indices: Mapping[str, int], *, without: Callable[[str], bool] = lambda _: False
@@ -156,34 +149,15 @@ class AxisSizes:
         if expression is None:
             return None
         try:
-            value = expression.evaluate(lambda name: None if without(name) else self._look_up(name, indices, (axis,)))
+            value = expression.evaluate(lambda name: None if without(name) else self.look_up(name, indices, (axis,)))
         except NotationError:
             return None
         return int(value) if isinstance(value, (int, float)) else None
 
-    def _config_size(self, axis: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> int | None:
-        expression = self._architecture.sizes[axis]
-        self._steps += 1
-        if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
-            raise PlanError(f"plan '{self._architecture.name}': the sizes refer to each other without end")
-        try:
-            value = expression.evaluate(lambda name: self._look_up(name, indices, (*below, axis)))
-        except NotationError as error:
-            if indices is None:
-                raise
-            plan = self._architecture.name
-            raise PlanError(
-                f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
-            ) from None
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():  # a width times a factor
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
-        return value
-
-    def _look_up(self, name: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> Any:
+    def look_up(self, name: str, indices: Mapping[str, int] | None = {}, below: tuple[str, ...] = ()) -> Any:
+        """The size of an axis, or else a setting of the config; None if there is neither. ``below`` are the axes whose
+        sizes ask for it: within its own size, a name is a setting.
+        """
         if name in self._index_names:
             if indices is None:
                 raise NotationError("an index is not known")
@@ -191,6 +165,25 @@ class AxisSizes:
         if name in self._architecture.sizes and name not in below:
             return self._config_size(name, indices, below)
         return self.settings.get(name)
+
+    def _config_size(self, axis: str, indices: Mapping[str, int] | None, below: tuple[str, ...]) -> int | None:
+        expression, plan = self._architecture.sizes[axis], self._architecture.name
+        self._steps = self._steps + 1 if below else 1
+        if len(below) > _DEEPEST or self._steps > _MOST_STEPS:
+            raise PlanError(f"plan '{plan}': the sizes refer to each other without end")
+        try:
+            value = expression.evaluate(lambda name: self.look_up(name, indices, (*below, axis)))
+        except NotationError as error:
+            if indices is None:
+                raise
+            raise PlanError(
+                f"config.json does not fit the plan '{plan}': axis '{axis}' = {error.message}", error.hint
+            ) from None
+        if isinstance(value, float) and value.is_integer():  # a width times a factor
+            value = int(value)
+        if value is not None and (type(value) is not int or not 0 <= value <= LARGEST):
+            raise PlanError(f"config.json: axis '{axis}' = '{expression.text}' is {brief(value)}, not a size")
+        return value
 
 
 class FullTensor(NamedTuple):  # there may be half a million of these: a dataclass takes four times as long to make

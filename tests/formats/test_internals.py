@@ -39,7 +39,7 @@ def test_every_symbol_is_there() -> None:
     settings = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     auto = transformers.AutoModelForCausalLM
     assert internals.is_auto(auto) and not internals.is_auto(transformers.LlamaForCausalLM)
-    assert internals.class_for(auto, settings) is transformers.LlamaForCausalLM
+    assert internals.concrete_class(auto, settings.to_dict()) is transformers.LlamaForCausalLM
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(settings)
     assert internals.tied_weights(model) == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -72,9 +72,9 @@ def test_what_torch_does_not_document_is_there() -> None:
     norm = torch.nn.BatchNorm1d(2)
     assert set(torch_internals.own_parameters(norm)) == {"weight", "bias"}
     assert "running_mean" in torch_internals.own_buffers(norm)
-    assert not torch_internals.has_buffers_of_its_own(norm)
+    assert not torch_internals.unsaved_buffers(norm)
     norm.register_buffer("table", torch.zeros(1), persistent=False)
-    assert torch_internals.has_buffers_of_its_own(norm) and torch_internals.unsaved_buffers(norm) == {"table"}
+    assert torch_internals.unsaved_buffers(norm) == {"table"}
     held = torch.nn.ModuleList([torch.nn.Identity(), norm])
     torch_internals.renumber(held, [1])
     assert next(iter(held.state_dict())) == "1.weight"

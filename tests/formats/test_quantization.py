@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from formats.errors import PlanError
 from formats.notation.axes import parse
-from formats.quantization.companions import shape_of, stated_shape
+from formats.quantization.companions import Scheme, shape_of, stated_shape
 from formats.quantization.methods import block_size, quantization_settings, scheme_of, with_block_size
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
@@ -315,3 +317,28 @@ def test_no_settings():
         {"text_config": "quantization_config"},
     ):
         assert quantization_settings(config) == {} and block_size(config) is None
+
+
+ODD = ([], [1], {}, {"a": 1}, 0, -5, 7, 2.5, True, "x", "{0}", "{size}", "", None)
+
+
+@pytest.mark.parametrize("method", [GPTQ, AWQ, FP8, NVFP4, packed("group", group_size=32), {"quant_method": "quark"}])
+def test_settings_of_any_kind_are_read_or_refused_in_one_line(method: dict):
+    """``actorder``, a list, was an internal error."""
+    keys = ["bits", "group_size", "desc_act", "checkpoint_format", "version", "format", "quant_algo", "strategy",
+            "actorder", "type", "num_bits", "weight_block_size", "block_structure", "store_dtype", "dynamic",
+            "quantized_layers", "config_groups", "weight", "qscheme", "is_marlin_format"]  # fmt: skip
+    refusals = set()
+    for key, value in itertools.product(keys, ODD):
+        settings = {**method, key: value}
+        if "config_groups" in method:
+            group = method["config_groups"]["group_0"]
+            settings |= {"config_groups": {"0": {**group, key: value, "weights": {**group["weights"], key: value}}}}
+        if method["quant_method"] == "quark":
+            settings["global_quant_config"] = {"weight": {key: value}}
+        try:
+            assert isinstance(scheme_of({"quantization_config": settings}), Scheme)
+        except PlanError as error:
+            refusals.add(error.message)
+    assert refusals
+    assert all(text.startswith("config.json, quantized by ") for text in refusals)

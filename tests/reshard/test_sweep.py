@@ -34,7 +34,7 @@ def test_a_sweep_says_what_each_degree_alone_says() -> None:
     assert found.valid_ep == (1,)
     assert [attempt.degree for attempt in found.attempts] == [degree for degree in TRIED if degree <= 80]
     for attempt in found.attempts:
-        alone = refusal(model, "tp", attempt.degree)
+        alone = refusal(model, Mesh((("tp", attempt.degree),)))
         assert (attempt.refusal and attempt.refusal.why) == (alone and alone.why)
         assert (attempt.refusal is None) == (attempt.degree in found.valid)
 

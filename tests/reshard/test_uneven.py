@@ -92,7 +92,7 @@ def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     input_first = packing == PACKINGS[3]
     full = dequantize(source, method, ends, input_first)
     model = open_source(source).model
-    degrees = [degree for degree in (2, 4, 8) if refusal(model, "tp", degree, uneven=True) is None]
+    degrees = [degree for degree in (2, 4, 8) if refusal(model, unevenly(model, Mesh((("tp", degree),)))) is None]
     assert degrees == ([2, 4, 8] if packing != PACKINGS[1] or method.own_unit is None else degrees) and degrees
     for degree in degrees:
         assert_boxes_make_up_the_tensors(plan(source, tp=degree, uneven=True))
@@ -100,7 +100,7 @@ def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     split(source, tmp_path / "out", tp=degree, uneven=True, **FAST)
     shards = open_source(tmp_path / "out")
     uneven = shards.plan.mesh.uneven
-    assert uneven or refusal(model, "tp", degree) is None
+    assert uneven or refusal(model, Mesh((("tp", degree),))) is None
     for rank, expected in enumerate(parts(plain, full, degree, uneven)):
         found = dequantize(folder(tmp_path / "out", rank, degree), method, ends, input_first)
         for weight, part in expected.items():

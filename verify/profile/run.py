@@ -80,7 +80,7 @@ def _degrees(model: Model, node: Node, request: ProfileRequest) -> tuple[list[in
     """The degrees to run, and those that are not possible, with the reason that ``plan`` gives."""
     if request.tp is None:
         valid = valid_degrees(model, limit=node.ranks)
-        impossible = [(n, refusal(model, "tp", n)) for n in range(1, node.ranks + 1) if n not in valid]
+        impossible = [(n, refusal(model, mesh_of(n))) for n in range(1, node.ranks + 1) if n not in valid]
         return valid, tuple((degree, why.why) for degree, why in impossible if why is not None)
     for degree in request.tp:
         check_degrees(model, mesh_of(degree))

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
-from formats.torch_internals import has_buffers_of_its_own, own_buffers, own_parameters
+from formats.torch_internals import own_buffers, own_parameters, unsaved_buffers
 from formats.transformers_internals import (
     concrete_class,
     has_first_values,
@@ -123,7 +123,7 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], 
         for path, module in self.named_modules():
             _say_size(module)
             names = {f"{path}.{key}" if path else key for key in own_parameters(module)}
-            if names & filled and not has_buffers_of_its_own(module):
+            if names & filled and not unsaved_buffers(module):
                 # It comes from the folder; first values may have the original's sizes. A table of sines may not.
                 has_first_values(module)
         modules.set_attributes(self)

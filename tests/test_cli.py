@@ -687,7 +687,7 @@ def test_hub_id(model: Path, tp4: Path, tmp_path: Path) -> None:
 def imported(*commands: Sequence[str | Path]) -> set[str]:
     """The modules that a process has loaded once it has carried out some commands."""
     code = (
-        "import sys; from reshard.cli.commands import cli; from reshard.cli.errors import run_to_exit_code; "
+        "import sys; from reshard.cli.commands import cli; from reshard.cli.printing import run_to_exit_code; "
         "codes = [run_to_exit_code(cli, line.split('|')) for line in sys.argv[1:]]; "
         "print(*sys.modules, file=sys.stderr); sys.exit(max(codes))"
     )

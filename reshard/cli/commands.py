@@ -1,6 +1,6 @@
 """The command line: one table of all commands, each in a file of its own, imported when it is asked for.
 
-The result goes to stdout, all else to stderr; ``reshard.cli.errors`` has the exit codes. ``reshard --help`` imports
+The result goes to stdout, all else to stderr; ``reshard.cli.printing`` has the exit codes. ``reshard --help`` imports
 no command, and none of numpy, torch and the Hub's client.
 """
 
@@ -16,8 +16,8 @@ import click
 from formats.errors import ReshardError, SettingError
 from formats.hints import nearest, with_hint
 from reshard import __version__, check_not_hidden
-from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option, with_option_names
+from reshard.cli.printing import FAILED, print_error, run_to_exit_code
 
 COMMANDS = {
     "demo": ("reshard.cli.demo:demo_command", "Split, re-split and merge a tiny model, and compare."),

@@ -18,9 +18,8 @@ import click
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import PATH, Command
-from reshard.cli.printing import fields_of, print_json, print_lines
+from reshard.cli.printing import DONE, NO, fields_of, print_answer, print_lines
 from reshard.text import align
 
 if TYPE_CHECKING:
@@ -170,18 +169,15 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
     with temporary or contextlib.nullcontext(folder) as place:
         compared = _run_in(Path(str(place)), context.find_root().command, as_json)
     is_same = all(file.equal for file in compared)
-    if as_json:
-        files = [{**fields_of(file), "identical": file.equal} for file in compared]
-        print_json({"command": "demo", "folder": folder, "identical": is_same, "files": files})
-        return DONE if is_same else NO
+    files = [{**fields_of(file), "identical": file.equal} for file in compared]
     cells = [("sha256 of", "model", "merged", "")]
     for file in compared:
         original, merged = ((digest or "missing")[:16] for digest in (file.original, file.merged))
         cells.append((file.name, original, merged, "same" if file.equal else "DIFFERENT"))
     count = f"{sum(file.equal for file in compared)} of {len(compared)} files came back byte for byte."
-    print_lines("", *align(cells, right=(), width=None), "", count)
-    if folder is None and is_same:
-        print_lines("The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at.")
+    gone = "The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at."
+    lines = ["", *align(cells, right=(), width=None), "", count, *([gone] if folder is None and is_same else [])]
+    print_answer(as_json, {"folder": folder, "identical": is_same, "files": files}, *lines)
     return DONE if is_same else NO
 
 

@@ -7,9 +7,18 @@ from typing import Any
 
 import click
 
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
-from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.printing import (
+    DONE,
+    NO,
+    Progress,
+    fields_of,
+    print_json,
+    print_lines,
+    print_note,
+    terminal_width,
+    write_report,
+)
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
 
@@ -56,7 +65,7 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         write_report(report, diff_page(result))
     if as_json:
         tensors = [fields_of(tensor) for tensor in result.tensors]
-        print_json({"command": "diff", **fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
+        print_json({**fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")
     else:

@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import HUB, PLACE, Command, request_of
-from reshard.cli.printing import fields_of, print_json, print_lines
+from reshard.cli.printing import DONE, NO, fields_of, print_answer
 
 
 @click.command(
@@ -31,10 +30,7 @@ def inspect_command(as_json: bool, **options: Any) -> int:
     from reshard.commands.inspect import InspectRequest, inspect
 
     report = inspect(request_of(InspectRequest, options, quiet=as_json))
-    if as_json:
-        document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
-        document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
-        print_json({"command": "inspect", **document})
-    else:
-        print_lines(str(report))
+    document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
+    document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
+    print_answer(as_json, document, str(report))
     return DONE if report.complete else NO

@@ -1,7 +1,6 @@
 """HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text, here and in the templates.
 
-Names of tensors come from files that nobody has to trust. A page needs nothing else, and is written whole or not at
-all.
+Names of tensors come from files that nobody has to trust. A page needs nothing else.
 
 All plots are made of a frame, the lines of a grid, and marks that tell their numbers. A mark that is hovered or
 tapped shows its numbers at the top, without any script, so that a page may forbid them.
@@ -12,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,16 +64,6 @@ def html_page(template: str, title: str, **values: object) -> str:
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets if sheet.is_file())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return _TEMPLATES.get_template(template).render(values, title=title, style=Html(style), digest=digest)
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; a file that exists is replaced. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 WIDTHS = {"wide": 860, "narrow": 340}

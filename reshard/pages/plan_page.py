@@ -41,15 +41,6 @@ MOST_SETS = 8
 Ranks = frozenset[int]
 
 
-@dataclass(frozen=True)
-class Degree:
-    """A degree, whether it is possible, and what there is to say: bytes per rank, or why not."""
-
-    degree: int
-    is_possible: bool
-    remark: str
-
-
 class _Cell(NamedTuple):
     """A part of a weight that the same ranks hold: the words about it, its x, y, width and height, fill and class."""
 
@@ -81,15 +72,14 @@ class _Step(NamedTuple):
     summed: str | None = None
 
 
-def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
-    """The text of the page."""
+def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]]) -> str:
+    """The text of the page; ``degrees`` are the rows of its table: each degree, yes or no, and a remark."""
     picture = _Picture(plan)
     return html_page(
         "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", command="plan",
         totals=_totals(plan), blocks=[(name, picture.rows(kinds)) for name, kinds in _blocks(plan)],
         patterns=[*picture.patterns()], legend=[*picture.legend()], ranks=plan.mesh.size, is_padded=bool(plan.padding),
-        stages=_stages(plan),
-        degrees=[(of.degree, "yes" if of.is_possible else "no", of.remark) for of in degrees],
+        stages=_stages(plan), degrees=degrees,
     )  # fmt: skip
 
 

@@ -46,7 +46,6 @@ from formats.documents import (
     text,
 )
 from formats.errors import NotationError, PlanError
-from formats.hints import nearest, with_hint
 from formats.notation.expressions import read_expression
 from formats.notation.format import LINES, RULES, Constant, Dropped, Format, Line, Pattern, Rules, Types, of_types
 
@@ -123,6 +122,8 @@ def adapter_format(name: str) -> AdapterFormat:
     """The format of adapters of this name. Raises PlanError if there is none."""
     names = adapter_format_names()
     if name not in names:
+        from formats.hints import nearest, with_hint  # for an error alone
+
         hint = with_hint(nearest(name, names), f"known formats of adapters: {', '.join(names)}")
         raise PlanError(f"'{name}' is no format of adapters", hint)
     path = FOLDER / f"{name}.toml"
@@ -156,6 +157,8 @@ def format_of(name: str) -> Format:
         if name in adapter_format_names():
             raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
         if name not in format_names():
+            from formats.hints import nearest, with_hint  # for an error alone
+
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
             raise PlanError(f"'{name}' is no format that is written here", hint)

@@ -275,7 +275,7 @@ def rows_of(tensors: Sequence[TensorDiff]) -> list[tuple[str, ...]]:
         ranks = tuple(shape and len(shape) for shape in tensor.shapes)
         groups.setdefault((without_numbers(tensor.name, "{}"), tensor.kind, tensor.dtypes, ranks), []).append(tensor)
     rows = []
-    for (template, kind, dtypes, _), alike in groups.items():
+    for (template, kind, *_), alike in groups.items():
         numbers = zip(*(numbers_in(tensor.name) for tensor in alike), strict=True)
         parts = zip(["", *map(_ranges, numbers)], str(template).split("{}"), strict=True)
         cells = [str(kind), "", "", "", ""]
@@ -289,8 +289,8 @@ def rows_of(tensors: Sequence[TensorDiff]) -> list[tuple[str, ...]]:
                 largest = max(tensor.largest or 0.0 for tensor in alike)
                 cells[2:] = f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"
         elif kind in (DTYPE, SHAPE):
-            sides = dtypes if kind == DTYPE else [shape_text(shape or ()) for shape in alike[0].shapes]
-            cells[0] += f" {' -> '.join(map(str, sides))}"
+            shapes = [shape_text(shape or ()) for shape in alike[0].shapes]
+            cells[0] += f" {' -> '.join(map(str, alike[0].dtypes if kind == DTYPE else shapes))}"
         rows.append(("".join(text for pair in parts for text in pair), f"{len(alike):,}", *cells))
     return rows
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.options import HUB, PLACE, Command, request_of
-from reshard.cli.printing import DONE, NO, fields_of, print_answer
+from reshard.cli.printing import fields_of, print_answer
 
 
 @click.command(
@@ -21,7 +21,7 @@ from reshard.cli.printing import DONE, NO, fields_of, print_answer
     options=HUB,
 )
 @click.argument("source", metavar="PATH", type=PLACE)
-def inspect_command(as_json: bool, **options: Any) -> int:
+def inspect_command(as_json: bool, **options: Any) -> bool:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 
     PATH may be a checkpoint in any format, the folder of one rank, a .safetensors file, unfinished output
@@ -33,4 +33,4 @@ def inspect_command(as_json: bool, **options: Any) -> int:
     document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
     document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
     print_answer(as_json, document, str(report))
-    return DONE if report.complete else NO
+    return report.complete

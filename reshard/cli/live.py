@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from reshard.cli.options import PATH, PLACE, RANKS, Command, Group, Option
-from reshard.cli.printing import DONE, NO, print_answer
+from reshard.cli.printing import print_answer
 from reshard.text import align, human_bytes, plural
 
 
@@ -29,7 +29,7 @@ from reshard.text import align, human_bytes, plural
 )  # fmt: skip
 @click.argument("what", type=click.Choice(["demo", "check"]))
 @click.argument("source", type=PLACE, required=False)
-def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> int:
+def live_command(what: str, source: str | None, receiver: str | None, python: Path | None, as_json: bool) -> bool:
     """Try a push between running processes, or check one before there is any.
 
     'demo' trains in two processes and pushes to three. 'check' asks vLLM's own loader, in its environment on a CPU and
@@ -47,7 +47,7 @@ def live_command(what: str, source: str | None, receiver: str | None, python: Pa
     return _check(source, receiver, python, as_json)
 
 
-def _demo(as_json: bool) -> int:
+def _demo(as_json: bool) -> bool:
     import socket
 
     from reshard.cli.demo import CONFIG, write_model
@@ -80,10 +80,10 @@ def _demo(as_json: bool) -> int:
     print_answer(
         as_json, document, head, "", *align(cells, right=(1, 2), width=None), "", *align(rows, right=(1, 2), width=None)
     )
-    return DONE if exact else NO
+    return exact
 
 
-def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> int:
+def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> bool:
     import sys
 
     from reshard.live.meshes import target_of
@@ -96,4 +96,4 @@ def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> in
     document = {"source": source, "to": str(target), "agree": not lines, "differences": lines}
     agreed = f"{source}: vLLM's own loader and the rules agree on each element of {plural(target.tp, 'rank')}"
     print_answer(as_json, document, *(lines or [agreed]))
-    return NO if lines else DONE
+    return not lines

@@ -3,8 +3,8 @@
 A result goes to stdout, as text or as one JSON document; notes, how far a long command is (a bar on a terminal,
 elsewhere a plain line every minute), and the ``Error:`` and ``Hint:`` lines go to stderr.
 
-Exit codes: 0: done. 1: the answer is no. 2: the request cannot be carried out. 130: interrupted. 141: whoever read the
-output has closed it.
+Exit codes: 0: done. 1: the answer is no (a command that answers returns whether it is yes). 2: the request cannot be
+carried out. 130: interrupted. 141: whoever read the output has closed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import click
 
 from formats.errors import MismatchError, ReshardError, one_line, printable, redacted
-from formats.hints import meaning, nearest, synonym, with_hint
 from reshard.text import human_bytes, human_seconds, plural
 
 DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
@@ -293,6 +292,8 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
     try:
         code = group.main(list(arguments), prog_name="reshard", standalone_mode=False, obj=run)
+        if isinstance(code, bool):
+            return DONE if code else NO
         return code if isinstance(code, int) else DONE
     except click.NoSuchOption as error:
         return _no_such_option(error, group, arguments)
@@ -326,6 +327,8 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> 
 
 def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:
     """Say which option was meant: by one with a single dash, too (``-tp 2``), of which click knows the first letter."""
+    from formats.hints import meaning, nearest, synonym, with_hint  # for an error alone
+
     assert error.ctx is not None
     names = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
     word = next((word.partition("=")[0] for word in arguments if word.startswith(error.option_name)), error.option_name)

@@ -119,13 +119,7 @@ def adapter_format_names() -> Sequence[str]:
 
 @cache
 def adapter_format(name: str) -> AdapterFormat:
-    """The format of adapters of this name. Raises PlanError if there is none."""
-    names = adapter_format_names()
-    if name not in names:
-        from formats.hints import nearest, with_hint  # for an error alone
-
-        hint = with_hint(nearest(name, names), f"known formats of adapters: {', '.join(names)}")
-        raise PlanError(f"'{name}' is no format of adapters", hint)
+    """The format of adapters of this name, which is one of ``adapter_format_names``."""
     path = FOLDER / f"{name}.toml"
     try:
         return record(partial(structure, AdapterFormat, name=name))(_with_base(path, FOLDER), "")

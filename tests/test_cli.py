@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from reshard.cli.demo import CONFIG, compare, write_model
 from tests import support
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
+from tests.slow import Turns
 
 ROOT = Path(__file__).parents[1]
 _INSTALLED = Path(sys.executable).with_name("reshard")
@@ -424,14 +424,13 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
 
 
 def test_interrupt_and_go_on(model: Path, tmp_path: Path) -> None:
-    """The command writes slowly here (tests/slow.py), so that a tiny model leaves time to interrupt it."""
     command = ["split", str(model), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "4kB"]
-    slowly = [sys.executable, "-c", "import tests.slow; from reshard.__main__ import main; main()", *command]
-    process = subprocess.Popen(slowly, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not any('{"steps"' in path.read_text() for path in tmp_path.glob("out.partial/.reshard-journal-*")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
+    slowly = [sys.executable, "-m", "tests.slow", *command]
+    turns, pipe = Turns(tmp_path / "turns"), subprocess.PIPE
+    process = subprocess.Popen(slowly, cwd=ROOT, env=turns.environment, stdout=pipe, stderr=pipe, text=True)
+    journals = "out.partial/.reshard-journal-*"
+    turns.until(process, lambda: any('{"steps"' in path.read_text() for path in tmp_path.glob(journals)))
+    turns.end(process, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
     said = r"reshard: interrupted: \d.* of .* are kept: the same command goes on from there\n"

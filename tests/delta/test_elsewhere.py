@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from reshard.delta import storing
 from tests import store
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, upload
+from tests.slow import Turns
 from tests.support import change_tensor, command, contents, write_checkpoint
 
 NORM, ROOT = "model.norm.weight", Path(__file__).parents[2]
@@ -123,15 +123,17 @@ def test_a_full_disk(base: Path, tuned: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("line", ["diff BASE TUNED --out OUT", "split BASE OUT --patch DELTA --tp 2 --workers 1"])
-def test_interrupted(base: Path, tuned: Path, delta: Path, tmp_path: Path, line: str) -> None:
+def test_interrupted(
+    base: Path, tuned: Path, delta: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, line: str
+) -> None:
     """At any moment: nothing is there under the name of the output, and the same command then makes it."""
     names = {"BASE": base, "TUNED": tuned, "DELTA": delta, "OUT": tmp_path / "out"}
     words = [str(names.get(word, word)) for word in line.split()]
-    slowly = [sys.executable, "-c", "import tests.slow; from reshard.__main__ import main; main()", *words]
-    process = subprocess.Popen(slowly, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.iterdir()) and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
+    slowly = [sys.executable, "-m", "tests.slow", *words]
+    turns, pipe = Turns(tmp_path_factory.mktemp("turns") / "of"), subprocess.PIPE
+    process = subprocess.Popen(slowly, cwd=ROOT, env=turns.environment, stdout=pipe, stderr=pipe, text=True)
+    turns.until(process, lambda: any(tmp_path.iterdir()))
+    turns.end(process, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "reshard: interrupted" in errors, errors
     assert not (tmp_path / "out").exists()

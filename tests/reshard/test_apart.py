@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from formats.errors import MismatchError
 from reshard.api import merge, split
 from reshard.move.jobs import Sizes
 from tests.reshard.test_output import journals, noted
+from tests.slow import Turns
 from tests.support import change_tensor, contents, write_checkpoint
 
 FOUR = {"workers": 4, "sizes": Sizes(step=600, small=1000)}
@@ -55,8 +55,9 @@ def test_an_error_there_is_the_same_error(tmp_path, threaded):
 
 THREADED = """
 import sys, threading
-import tests.slow
 from reshard import split
+from tests.slow import be_slow
+be_slow()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 split(sys.argv[1], sys.argv[2], tp=4)
 """
@@ -67,11 +68,10 @@ def test_ended_beside_threads(how, tmp_path):
     """The same call goes on."""
     source = write_checkpoint(tmp_path / "source", files=3)
     command = [sys.executable, "-c", THREADED, str(source), str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob("out.partial/**/*.incomplete")):
-        time.sleep(0.005)
-    assert process.poll() is None, process.stderr.read()
-    process.send_signal(how)
+    turns = Turns(tmp_path / "turns")
+    process = subprocess.Popen(command, env=turns.environment, stderr=subprocess.PIPE, text=True)
+    turns.until(process, lambda: any(tmp_path.glob("out.partial/**/*.incomplete")))
+    turns.end(process, how)
     process.wait()
     assert all(noted(journal) is not None for journal in journals(tmp_path / "out"))
     split(source, tmp_path / "out", tp=4)

@@ -25,6 +25,7 @@ from reshard.system import Share
 from reshard.writing.rewrite import Summary
 from tests.forked import Forked
 from tests.marks import of_ranks, one_of_each, thorough
+from tests.slow import be_slow
 from tests.support import contents, write_checkpoint
 
 SMALL = Sizes(step=1200, small=100, piece=600)
@@ -259,8 +260,7 @@ def test_parts_go_on_also_in_another_number(stop: Stop, sources: Path, tmp_path:
 
 
 def slowly(kind: str, sources: Path, out: Path, part: Share | None) -> None:
-    import tests.slow  # noqa: F401
-
+    be_slow()
     run(kind, sources, out, part=part)
 
 

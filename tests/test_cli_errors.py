@@ -11,7 +11,7 @@ import pytest
 
 from formats.errors import MismatchError, PlanError
 from reshard.cli.commands import COMMANDS, cli
-from reshard.cli.errors import CLOSED_PIPE, FAILED, INTERRUPTED, NO, StoppedError, run_to_exit_code
+from reshard.cli.printing import CLOSED_PIPE, FAILED, INTERRUPTED, NO, StoppedError, run_to_exit_code
 
 FAILING = [
     ("split", "./none", "out", "--tp", "2"),
@@ -64,7 +64,9 @@ def test_what_a_command_raises_decides_how_it_ends(raised, code, last, capfd, mo
         raise raised
 
     monkeypatch.setattr("reshard.cli.models._all", fail)
-    monkeypatch.setattr("reshard.cli.errors._closed_pipe", lambda: CLOSED_PIPE)  # it would close the tests' own stdout
+    monkeypatch.setattr(
+        "reshard.cli.printing._closed_pipe", lambda: CLOSED_PIPE
+    )  # it would close the tests' own stdout
     assert run_to_exit_code(cli, ["models"]) == code
     assert capfd.readouterr().err.splitlines()[-1:] == ([last] if last else [])
 

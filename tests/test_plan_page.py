@@ -11,7 +11,7 @@ import pytest
 
 from formats.notation.format_file import OWN
 from reshard.mesh.plan import Degrees, Plan
-from reshard.pages.plan_page import Degree, plan_page
+from reshard.pages.plan_page import plan_page
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import Access
 from reshard.transforms.opening import open_any
@@ -39,7 +39,7 @@ def plan_named(name: str) -> Plan:
 
 
 def page_named(name: str) -> str:
-    return plan_page(plan_named(name), f"a <b>{name}</b>", [Degree(2, True, "1 MB"), Degree(3, False, "no <3> heads")])
+    return plan_page(plan_named(name), f"a <b>{name}</b>", [("2", "yes", "1 MB"), ("3", "no", "no <3> heads")])
 
 
 PART = re.compile(

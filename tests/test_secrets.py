@@ -10,7 +10,7 @@ import pytest
 
 from formats.errors import CheckpointError, redacted
 from reshard.cli.commands import COMMANDS, cli
-from reshard.cli.errors import print_traceback
+from reshard.cli.printing import print_traceback
 from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
 from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest

@@ -46,7 +46,6 @@ from formats.documents import (
     text,
 )
 from formats.errors import NotationError, PlanError
-from formats.hints import nearest, with_hint
 from formats.notation.expressions import read_expression
 from formats.notation.format import LINES, RULES, Constant, Dropped, Format, Line, Pattern, Rules, Types, of_types
 
@@ -120,11 +119,7 @@ def adapter_format_names() -> Sequence[str]:
 
 @cache
 def adapter_format(name: str) -> AdapterFormat:
-    """The format of adapters of this name. Raises PlanError if there is none."""
-    names = adapter_format_names()
-    if name not in names:
-        hint = with_hint(nearest(name, names), f"known formats of adapters: {', '.join(names)}")
-        raise PlanError(f"'{name}' is no format of adapters", hint)
+    """The format of adapters of this name, which is one of ``adapter_format_names``."""
     path = FOLDER / f"{name}.toml"
     try:
         return record(partial(structure, AdapterFormat, name=name))(_with_base(path, FOLDER), "")
@@ -156,6 +151,8 @@ def format_of(name: str) -> Format:
         if name in adapter_format_names():
             raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
         if name not in format_names():
+            from formats.hints import nearest, with_hint  # for an error alone
+
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
             raise PlanError(f"'{name}' is no format that is written here", hint)

@@ -1,6 +1,6 @@
 """The command line: one table of all commands, each in a file of its own, imported when it is asked for.
 
-The result goes to stdout, all else to stderr; ``reshard.cli.errors`` has the exit codes. ``reshard --help`` imports
+The result goes to stdout, all else to stderr; ``reshard.cli.printing`` has the exit codes. ``reshard --help`` imports
 no command, and none of numpy, torch and the Hub's client.
 """
 
@@ -14,10 +14,9 @@ from importlib import import_module
 import click
 
 from formats.errors import ReshardError, SettingError
-from formats.hints import nearest, with_hint
 from reshard import __version__, check_not_hidden
-from reshard.cli.errors import FAILED, print_error, run_to_exit_code
 from reshard.cli.options import debug_option, with_option_names
+from reshard.cli.printing import FAILED, print_error, run_to_exit_code
 
 COMMANDS = {
     "demo": ("reshard.cli.demo:demo_command", "Split, re-split and merge a tiny model, and compare."),
@@ -64,6 +63,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the first word names. Raises ReshardError that says what any other may mean."""
         if args and not args[0].startswith("-") and args[0] not in self._lazy:
+            from formats.hints import nearest, with_hint  # for an error alone
+
             hint = with_hint(nearest(args[0], self._lazy), "see 'reshard --help'")
             raise ReshardError(f"No such command '{args[0]}'", hint)
         return super().resolve_command(ctx, args)

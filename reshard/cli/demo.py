@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,8 @@ import click
 
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import PATH, Command
-from reshard.cli.printing import fields_of, print_json, print_lines
+from reshard.cli.printing import print_answer, print_lines
 from reshard.text import align
 
 if TYPE_CHECKING:
@@ -119,29 +117,17 @@ STEPS = (
 """The commands of the round, to be run in the demo's folder."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A file of the model before and after the round: its sha256 in both places, None where it is missing."""
-
-    name: str
-    original: str | None
-    merged: str | None
-
-    @property
-    def equal(self) -> bool:
-        """Whether it came back byte for byte."""
-        return self.original is not None and self.original == self.merged
-
-
-def compare(original: Path, merged: Path) -> list[Compared]:
-    """Both folders file by file."""
+def compare(original: Path, merged: Path) -> list[dict[str, Any]]:
+    """Both folders file by file: the sha256 of each file in both, None where it is missing, and whether it came back
+    byte for byte.
+    """
     files = ((root, file) for root in (original, merged) for file in root.rglob("*") if file.is_file())
-    names = sorted({file.relative_to(root).as_posix() for root, file in files})
-    return [Compared(name, _sha256(original / name), _sha256(merged / name)) for name in names]
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    rows = []
+    for name in sorted({file.relative_to(root).as_posix() for root, file in files}):
+        places = [folder / name for folder in (original, merged)]
+        one, other = (hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None for file in places)
+        rows.append({"name": name, "original": one, "merged": other, "identical": one is not None and one == other})
+    return rows
 
 
 @click.command(
@@ -155,7 +141,7 @@ def _sha256(path: Path) -> str | None:
 )
 @click.argument("folder", type=PATH, required=False)
 @click.pass_context
-def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> int:
+def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> bool:
     """Make a tiny model, split it, re-split it, merge it, and compare the files.
 
     It works in FOLDER, which is kept, or in a temporary folder. Exit code 0: all files came back byte for byte. 1: a
@@ -169,23 +155,19 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
     temporary = tempfile.TemporaryDirectory(prefix="reshard-demo-") if folder is None else None
     with temporary or contextlib.nullcontext(folder) as place:
         compared = _run_in(Path(str(place)), context.find_root().command, as_json)
-    is_same = all(file.equal for file in compared)
-    if as_json:
-        files = [{**fields_of(file), "identical": file.equal} for file in compared]
-        print_json({"command": "demo", "folder": folder, "identical": is_same, "files": files})
-        return DONE if is_same else NO
+    is_same = all(file["identical"] for file in compared)
     cells = [("sha256 of", "model", "merged", "")]
     for file in compared:
-        original, merged = ((digest or "missing")[:16] for digest in (file.original, file.merged))
-        cells.append((file.name, original, merged, "same" if file.equal else "DIFFERENT"))
-    count = f"{sum(file.equal for file in compared)} of {len(compared)} files came back byte for byte."
-    print_lines("", *align(cells, right=(), width=None), "", count)
-    if folder is None and is_same:
-        print_lines("The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at.")
-    return DONE if is_same else NO
+        original, merged = ((file[side] or "missing")[:16] for side in ("original", "merged"))
+        cells.append((file["name"], original, merged, "same" if file["identical"] else "DIFFERENT"))
+    count = f"{sum(file['identical'] for file in compared)} of {len(compared)} files came back byte for byte."
+    gone = "The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at."
+    lines = ["", *align(cells, right=(), width=None), "", count, *([gone] if folder is None and is_same else [])]
+    print_answer(as_json, {"folder": folder, "identical": is_same, "files": compared}, *lines)
+    return is_same
 
 
-def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[Compared]:
+def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[dict[str, Any]]:
     """Make a model in ``folder``, run the steps there, and compare all files."""
     if not as_json:
         print_lines(f"A Llama with random weights, 4 KV heads and a vocabulary of 1003, in {folder / 'model'}", "")

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
 from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
 from reshard.cli.split import without_numpys_threads
@@ -32,7 +31,7 @@ from reshard.text import human_bytes
 )  # fmt: skip
 @click.argument("a", type=PLACE, metavar="A")
 @click.argument("b", type=PLACE, metavar="B")
-def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> int:
+def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str, **options: Any) -> bool:
     """Show which tensors of two checkpoints differ, and how much.
 
     A and B may have any two formats and meshes. For each tensor: the same, changed, another dtype or shape, only in A,
@@ -56,7 +55,7 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         write_report(report, diff_page(result))
     if as_json:
         tensors = [fields_of(tensor) for tensor in result.tensors]
-        print_json({"command": "diff", **fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
+        print_json({**fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")
     else:
@@ -66,4 +65,4 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         print_note(f"Wrote what changed: {options['out']}, {size}, which 'reshard patch' puts on A")
     if report is not None:
         print_note(f"Drew what differs: {report}")
-    return DONE if result.same else NO
+    return result.same

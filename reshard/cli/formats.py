@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import click
 from formats.errors import ReshardError
 from formats.notation.format_file import HUGGING_FACE
 from reshard.cli.options import ACCESS, PLACE, Command, changed, given_options, request_of
-from reshard.cli.printing import print_json, print_lines, print_pairs, terminal_width
+from reshard.cli.printing import pair_lines, print_answer, terminal_width
 from reshard.text import align
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
     from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
     programs = [entry for name, entry in all_formats().items() if name in names_to_write()]
-    chosen = [HUGGING_FACE, *programs, *_of_adapters()]
+    names = f"{HUGGING_FACE.files.name}, or model-00001-of-0000N.safetensors"
+    chosen = [replace(HUGGING_FACE, files=replace(HUGGING_FACE.files, name=names)), *programs, *_of_adapters()]
     if format is not None:
         chosen = [entry for entry in chosen if entry.name == format] or [format_of(format)]
     if source is not None and source in format_names() and not Path(source).exists():
@@ -55,12 +57,9 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
 
     opened = open_any(source, request_of(Access, options, quiet=as_json), Weights.HEADERS)
     reasons = {entry.name: _why_not(opened, entry) for entry in chosen}
-    if as_json:
-        answers = {name: {"possible": why is None, "reason": why} for name, why in reasons.items()}
-        print_json({"command": "formats", "source": source, "formats": answers})
-        return
-    rows = [(name, "no" if why else "yes", why or "") for name, why in reasons.items()]
-    print_lines(*align([("--as", "possible", ""), *rows], right=(), width=None))
+    answers = {name: {"possible": why is None, "reason": why} for name, why in reasons.items()}
+    rows = [("--as", "possible", ""), *((name, "no" if why else "yes", why or "") for name, why in reasons.items())]
+    print_answer(as_json, {"source": source, "formats": answers}, *align(rows, right=(), width=None))
 
 
 def _of_adapters() -> Iterator[Format]:
@@ -82,7 +81,7 @@ def _why_not(source: Source, format: Format) -> str | None:
     from reshard.placement.program_plan import check_demands
     from reshard.transforms.convert import convert
 
-    if format is HUGGING_FACE:
+    if format.name == HUGGING_FACE.name:
         return None if source.is_split else "it is one full checkpoint already"
     is_of_adapters = format.name in adapter_format_names()
     if is_of_adapters and SETTINGS not in source.model.config:
@@ -99,28 +98,18 @@ def _why_not(source: Source, format: Format) -> str | None:
 
 
 def _print_formats(chosen: Sequence[Format], as_json: bool) -> None:
-    rows = [(entry.name, entry.loading.program, _files(entry), entry.loading.command) for entry in chosen]
-    if as_json:
-        keys = ("name", "loaded_by", "files", "load")
-        print_json({"command": "formats", "formats": [dict(zip(keys, row, strict=True)) for row in rows]})
-    elif len(rows) == 1:
-        ((name, program, files, command),) = rows
-        print_lines(name)
-        print_pairs([("loaded by", program), ("files", files), ("load it", _load(command))], 11)
+    rows = [(entry.name, entry.loading.program, entry.files.name, entry.loading.command) for entry in chosen]
+    keys = ("name", "loaded_by", "files", "load")
+    # with names in the place of what a split decides
+    loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command or "") for *_, command in rows]
+    if len(rows) == 1:
+        ((name, program, files, _),) = rows
+        lines = [name, *pair_lines(("loaded by", program), ("files", files), ("load it", loads[0]))]
     else:
-        cells = [("--as", "loaded by", "with"), *((name, program, _load(load)) for name, program, _, load in rows)]
-        print_lines(
+        cells = [("--as", "loaded by", "with"), *((*row[:2], load) for row, load in zip(rows, loads, strict=True))]
+        lines = [
             *align(cells, right=(), width=terminal_width(), elastic=(1, 2), keep_beginnings=True), "",
             "All of them are read, too. 'reshard formats --as FORMAT' shows one in detail, 'reshard formats SOURCE' "
             "says which of them SOURCE can be written in.",
-        )  # fmt: skip
-
-
-def _load(command: str | None) -> str:
-    """The command that loads a folder, with names in the place of what a split decides."""
-    return re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command or "")
-
-
-def _files(format: Format) -> str:
-    """The names of a format's weight files."""
-    return format.files.name + (", or model-00001-of-0000N.safetensors" if format is HUGGING_FACE else "")
+        ]  # fmt: skip
+    print_answer(as_json, {"formats": [dict(zip(keys, row, strict=True)) for row in rows]}, *lines)

@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from reshard.cli.errors import DONE, NO
 from reshard.cli.options import HUB, PLACE, Command, request_of
-from reshard.cli.printing import fields_of, print_json, print_lines
+from reshard.cli.printing import fields_of, print_answer
 
 
 @click.command(
@@ -22,7 +21,7 @@ from reshard.cli.printing import fields_of, print_json, print_lines
     options=HUB,
 )
 @click.argument("source", metavar="PATH", type=PLACE)
-def inspect_command(as_json: bool, **options: Any) -> int:
+def inspect_command(as_json: bool, **options: Any) -> bool:
     """Say what PATH is: format, model type, dtypes, parameters, mesh, and whether it is complete.
 
     PATH may be a checkpoint in any format, the folder of one rank, a .safetensors file, unfinished output
@@ -31,10 +30,7 @@ def inspect_command(as_json: bool, **options: Any) -> int:
     from reshard.commands.inspect import InspectRequest, inspect
 
     report = inspect(request_of(InspectRequest, options, quiet=as_json))
-    if as_json:
-        document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
-        document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
-        print_json({"command": "inspect", **document})
-    else:
-        print_lines(str(report))
-    return DONE if report.complete else NO
+    document = fields_of(report, nbytes="bytes", has_manifest="written_by_reshard")
+    document |= {"parameters": report.parameters, "path": options["source"], "complete": report.complete}
+    print_answer(as_json, document, str(report))
+    return report.complete

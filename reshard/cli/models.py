@@ -12,12 +12,12 @@ import click
 
 from formats.errors import PlanError
 from formats.hints import nearest, with_hint
+from formats.notation.architecture_files import built_in_architectures, load_architecture
 from reshard.cli.options import Command, Value, model_types
-from reshard.cli.printing import print_json, print_lines, print_pairs
+from reshard.cli.printing import pair_lines, print_json, print_lines
 from reshard.text import align, plural
 
 if TYPE_CHECKING:
-    from formats.notation.architecture import Architecture
     from verify.coverage import Tested
 
 
@@ -61,7 +61,7 @@ def models_command(name: str | None, as_json: bool) -> None:
     everything = _all()
     chosen = everything if name is None else _matching(name, everything)
     if as_json:
-        print_json({"command": "models", "models": [_document(listed) for listed in chosen]})
+        print_json({"models": [_document(listed) for listed in chosen]})
     elif len(chosen) == 1:
         _print_one(chosen[0], everything)
     else:
@@ -75,7 +75,6 @@ def models_command(name: str | None, as_json: bool) -> None:
 
 
 def _all() -> list[_Listed]:
-    from formats.notation.architecture_files import built_in_architectures
     from verify.coverage import coverage
 
     files, tested = built_in_architectures(), coverage()
@@ -101,39 +100,33 @@ def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
 
 def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
     architecture = _load(listed.file)
-    alike = [other.model_type for other in everything if other.file == listed.file and other != listed]
+    others = [other for other in everything if other != listed]
+    alike = [other.model_type for other in others if other.file == listed.file]
     similar = [
-        other.model_type
-        for other in everything
-        if listed.model_type in other.model_type and other != listed and other.model_type not in alike
+        other.model_type for other in others if listed.model_type in other.model_type and other.file != listed.file
     ]
     verified = "not by itself: the tests have other types with the same rules"
     if listed.tested is not None:
         how, degrees = "bytes and forward" if listed.tested.forward else "bytes, not forward", listed.tested.degrees
         verified = f"{how}; the tests have a small model of it, for --tp {', '.join(map(str, degrees))}"
+
+    def families(dim: str) -> str:  # each takes the whole degree
+        axes = [" x ".join(family) for family in architecture.families.get(dim, ())]
+        return f"splits {', '.join(axes)}" if axes else ""
+
     pairs = [
         ("rules", f"{listed.rules} (formats/architectures/{listed.file.name})"),
         ("same rules", ", ".join(alike) or "no other type"),
-        ("--tp", _families(architecture, "tp") or "not possible"),
-        ("--ep", _families(architecture, "ep") or "not possible: the rules name no experts"),
+        ("--tp", families("tp") or "not possible"),
+        ("--ep", families("ep") or "not possible: the rules name no experts"),
         ("padded", ", ".join(architecture.pad) or "nothing"),
         ("verified", verified),
+        *([("see also", ", ".join(similar))] if similar else []),
     ]
-    print_lines(listed.model_type)
-    print_pairs([*pairs, *([("see also", ", ".join(similar))] if similar else [])], 11)
+    print_lines(listed.model_type, *pair_lines(*pairs))
 
 
-def _families(architecture: Architecture, mesh_dim: str) -> str:
-    """``splits kv x group, ff, vocab``: the families of axes. Each of them takes the whole degree."""
-    families = architecture.families.get(mesh_dim, ())
-    return f"splits {', '.join(' x '.join(family) for family in families)}" if families else ""
-
-
-@lru_cache
-def _load(file: Path) -> Architecture:
-    from formats.notation.architecture_files import load_architecture
-
-    return load_architecture(file)
+_load = lru_cache(load_architecture)
 
 
 def _document(listed: _Listed) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from formats.errors import ReshardError, SettingError
-from reshard.cli.errors import show_tracebacks
+from reshard.cli.printing import show_tracebacks
 from reshard.text import size_of
 
 if TYPE_CHECKING:

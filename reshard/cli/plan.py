@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,15 @@ from reshard.cli.options import (
     request_of,
     speed,
 )
-from reshard.cli.printing import fields_of, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.printing import (
+    fields_of,
+    print_answer,
+    print_json,
+    print_lines,
+    print_note,
+    terminal_width,
+    write_report,
+)
 from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text
 
@@ -91,7 +100,7 @@ def plan_command(
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
-    degrees = options["tp"] or (None,)
+    given, degrees = given_options(), options["tp"] or (None,)
     if len(degrees) > 1 and (as_json or tp_plan or report is not None):
         raise click.UsageError("several degrees go without --json, --report and --tp-plan")
     options["tp"] = degrees[0]
@@ -103,7 +112,13 @@ def plan_command(
         return
     if link is not None:
         raise click.UsageError("--link goes with --from and --to")
-    _check_together(report, has_mesh := has_degree(options), not format.plain, tp_plan)
+    if draft_file is not None and (further := given - _HUB - {"--draft"}):
+        raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
+    if tp_plan and (further := given & _OF_MESH):
+        raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(further)}")
+    is_split = has_degree(options) or not format.plain
+    if report is not None and (not has_degree(options) or not format.plain or tp_plan):
+        raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
     if draft_file is not None:
         _write_draft(request, draft_file)
         return
@@ -114,18 +129,22 @@ def plan_command(
             raise
         _save(lines_of_any(source, request), save_file)
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
+    model = opened.model
     if save_file is not None:
-        rules = opened.model.architecture
-        used = {line: rules.tensors[line] for line in rules.tensors if line in opened.model.used_templates}
+        rules = model.architecture
+        used = {line: rules.tensors[line] for line in rules.tensors if line in model.used_templates}
         _save(dataclasses.replace(rules, tensors=used), save_file)
     if tp_plan:
-        _print_tp_plan(opened.model, options["tp"], as_json)
-    elif has_mesh or not format.plain:
-        plans = [
-            plan_for(opened.model, format, dataclasses.replace(request, tp=degree or request.tp)) for degree in degrees
-        ]
+        _print_tp_plan(model, options["tp"], as_json)
+    elif is_split:
+        plans = [plan_for(model, format, dataclasses.replace(request, tp=degree or request.tp)) for degree in degrees]
         if report is not None:
-            _draw(plans[0], request, report)
+            from reshard.mesh.degrees import sweep
+            from reshard.pages.plan_page import plan_page
+
+            attempts = sweep(model, pad=request.pad_vocab, uneven=request.uneven).attempts
+            write_report(report, plan_page(plans[0], source, [*_rows(model, attempts, request)]))
+            print_note(f"Drew the plan: {report}")
         for number, plan in enumerate(plans):
             if number:
                 print_lines("")
@@ -134,28 +153,14 @@ def plan_command(
             else:
                 _print_program(plan, format, source, as_json)
     elif save_file is None or as_json:
-        _print_degrees(opened.model, request, as_json)
-
-
-def _check_together(report: Path | None, has_mesh: bool, has_format: bool, tp_plan: bool) -> None:
-    """Raise UsageError for options that do not go together."""
-    options = given_options()
-    if "--draft" in options and (further := options - _HUB - {"--draft"}):
-        raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
-    if tp_plan and (further := options & _OF_MESH):
-        raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(further)}")
-    if report is not None and (not has_mesh or has_format or tp_plan):
-        raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
-
-
-# ----------------------------------------------------------------------------------------------------------- pushes
+        _print_degrees(model, request, as_json)
 
 
 def _plan_push(
     request: PlanRequest, trainer: str | None, receiver: str | None, link: float | None, report: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Plan a push. Raises UsageError, ReshardError."""
+    """Plan a push between running ranks. Raises UsageError, ReshardError."""
     from reshard.live.exports import routes
     from reshard.live.routing import LINK
     from reshard.source.opening import Access
@@ -166,16 +171,12 @@ def _plan_push(
         raise click.UsageError(f"--from and --to go without {min(further)}: write degrees as in vllm:tp4")
     about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
     plan, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
-    if as_json:
-        print_json(
-            {
-                "command": "plan", "source": str(request.source), "from": trainer, "to": receiver,
-                "bytes": plan.nbytes, "sent": plan.sent, "received": plan.received, "steps": len(plan.ends),
-                "link": link, "seconds_at_least": plan.bound(link), "digest": plan.digest,
-            }
-        )  # fmt: skip
-    else:
-        print_lines(f"{request.source}: {trainer} -> {receiver}, {plan.to_text(link=link)}")
+    document = {
+        "source": str(request.source), "from": trainer, "to": receiver, "bytes": plan.nbytes, "sent": plan.sent,
+        "received": plan.received, "steps": len(plan.ends), "link": link, "seconds_at_least": plan.bound(link),
+        "digest": plan.digest,
+    }  # fmt: skip
+    print_answer(as_json, document, f"{request.source}: {trainer} -> {receiver}, {plan.to_text(link=link)}")
     if report is not None:
         from reshard.pages.push_page import push_page
 
@@ -221,79 +222,46 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
+    """Print what each rank owns."""
     from formats.notation.format_file import OWN
-    from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
+    from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.ahead import download_of
     from reshard.placement.arrangement import arrangement_of
 
-    rows = rows_of(plan)
-    totals = totals_of(plan, rows)
     ends = (0, plan.mesh.size - 1)
     download = max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened.is_remote else 0
     if not as_json:
-        table = format_table(rows, terminal_width())
-        print_lines(_title(plan.model, source), "", *table, "", *totals_lines(plan, totals, download or None))
+        print_lines(plan.to_text(terminal_width(), source, download or None))
         return
+    rows = rows_of(plan)
+    totals = totals_of(plan, rows)
     keys = {"name": "tensor", "full": "full_shape", "local": "rank_shape", "replicated": "bytes_replicated"}
-    print_json(
-        {
-            "command": "plan",
-            "source": source,
-            "architecture": plan.model.architecture.name,
-            "mesh": plan.mesh,
-            "sizes": plan.model.sizes.of({}),
-            "padding": plan.padding,
-            "rows": [
-                fields_of(row, **keys, is_uneven="uneven") | {"copies": max(row.copies, default=1)} for row in rows
-            ],
-            **fields_of(
-                totals, bytes_least="bytes_per_rank_least", replicated="bytes_replicated_per_rank",
-                forward="", backward="",
-            ),
-            "download_per_rank": download or None,
-            "all_reduce_per_token": {
-                name: fields_of(one_pass, nbytes="bytes")
-                for name, one_pass in (("forward", totals.forward), ("backward", totals.backward))
-            },
-        }
-    )  # fmt: skip
-
-
-def _draw(plan: Plan, request: PlanRequest, file: Path) -> None:
-    """Write the page with the picture of a plan. Raises CheckpointError."""
-    from reshard.mesh.degrees import sweep
-    from reshard.pages.plan_page import Degree, plan_page
-
-    attempts = sweep(plan.model, pad=request.pad_vocab, uneven=request.uneven).attempts
-    degrees = [Degree(tried.degree, tried.refusal is None, _remark(plan.model, tried, request)) for tried in attempts]
-    write_report(file, plan_page(plan, str(request.source), degrees))
-    print_note(f"Drew the plan: {file}")
+    document = {
+        "source": source, "architecture": plan.model.architecture.name, "mesh": plan.mesh,
+        "sizes": plan.model.sizes.of({}), "padding": plan.padding,
+        "rows": [fields_of(row, **keys, is_uneven="uneven") | {"copies": max(row.copies, default=1)} for row in rows],
+    }  # fmt: skip
+    keys = {"bytes_least": "bytes_per_rank_least", "replicated": "bytes_replicated_per_rank"}
+    document |= fields_of(totals, **keys, forward="", backward="") | {"download_per_rank": download or None}
+    passes = {name: fields_of(getattr(totals, name), nbytes="bytes") for name in ("forward", "backward")}
+    print_json(document | {"all_reduce_per_token": passes})
 
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
+    from reshard.mesh.totals import title
     from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
-    if as_json:
-        document = {"command": "plan", "source": source, "format": format.name, "mesh": mesh}
-        print_json(document | {"rows": [fields_of(row) for row in rows]})
-        return
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
     for row in rows:
         sizes = (shape_text(row.shape) or "scalar", f"{row.tensors:,}", human_bytes(row.nbytes))
         cells.append((row.name, sources_text(row), row.how, row.dtype, *sizes))
-    width = terminal_width()
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
     names = ", ".join(dict.fromkeys(format.files.name_of(mesh, rank, 0) for rank in (0, mesh.size - 1)))
-    table = align(cells, right=(5, 6), width=width, elastic=(0, 1))
-    print_lines(_title(plan.model, source), "", *table, "", total, f"files: {names}")
-
-
-def _title(model: Model, source: str) -> str:
-    from reshard.mesh.totals import title
-
-    return f"{source}: {title(model)}"
+    table = align(cells, right=(5, 6), width=terminal_width(), elastic=(0, 1))
+    document = {"source": source, "format": format.name, "mesh": mesh, "rows": [fields_of(row) for row in rows]}
+    print_answer(as_json, document, f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {names}")
 
 
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
@@ -307,11 +275,8 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     if tp is not None:
         check_degrees(model, Mesh((("tp", tp),)))
     plan = transformers_plan(model, tp)
-    if as_json:
-        notes = {"gathered": plan.gathered, "whole": plan.whole, "degree_divides": list(plan.degrees_of)}
-        print_json({"tp_plan": plan.styles, **notes})
-    else:
-        print_lines(json.dumps(plan.styles, indent=2))
+    notes = {"gathered": plan.gathered, "whole": plan.whole, "degree_divides": list(plan.degrees_of)}
+    print_answer(as_json, {"tp_plan": plan.styles, **notes}, json.dumps(plan.styles, indent=2))
     for name, why in plan.gathered.items():
         print_note(f"{name}: split, its vector whole on every rank before and after: {why}")
     for name, why in plan.whole.items():
@@ -325,38 +290,29 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 
 
 def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
+    """Print which degrees are possible."""
     from reshard.mesh.degrees import sweep
+    from reshard.mesh.totals import title
 
     source, swept = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
     if as_json:
-        print_json(
+        attempts = [
             {
-                "command": "plan",
-                "source": source,
-                "architecture": model.architecture.name,
-                "sizes": model.sizes.of({}),
-                "valid_degrees": list(swept.valid),
-                "valid_ep_degrees": list(swept.valid_ep),
-                "degrees": [
-                    {
-                        "tp": attempt.degree,
-                        "valid": attempt.refusal is None,
-                        "reason": attempt.refusal and attempt.refusal.why,
-                        "possible_with": _other_ways(attempt),
-                    }
-                    for attempt in swept.attempts
-                ],
+                "tp": tried.degree, "valid": tried.refusal is None, "reason": tried.refusal and tried.refusal.why,
+                "possible_with": _other_ways(tried),
             }
-        )
+            for tried in swept.attempts
+        ]  # fmt: skip
+        document = {
+            "source": source, "architecture": model.architecture.name, "sizes": model.sizes.of({}),
+            "valid_degrees": swept.valid, "valid_ep_degrees": swept.valid_ep, "degrees": attempts,
+        }  # fmt: skip
+        print_json(document)
         return
-    cells = [("--tp", "possible", "")]
-    for attempt in swept.attempts:
-        cells.append((str(attempt.degree), "no" if attempt.refusal else "yes", _remark(model, attempt, request)))
-    print_lines(_title(model, source), "", *align(cells, right=(0,), width=None), "")
-    if len(swept.valid_ep) > 1:
-        print_lines(f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}.")
-    valid = ", ".join(map(str, swept.valid))
-    print_lines(f"Valid degrees: {valid}. 'reshard plan {source} --tp N' shows one in detail.")
+    table = align([("--tp", "possible", ""), *_rows(model, swept.attempts, request)], right=(0,), width=None)
+    of_ep = [f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}."] if len(swept.valid_ep) > 1 else []
+    valid = f"Valid degrees: {', '.join(map(str, swept.valid))}. 'reshard plan {source} --tp N' shows one in detail."
+    print_lines(f"{source}: {title(model)}", "", *table, "", *of_ep, valid)
 
 
 def _other_ways(attempt: Attempt) -> list[str]:
@@ -365,21 +321,25 @@ def _other_ways(attempt: Attempt) -> list[str]:
     return [" ".join(call(*setting) for setting in settings.items()) for settings in ways]
 
 
-def _remark(model: Model, attempt: Attempt, request: PlanRequest) -> str:
-    """Why a degree is refused; else the bytes per rank, what is replicated, what is dealt unevenly, what is padded."""
-    if attempt.refusal is not None:
-        ways = _other_ways(attempt)
-        return attempt.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
+def _rows(model: Model, attempts: Sequence[Attempt], request: PlanRequest) -> Iterator[tuple[str, str, str]]:
+    """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
+    unevenly, what is padded.
+    """
     from formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of, uneven_lines
     from reshard.placement.program_plan import plan_for
 
-    degree = attempt.degree
-    plan = plan_for(model, OWN, dataclasses.replace(request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False))
-    totals = totals_of(plan, rows_of(plan))
-    text = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
-    if degree > 1:
-        text += f", {totals.share_replicated:.1%} of it on other ranks too"
-    full = model.sizes.of({})
-    text += "".join(f", uneven: {line}" for line in uneven_lines(plan))
-    return text + "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
+    for tried in attempts:
+        if tried.refusal is not None:
+            ways = _other_ways(tried)
+            remark = tried.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
+            yield str(tried.degree), "no", remark
+            continue
+        degrees = dataclasses.replace(request, tp=tried.degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
+        plan, full = plan_for(model, OWN, degrees), model.sizes.of({})
+        totals = totals_of(plan, rows_of(plan))
+        remark = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
+        remark += f", {totals.share_replicated:.1%} of it on other ranks too" if tried.degree > 1 else ""
+        remark += "".join(f", uneven: {line}" for line in uneven_lines(plan))
+        remark += "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
+        yield str(tried.degree), "yes", remark

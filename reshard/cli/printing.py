@@ -1,74 +1,96 @@
-"""What commands print: results on stdout, as text or as one JSON document; notes on stderr.
+"""What commands print, and how they end.
 
-How far a long command is goes to stderr, too: as a bar on a terminal, elsewhere as a plain line every minute.
+A result goes to stdout, as text or as one JSON document; notes, how far a long command is (a bar on a terminal,
+elsewhere a plain line every minute), and the ``Error:`` and ``Hint:`` lines go to stderr.
+
+Exit codes: 0: done. 1: the answer is no (a command that answers returns whether it is yes). 2: the request cannot be
+carried out. 130: interrupted. 141: whoever read the output has closed it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
-from formats.errors import printable, redacted
-from formats.mesh import Mesh
-from reshard.cli.errors import print_result, say
-from reshard.system import disk_errors
+import click
+
+from formats.errors import MismatchError, ReshardError, one_line, printable, redacted
 from reshard.text import human_bytes, human_seconds, plural
 
+DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 SCHEMA_VERSION = 1
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+class UnprintableError(ReshardError):
+    """The result cannot be written to stdout, which is a file on a full disk, say."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the result cannot be printed: {error.strerror or error}")
 
 
 def print_lines(*lines: str) -> None:
     """Print lines of the result; what a terminal would obey in a name that was read is escaped."""
-    print_result("\n".join(printable(line) for text in lines for line in text.split("\n")))
-
-
-def print_pairs(pairs: Iterable[tuple[str, str]], width: int) -> None:
-    """Print ``label  text`` lines, indented by two, the labels ``width`` characters wide."""
-    for label, text in pairs:
-        print_lines(f"  {label:<{width}} {text}")
+    _print("\n".join(printable(line) for text in lines for line in text.split("\n")))
 
 
 def print_path(path: os.PathLike[str] | str) -> None:
     """Print a path byte for byte, whatever its encoding; a URL without its secrets."""
-    print_result(os.fsencode(redacted(path) if isinstance(path, str) else path))
-
-
-def print_note(text: str) -> None:
-    """Print one line on stderr: it is not part of the result."""
-    say(text)
-
-
-def write_report(file: Path, text: str) -> None:
-    """Write a page. Raises CheckpointError."""
-    from reshard.pages.markup import write_page
-
-    with disk_errors(file):
-        write_page(file, text)
+    _print(os.fsencode(redacted(path) if isinstance(path, str) else path))
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print the one document of ``--json``, with its ``schema_version`` first."""
-    plain = _plain({"schema_version": SCHEMA_VERSION, **document})
-    print_result(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
+    """Print the one document of ``--json``: its ``schema_version`` and the ``command`` stand first."""
+    first = {"schema_version": SCHEMA_VERSION, "command": click.get_current_context().info_name}
+    _print(json.dumps(_plain({**first, **document}), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_answer(as_json: bool, document: Mapping[str, Any], *lines: str) -> None:
+    """Print the document of ``--json``, or the same as text."""
+    print_json(document) if as_json else print_lines(*lines)
 
 
 def _plain(value: Any) -> Any:
     """The same document in JSON's types, its texts without secrets."""
     if isinstance(value, str | Path):
         return redacted(str(value))
-    if isinstance(value, Mesh):
+    if hasattr(value, "to_document"):  # a mesh
         return value.to_document()
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     return [*map(_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def _print(content: str | bytes) -> None:
+    """Write to stdout now. Raises UnprintableError, after which stdout leads nowhere; BrokenPipeError."""
+    try:
+        click.echo(content)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop(sys.stdout)
+        raise UnprintableError(error) from None
+
+
+@contextlib.contextmanager
+def work_is_done() -> Iterator[None]:
+    """In this block the work is done: that its summary cannot be printed (a full disk) is said, and is no failure."""
+    try:
+        yield
+    except UnprintableError as error:
+        print_note(f"Warning: this has been done, but {error.message}")
 
 
 def fields_of(result: Any, **keys: str) -> dict[str, Any]:
@@ -83,20 +105,80 @@ def fields_of(result: Any, **keys: str) -> dict[str, Any]:
     return named
 
 
+def pair_lines(*pairs: tuple[str, str]) -> list[str]:
+    """``label  text`` lines, indented by two."""
+    return [f"  {label:<11} {text}" for label, text in pairs]
+
+
 def terminal_width() -> int | None:
     """Columns of the terminal that stdout is; None if it is not one."""
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
-INTERVAL = 60.0
-"""Seconds between two plain lines."""
+def write_report(file: Path, text: str) -> None:
+    """Write a page, whole or not at all; a file that exists is replaced. Raises CheckpointError."""
+    from reshard.system import disk_errors
+
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    with disk_errors(file):
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- notes
+
+
+def print_note(text: str) -> None:
+    """One line on stderr. It is not part of the result: that it cannot be printed ends nothing."""
+    _print_aside(one_line(text) + "\n")
+
+
+def print_error(message: str, hint: str | None = None) -> None:
+    """One ``Error:`` line and at most one ``Hint:`` line, on stderr."""
+    colour = bool(os.environ.get("FORCE_COLOR")) or (_is_terminal() and not os.environ.get("NO_COLOR"))
+    label = click.style("Error:", fg="red", bold=True) if colour else "Error:"
+    _print_aside(f"{label} {one_line(message)}\n", colour=colour)
+    if hint:
+        print_note(f"Hint: {hint}")
+
+
+def print_traceback(error: BaseException) -> None:
+    """The traceback of an exception, on stderr."""
+    import traceback
+
+    _print_aside(printable("".join(traceback.format_exception(error))))
+
+
+def _print_aside(text: str, colour: bool | None = None) -> None:
+    try:
+        click.echo(text, err=True, nl=False, color=colour)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what could not be written lead nowhere, or Python would try again at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is a terminal that has colours and can redraw a line."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def bars_are_wanted() -> bool:
     """Whether stderr is a terminal that can redraw a line, and the environment does not switch bars off."""
-    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return False
-    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return (
+        os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() not in {"1", "ON", "YES", "TRUE"} and _is_terminal()
+    )
+
+
+INTERVAL = 60.0
+"""Seconds between two plain lines."""
 
 
 class Progress:
@@ -125,7 +207,7 @@ class Progress:
             if self._began is None:
                 self._began, self._last = (now, moved), now
             if self._has_bar:
-                with suppress(OSError):  # a terminal that has gone ends no work
+                with contextlib.suppress(OSError):  # a terminal that has gone ends no work
                     self._draw(moved, total, again)
             elif now - self._last >= INTERVAL:
                 self._last = now
@@ -161,3 +243,111 @@ class Progress:
             self._bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
         self._bar.total = total
         self._bar.update(max(0, moved - self._bar.n))
+
+
+# ------------------------------------------------------------------------------------------------- how a command ends
+
+
+def show_tracebacks(context: click.Context, _: click.Parameter, value: bool) -> None:
+    """The callback of ``--debug``, which any command takes: click's context has a dict for one run."""
+    if value:
+        context.ensure_object(dict)["tracebacks"] = True
+
+
+def tracebacks_are_wanted() -> bool:
+    """Whether the command that is running was given ``--debug``."""
+    return bool(click.get_current_context().ensure_object(dict).get("tracebacks"))
+
+
+class StoppedError(Exception):
+    """Ctrl-C in a command that says what is kept of its work; click would drop the text of KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """In this block, Ctrl-C ends the command with the text of the KeyboardInterrupt."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise StoppedError(*stop.args) from None
+
+
+def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name, print what goes wrong, and return the exit code."""
+    run = dict[str, bool]()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # names of files need not be UTF-8, and are shown as \udcff, which in JSON is the very name
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = _run(group, arguments, run)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _closed_pipe()
+    except OSError as error:
+        _drop(sys.stdout)
+        return _fail(UnprintableError(error).message) if code == DONE else code
+    return code
+
+
+def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
+    try:
+        code = group.main(list(arguments), prog_name="reshard", standalone_mode=False, obj=run)
+        if isinstance(code, bool):
+            return DONE if code else NO
+        return code if isinstance(code, int) else DONE
+    except click.NoSuchOption as error:
+        return _no_such_option(error, group, arguments)
+    except click.UsageError as error:
+        return _fail(error.format_message(), f"see '{error.ctx.command_path if error.ctx else 'reshard'} --help'")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except ReshardError as error:
+        code = NO if isinstance(error, MismatchError) else FAILED
+        return _fail(error.message, error.hint, code=code, traceback="tracebacks" in run)
+    except (StoppedError, KeyboardInterrupt, click.Abort) as stop:
+        has_words = isinstance(stop, StoppedError) and stop.args
+        print_note(f"reshard: interrupted: {stop}" if has_words else "reshard: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _closed_pipe()
+    except SystemExit as stop:
+        # Outside of shell completion click exits by itself for a closed pipe alone, with a code that means "no".
+        if stop.code and "_RESHARD_COMPLETE" not in os.environ:
+            return _closed_pipe()
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", traceback="tracebacks" in run)
+    except MemoryError:
+        return _fail("there is not enough memory", traceback="tracebacks" in run)
+    except Exception as error:
+        hint = None if "tracebacks" in run else "run the same command with --debug and report what it shows"
+        return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback="tracebacks" in run)
+
+
+def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:
+    """Say which option was meant: by one with a single dash, too (``-tp 2``), of which click knows the first letter."""
+    from formats.hints import meaning, nearest, synonym, with_hint  # for an error alone
+
+    assert error.ctx is not None
+    names = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]
+    word = next((word.partition("=")[0] for word in arguments if word.startswith(error.option_name)), error.option_name)
+    option = f"--{synonym(word).lstrip('-')}"
+    commands = [group.get_command(error.ctx, name) for name in group.list_commands(error.ctx)]
+    owners = [str(other.name) for other in commands if other and any(option in param.opts for param in other.params)]
+    elsewhere = f"{option} is an option of {', '.join(owners)}" if owners else ""
+    hint = meaning(word, names) or elsewhere or nearest(word, names)
+    return _fail(f"No such option '{word}'", with_hint(hint, f"see '{error.ctx.command_path} --help'"))
+
+
+def _fail(message: str, hint: str | None = None, *, code: int = FAILED, traceback: bool = False) -> int:
+    if traceback and (error := sys.exception()) is not None:
+        print_traceback(error)
+    print_error(message, hint)
+    return code
+
+
+def _closed_pipe() -> int:
+    """Whoever read our output has gone (``| head``): end silently, as a program killed by SIGPIPE does."""
+    _drop(sys.stdout)
+    return CLOSED_PIPE

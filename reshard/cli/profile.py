@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of, speed
-from reshard.cli.printing import print_json, print_lines, print_note, write_report
+from reshard.cli.printing import print_answer, print_note, write_report
 from reshard.text import size_of
 
 _LEAST_MEMORY = 1_000_000
@@ -86,7 +86,4 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
 
         write_report(report, page(document))
         print_note(f"Drew the profile: {report}")
-    if as_json:
-        print_json(document)
-    else:
-        print_lines(str(result))
+    print_answer(as_json, document, str(result))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.cli.errors import resumable, work_is_done
 from reshard.cli.options import (
     MESH,
     PADDING,
@@ -28,7 +27,7 @@ from reshard.cli.options import (
     rank,
     request_of,
 )
-from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path
+from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path, resumable, work_is_done
 
 if TYPE_CHECKING:
     from reshard.writing.rewrite import Summary, WriteRequest

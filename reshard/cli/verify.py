@@ -9,15 +9,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from formats.errors import CheckpointError, ReshardError
-from reshard.cli.errors import print_error, print_traceback, tracebacks_are_wanted
 from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
-from reshard.cli.printing import Progress, bars_are_wanted, print_json, print_lines, print_note, write_report
+from reshard.cli.printing import (
+    Progress,
+    bars_are_wanted,
+    print_answer,
+    print_error,
+    print_json,
+    print_lines,
+    print_note,
+    print_traceback,
+    tracebacks_are_wanted,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from verify.command import VerifyRequest
@@ -78,13 +89,10 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     request = request_of(VerifyRequest, options, exact_only=exact_only, quiet=quiet or as_json)
     if is_dry:
         result = needs(request)
-        print_json({"command": "verify", "needs": asdict(result)}) if as_json else print_lines(str(result))
+        print_answer(as_json, {"needs": asdict(result)}, str(result))
         return 0
     answer = request.begin()
-
-    def finish() -> int:
-        return _finish(answer, report, as_json=as_json, quiet=quiet)
-
+    finish = partial(_finish, answer, report, as_json=as_json, quiet=quiet)
     with one_line_when_interrupted(_interrupted):
         is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # by torchrun, say
         if not is_launched or (exact_only and os.environ["RANK"] == "0"):

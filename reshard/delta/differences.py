@@ -75,14 +75,9 @@ class Distance:
         )  # fmt: skip
 
 
-def has_numbers(dtype: str) -> bool:
-    """Whether elements of a dtype are compared as numbers."""
-    return dtype in _VALUES
-
-
 def distance(a: Codes, b: Codes, dtype: str) -> Distance:
     """The distance of elements that differ."""
-    if not has_numbers(dtype):
+    if dtype not in _VALUES:
         return Distance(a.size)
     with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
         old, new = (_VALUES[dtype](codes).astype(np.float64) for codes in (a, b))
@@ -174,7 +169,7 @@ class Diff(Result):
         """A table of the tensors that differ, and the answer."""
 
         rows = rows_of([tensor for tensor in self.tensors if tensor.kind != SAME])
-        table = align([HEAD, *map(cells, rows)], right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
+        table = align([HEAD, *rows], right=(1, 3, 4, 5, 6), width=width, elastic=(0,))
         config = [f"config.json differs: {listed(self.config, 5)}."] if self.config else []
         return "\n".join([*(table if rows else []), *config, self.headline])
 
@@ -215,7 +210,7 @@ def differences(
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
     alike = {name: diff for name, tensor in of_a.items() if (diff := _known(tensor, of_b.get(name))).kind == SAME}
     sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
-    total, moved, distances = sum(sizes.values()), 0, dict[str, Distance]()
+    total, moved = sum(sizes.values()), 0
     opened, elsewhere = Opened(), a.is_remote or b.is_remote
     contents = [tensors_of(side) for side in (a, b)] if alike else []
 
@@ -224,7 +219,9 @@ def differences(
             dtype, distant = of_a[name].dtype, Distance()
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
-                same = _equal(pair.left, pair.right)
+                whole = pair.left.size // 8 * 8  # words first: that is faster
+                same = np.array_equal(pair.left[:whole].view("<u8"), pair.right[:whole].view("<u8"))
+                same = same and bool((pair.left[whole:] == pair.right[whole:]).all())
                 if keep is not None:
                     keep(name, pair, same)
                 if not same:
@@ -232,19 +229,21 @@ def differences(
                     wrong = left_codes != right_codes
                     distant = distant.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
                 report(pair.left.size)
-            distances[name] = distant
+            elements, has_numbers = sizes[name] // unit_of(dtype), bool(distant.changed) and dtype in _VALUES
+            alike[name] = replace(
+                alike[name], kind=CHANGED if distant.changed else SAME, elements=elements, changed=distant.changed,
+                largest=distant.largest if has_numbers else None, ulps=distant.ulps, other=distant.other,
+                rms=math.sqrt(distant.squares / elements) if has_numbers else None,
+            )  # fmt: skip
 
     def compared(nbytes: int) -> None:
         nonlocal moved
         moved += nbytes
         progress(moved, total)
 
-    names = Shared(alike)
+    names = Shared([*alike])
     work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
-    tensors = [
-        _measured(alike[name], sizes[name], distances[name]) if name in alike else _known(tensor, of_b.get(name))
-        for name, tensor in of_a.items()
-    ]
+    tensors = [alike.get(name) or _known(tensor, of_b.get(name)) for name, tensor in of_a.items()]
     tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()
@@ -261,50 +260,39 @@ def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
     return TensorDiff(tensor.name, kind, (tensor.dtype, other.dtype), (tensor.shape, other.shape))
 
 
-def _measured(tensor: TensorDiff, nbytes: int, distant: Distance) -> TensorDiff:
-    dtype = str(tensor.dtypes[0])
-    elements, numbers = nbytes // unit_of(dtype), bool(distant.changed) and has_numbers(dtype)
-    return TensorDiff(
-        tensor.name, CHANGED if distant.changed else SAME, tensor.dtypes, tensor.shapes, elements, distant.changed,
-        distant.largest if numbers else None, math.sqrt(distant.squares / elements) if numbers else None,
-        distant.ulps, distant.other,
-    )  # fmt: skip
-
-
-def _equal(a: Bytes, b: Bytes) -> bool:
-    whole = a.size // 8 * 8
-    if not np.array_equal(a[:whole].view("<u8"), b[:whole].view("<u8")):
-        return False
-    return whole == a.size or bool((a[whole:] == b[whole:]).all())
-
-
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
 """What the cells of a row are."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Tensors of one kind whose names differ in one number. ``name`` has all numbers: ``layers.{10..14}.mlp``."""
+def rows_of(tensors: Sequence[TensorDiff]) -> list[tuple[str, ...]]:
+    """The cells of a table of tensors that differ; empty where there is nothing to say.
 
-    name: str
-    tensors: tuple[TensorDiff, ...]
-
-
-def rows_of(tensors: Sequence[TensorDiff]) -> list[Row]:
-    """Tensors that differ, those of one name, kind, dtype and shape together."""
+    Those of one name, kind, dtype and number of dimensions are one row, with all numbers in the name:
+    ``layers.{10..14}.mlp``.
+    """
     groups: dict[tuple[object, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         ranks = tuple(shape and len(shape) for shape in tensor.shapes)
         groups.setdefault((without_numbers(tensor.name, "{}"), tensor.kind, tensor.dtypes, ranks), []).append(tensor)
-    return [Row(_joint(str(key[0]), group), tuple(group)) for key, group in groups.items()]
-
-
-def _joint(template: str, tensors: Sequence[TensorDiff]) -> str:
-    """A name with the numbers of all in place of each of its own."""
-    numbers = zip(*(numbers_in(tensor.name) for tensor in tensors), strict=True)
-    parts = template.split("{}")
-    texts = ["", *map(_ranges, numbers)]
-    return "".join(text + part for text, part in zip(texts, parts, strict=True))
+    rows = []
+    for (template, kind, *_), alike in groups.items():
+        numbers = zip(*(numbers_in(tensor.name) for tensor in alike), strict=True)
+        parts = zip(["", *map(_ranges, numbers)], str(template).split("{}"), strict=True)
+        cells = [str(kind), "", "", "", ""]
+        if kind == CHANGED:
+            other, elements = sum(tensor.other for tensor in alike), sum(tensor.elements for tensor in alike)
+            cells[0] += f" ({other:,} inf or NaN)" if other else ""
+            cells[1] = percent_text(share_of(alike))
+            if alike[0].largest is not None:
+                rms = math.sqrt(sum((tensor.rms or 0.0) ** 2 * tensor.elements for tensor in alike) / elements)
+                ulps = largest_ulps(*(tensor.ulps for tensor in alike))
+                largest = max(tensor.largest or 0.0 for tensor in alike)
+                cells[2:] = f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"
+        elif kind in (DTYPE, SHAPE):
+            shapes = [shape_text(shape or ()) for shape in alike[0].shapes]
+            cells[0] += f" {' -> '.join(map(str, alike[0].dtypes if kind == DTYPE else shapes))}"
+        rows.append(("".join(text for pair in parts for text in pair), f"{len(alike):,}", *cells))
+    return rows
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -313,27 +301,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     texts = [f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else str(a) for a, b in runs]
     text = ",".join(texts)
     return text if text.isdigit() else f"{{{text}}}"
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """What ``HEAD`` names, as text; empty where there is nothing to say."""
-    return row.name, f"{len(row.tensors):,}", *_numbers(row.tensors)
-
-
-def _numbers(tensors: Sequence[TensorDiff]) -> tuple[str, str, str, str, str]:
-    first = tensors[0]
-    if first.kind != CHANGED:
-        sides = {DTYPE: first.dtypes, SHAPE: tuple(shape_text(shape or ()) for shape in first.shapes)}
-        values = " -> ".join(map(str, sides[first.kind])) if first.kind in sides else ""
-        return f"{first.kind} {values}".rstrip(), "", "", "", ""
-    elements, other = sum(t.elements for t in tensors), sum(t.other for t in tensors)
-    what = f"changed ({other:,} inf or NaN)" if other else "changed"
-    share = percent_text(share_of(tensors))
-    if first.largest is None:
-        return what, share, "", "", ""
-    rms = math.sqrt(sum((t.rms or 0.0) ** 2 * t.elements for t in tensors) / elements)
-    largest, ulps = max(t.largest or 0.0 for t in tensors), largest_ulps(*(t.ulps for t in tensors))
-    return what, share, f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"
 
 
 def share_of(tensors: Sequence[TensorDiff]) -> float:

@@ -6,9 +6,8 @@ import dataclasses
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -34,50 +33,18 @@ from formats.files.delta import (
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
-from reshard.delta.differences import (
-    CHANGED,
-    HERE,
-    PIECE,
-    Diff,
-    Pair,
-    TensorDiff,
-    codes_of,
-    differences,
-    pairs,
-)
+from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
-from reshard.transforms.tensors import Opened, Tensor, tensors_of
+from reshard.transforms.tensors import Opened, tensors_of
 from reshard.writing.output import Output
 
-
-class _Sums:
-    """The checksums of each tensor on both sides."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes, self._open = sizes, dict[str, tuple[PartialSum, PartialSum]]()
-        self.values: dict[str, tuple[str, str]] = {}
-
-    def compared(self, name: str, pair: Pair, same: bool) -> None:
-        """Add bytes of both sides."""
-        if name not in self._open:
-            self._open[name] = PartialSum(self._sizes[name]), PartialSum(self._sizes[name])
-        sum_a, sum_b = self._open[name]
-        part, size = sum_part(pair.left, pair.begin), pair.left.size
-        sum_a.add(pair.begin, size, part)
-        sum_b.add(pair.begin, size, part if same else sum_part(pair.right, pair.begin))
-        if sum_a.is_complete:
-            self.values[name] = sum_a.value(), sum_b.value()
-            del self._open[name]
-
-    def of(self, name: str) -> tuple[str, str]:
-        """Both checksums of a tensor."""
-        empty = PartialSum(0).value()
-        return self.values.get(name, (empty, empty))
+Sums = dict[str, tuple[str, str]]
+"""The checksums of each tensor that was compared, on both sides."""
 
 
 def write_delta(
@@ -93,25 +60,37 @@ def write_delta(
     if is_compressed:
         require_zstd()
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
-    right = tensors_of(b)
-    sums = _Sums({name: tensor_bytes(name, tensor.dtype, tensor.shape) for name, tensor in right.items()})
-    diff = differences(a, b, sums.compared, progress, aliases=True)
+    sums, begun = Sums(), dict[str, tuple[PartialSum, PartialSum]]()
+    sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
+    sizes |= {second: sizes[first] for second, first in b.aliases.items()}
+
+    def add(name: str, pair: Pair, same: bool) -> None:
+        if name not in begun:
+            begun[name] = PartialSum(sizes[name]), PartialSum(sizes[name])
+        sum_a, sum_b = begun[name]
+        part, size = sum_part(pair.left, pair.begin), pair.left.size
+        sum_a.add(pair.begin, size, part)
+        sum_b.add(pair.begin, size, part if same else sum_part(pair.right, pair.begin))
+        if sum_a.is_complete:
+            sums[name] = sum_a.value(), sum_b.value()
+            del begun[name]
+
+    diff = differences(a, b, add, progress, aliases=True)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"  # named first: Ctrl-C may come when it is made
     building = temporary / "delta"
     try:
         with disk_errors(out):
             temporary.mkdir(mode=0o700)
             building.mkdir()
-        changed = _Changed(diff, sums, tensors_of(a), right, Opened())
-        written = (_write_frames if is_compressed else _write_smallest)(changed, building)
+        file, stored, changes = _write(a, b, diff, sums, building, is_compressed=is_compressed)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
         files = tuple(SourceFileRecord(file.name, file.size, None, file.header) for file in new.files)
-        delta = Delta(building, (written.file,), written.changes, files, dict(new.documents), sides)
+        delta = Delta(building, (file,), changes, files, dict(new.documents), sides)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))
             if is_compressed:
-                (building / INDEX).write_bytes(index_text(version_of(out.name), written.stored))
+                (building / INDEX).write_bytes(index_text(version_of(out.name), stored))
         a.check_unchanged()
         b.check_unchanged()
         with disk_errors(out):
@@ -122,88 +101,73 @@ def write_delta(
     return dataclasses.replace(diff, tensors=tuple(tensor for tensor in diff.tensors if tensor.name not in again))
 
 
+def _write(
+    a: Source, b: Source, diff: Diff, sums: Sums, folder: Path, *, is_compressed: bool
+) -> tuple[str, list[str], Mapping[str, Change]]:
+    """Write what changed: each tensor the smallest way, or compressed as a frame; whole, if the base has none like it.
+
+    Returns the file, the tensors that it has, and how each tensor of the result comes about. The header of frames, of
+    which the length depends on theirs, is written last, where there was room for the longest.
+    """
+    left, right, opened = tensors_of(a), tensors_of(b), Opened()
+    changes, ways, parts, checks = dict[str, Change](), dict[str, str](), dict[str, list[Entry]](), dict[str, str]()
+    empty = (PartialSum(0).value(),) * 2
+    for tensor in diff.tensors:
+        name, dtype, way, count = tensor.name, str(tensor.dtypes[1]), WHOLE, tensor.changed
+        if tensor.kind == HERE:
+            changes[name] = Change(GONE, None, None)
+            continue
+        if tensor.kind == UNCHANGED:
+            changes[name] = Change(SAME, *sums.get(name, empty))
+            continue
+        if tensor.kind == CHANGED and is_compressed:
+            way, checks[name], count = XOR, "0" * 8, 2 * tensor_bytes(name, dtype, right[name].shape) + STEP
+        elif tensor.kind == CHANGED:
+            way = smallest(dtype, tensor.elements, tensor.changed)
+        ways[name], parts[name] = way, stored_as(name, dtype, right[name].shape, way, count)
+    entries = [part for named in parts.values() for part in named]
+    if not is_compressed:
+        entries.sort(key=lambda entry: -DTYPE_BITS[entry[1]])
+    file, header = COMPRESSED if is_compressed else CONTENT, build_header(entries, {"format": "delta"} | checks)
+    infos = parse_header(header, folder / file, None).tensors
+    with disk_errors(folder), (folder / file).open("xb") as stream:
+        if not is_compressed:
+            reserve(stream.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
+        stream.seek(len(header))
+        for tensor in (tensor for tensor in diff.tensors if tensor.name in ways):
+            name, nbytes = tensor.name, tensor_bytes(tensor.name, right[tensor.name].dtype, right[tensor.name].shape)
+            if not is_compressed:
+                stream.seek(infos[parts[name][0][0]].offset)
+            if ways[name] == WHOLE:
+                total = PartialSum(nbytes)
+                for begin in range(0, nbytes, PIECE):
+                    content = right[name].content.read(opened, begin, min(begin + PIECE, nbytes))
+                    total.add(begin, len(content), sum_part(content, begin))
+                    stream.write(content)
+                changes[name] = Change(WHOLE, sums[name][0] if tensor.kind == CHANGED else None, total.value())
+                continue
+            changes[name] = Change(ways[name], *sums[name])
+            both = pairs([left[name].content, right[name].content], nbytes, opened)
+            if ways[name] == XOR:
+                begin, check, frame = stream.tell(), Adler32(), compressor(nbytes)
+                for _, old, new in both:
+                    check.update(new.data)
+                    stream.write(frame.compress((old ^ new).data))
+                stream.write(frame.flush())
+                checks[name], parts[name] = check.hexdigest(), [(name, "U8", (stream.tell() - begin,))]
+            else:
+                _write_sparse(tensor, both, [infos[part] for part, *_ in parts[name]], stream)
+        stream.seek(0)
+        if is_compressed:
+            entries = [part for named in parts.values() for part in named]
+            text = build_header(entries, {"format": "delta"} | checks)[8:].ljust(len(header) - 8)
+            header = (len(text)).to_bytes(8, "little") + text
+        stream.write(header)
+    return file, [name for name, *_ in entries], changes
+
+
 Entry = tuple[str, str, tuple[int, ...]]
 """A stored tensor: name, dtype and shape."""
-
-
-class _Written(NamedTuple):
-    """The file that was written, what it has, and how each tensor of the result comes about."""
-
-    file: str
-    stored: Sequence[str]
-    changes: Mapping[str, Change]
-
-
-@dataclass(frozen=True)
-class _Changed:
-    """What differs, to be read once more."""
-
-    diff: Diff
-    sums: _Sums
-    left: Mapping[str, Tensor]
-    right: Mapping[str, Tensor]
-    opened: Opened
-
-    @property
-    def tensors(self) -> list[TensorDiff]:
-        """The tensors of which something is stored."""
-        return [tensor for tensor in self.diff.tensors if tensor.kind not in (UNCHANGED, HERE)]
-
-    def unchanged(self) -> dict[str, Change]:
-        """How the other tensors come about."""
-        return {
-            tensor.name: Change(GONE, None, None) if tensor.kind == HERE else Change(SAME, *self.sums.of(tensor.name))
-            for tensor in self.diff.tensors
-            if tensor.kind in (UNCHANGED, HERE)
-        }
-
-    def pairs(self, tensor: TensorDiff) -> Iterator[Pair]:
-        """The bytes of a tensor on both sides, in the order of its elements."""
-        sides = [side[tensor.name].content for side in (self.left, self.right)]
-        return pairs(sides, tensor_bytes(*_kind(tensor)), self.opened)
-
-    def write_whole(self, tensor: TensorDiff, stream: BinaryIO) -> Change:
-        """Write a tensor of the second checkpoint."""
-        content, nbytes = self.right[tensor.name].content, tensor_bytes(*_kind(tensor))
-        total = PartialSum(nbytes)
-        for begin in range(0, nbytes, PIECE):
-            part = content.read(self.opened, begin, min(begin + PIECE, nbytes))
-            total.add(begin, len(part), sum_part(part, begin))
-            stream.write(part)
-        return Change(WHOLE, self.sums.of(tensor.name)[0] if tensor.kind == CHANGED else None, total.value())
-
-
-def _kind(tensor: TensorDiff) -> Entry:
-    """A tensor as the second checkpoint has it."""
-    return tensor.name, str(tensor.dtypes[1]), tensor.shapes[1] or ()
-
-
-# --------------------------------------------------------------------------------------------------- the smallest way
-
-
-def _way(tensor: TensorDiff) -> str:
-    """The smallest way to store a tensor."""
-    return smallest(str(tensor.dtypes[1]), tensor.elements, tensor.changed) if tensor.kind == CHANGED else WHOLE
-
-
-def _write_smallest(delta: _Changed, folder: Path) -> _Written:
-    """Write each tensor the smallest way."""
-    entries = {tensor.name: stored_as(*_kind(tensor), _way(tensor), tensor.changed) for tensor in delta.tensors}
-    ordered = sorted((part for parts in entries.values() for part in parts), key=lambda entry: -DTYPE_BITS[entry[1]])
-    header, changes = build_header(ordered, {"format": "delta"}), delta.unchanged()
-    infos = parse_header(header, folder / CONTENT, None).tensors
-    with disk_errors(folder), (folder / CONTENT).open("xb") as stream:
-        reserve(stream.fileno(), len(header) + sum(info.nbytes for info in infos.values()))
-        stream.write(header)
-        for tensor in delta.tensors:
-            parts = [infos[name] for name, *_ in entries[tensor.name]]
-            if _way(tensor) == WHOLE:
-                stream.seek(parts[0].offset)
-                changes[tensor.name] = delta.write_whole(tensor, stream)
-            else:
-                _write_sparse(tensor, delta.pairs(tensor), parts, stream)
-                changes[tensor.name] = Change(_way(tensor), *delta.sums.of(tensor.name))
-    return _Written(CONTENT, [*infos], changes)
 
 
 def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[TensorInfo], stream: BinaryIO) -> None:
@@ -222,45 +186,3 @@ def _write_sparse(tensor: TensorDiff, pairs: Iterator[Pair], infos: Sequence[Ten
         at += changed.size
     if at != tensor.changed:
         raise CheckpointError(f"tensor '{tensor.name}' changed while it was read")
-
-
-# -------------------------------------------------------------------------------------------------------- compressed
-
-
-def _write_frames(delta: _Changed, folder: Path) -> _Written:
-    """Write each tensor as a frame, or whole if the base has none of its shape.
-
-    The header, of which the length depends on the frames', is written last, where there was room for the longest.
-    """
-    checks = {tensor.name: "0" * 8 for tensor in delta.tensors if tensor.kind == CHANGED}
-    most = [
-        (tensor.name, "U8", (2 * tensor_bytes(*_kind(tensor)) + STEP,)) if tensor.name in checks else _kind(tensor)
-        for tensor in delta.tensors
-    ]
-    room = len(build_header(most, {"format": "delta"} | checks))
-    changes, entries = delta.unchanged(), list[Entry]()
-    with disk_errors(folder), (folder / COMPRESSED).open("xb") as stream:
-        stream.seek(room)
-        for tensor in delta.tensors:
-            if tensor.name in checks:
-                begin, nbytes = stream.tell(), tensor_bytes(*_kind(tensor))
-                checks[tensor.name] = _write_frame(delta.pairs(tensor), nbytes, stream)
-                changes[tensor.name] = Change(XOR, *delta.sums.of(tensor.name))
-                entries.append((tensor.name, "U8", (stream.tell() - begin,)))
-            else:
-                changes[tensor.name] = delta.write_whole(tensor, stream)
-                entries.append(_kind(tensor))
-        header = build_header(entries, {"format": "delta"} | checks)[8:].ljust(room - 8)
-        stream.seek(0)
-        stream.write((room - 8).to_bytes(8, "little") + header)
-    return _Written(COMPRESSED, [name for name, *_ in entries], changes)
-
-
-def _write_frame(pairs: Iterator[Pair], nbytes: int, stream: BinaryIO) -> str:
-    """Write a tensor's change; returns the new bytes' checksum."""
-    check, frame = Adler32(), compressor(nbytes)
-    for _, a, b in pairs:
-        check.update(b.data)
-        stream.write(frame.compress((a ^ b).data))
-    stream.write(frame.flush())
-    return check.hexdigest()

@@ -142,13 +142,15 @@ class Plan(Result):
 
         return f"{self.mesh}, {title(self.model)}"
 
-    def to_text(self, width: int | None = None) -> str:
-        """The table and the totals of ``reshard plan --tp N``."""
-        from reshard.mesh.totals import format_table, rows_of, totals_lines, totals_of
+    def to_text(self, width: int | None = None, source: str | None = None, download: int | None = None) -> str:
+        """The table and the totals of ``reshard plan --tp N``, with a ``source``'s name and what is fetched of it."""
+        from reshard.mesh.totals import format_table, rows_of, title, totals_lines, totals_of
 
         rows = rows_of(self)
-        totals = totals_lines(self, totals_of(self, rows))
-        return "\n".join([self.headline, "", *format_table(rows, width), "", *totals])
+        head = self.headline if source is None else f"{source}: {title(self.model)}"
+        return "\n".join(
+            [head, "", *format_table(rows, width), "", *totals_lines(self, totals_of(self, rows), download)]
+        )
 
     @cached_property
     def unsplit(self) -> Plan:

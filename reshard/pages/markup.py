@@ -1,7 +1,6 @@
 """HTML and SVG, escaped by construction: everything that is not ``Html`` becomes text, here and in the templates.
 
-Names of tensors come from files that nobody has to trust. A page needs nothing else, and is written whole or not at
-all.
+Names of tensors come from files that nobody has to trust. A page needs nothing else.
 
 All plots are made of a frame, the lines of a grid, and marks that tell their numbers. A mark that is hovered or
 tapped shows its numbers at the top, without any script, so that a page may forbid them.
@@ -12,10 +11,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,16 +63,6 @@ def html_page(template: str, title: str, **values: object) -> str:
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets if sheet.is_file())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return _TEMPLATES.get_template(template).render(values, title=title, style=Html(style), digest=digest)
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; a file that exists is replaced. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 WIDTHS = {"wide": 860, "narrow": 340}
@@ -196,26 +183,29 @@ def matrix(
     widest: float = math.inf,
 ) -> Html:  # fmt: skip
     """A picture of rows with a label each, and a cell for each column, of at most this width; None for no cell."""
-    return both_widths(partial(_matrix, rows, columns, title, description, widest))
+
+    def draw(name: str, width: int) -> Html:
+        labels = [shorten(label, int(width * 0.45 / CHARACTER)) for label, _ in rows]
+        margin = int(max(map(len, labels)) * CHARACTER) + 12
+        wide = min(widest, (width - margin - 8) / len(columns))
+        high, marks = min(28.0, max(16.0, wide)), list[Html]()
+        frame = Frame(name, width, TOP + 22 + high * len(rows), margin, 8)
+        if len(columns) > 1:
+            places = ((margin + (i + 0.5) * wide, label) for i, label in enumerate(columns))
+            marks += [label for _, label in frame.labels_below(places, TOP + 12)]
+        for row, (label, (_, cells)) in enumerate(zip(labels, rows, strict=True)):
+            y = TOP + 18 + row * high
+            marks.append(text(margin - 6, y + high / 2 + 4, label, "label", "end"))
+            for x, cell in ((margin + column * wide, cell) for column, cell in enumerate(cells) if cell is not None):
+                mark = rectangle(cell.kind, x + 0.5, y + 1, max(wide - 1, 1), high - 2)
+                dark = mark if cell.opacity == 1 else element("g", mark, opacity=f"{cell.opacity:.2f}")
+                marks.append(frame.hot(rectangle("hit", x, y, wide, high), dark, cell.name, cell.numbers))
+        return frame.svg(joined(*marks), title, description)
+
+    return both_widths(draw)
 
 
-def _matrix(
-    rows: Sequence[tuple[str, Sequence[Cell | None]]], columns: Sequence[str], title: str, description: str,
-    widest: float, name: str, width: int,
-) -> Html:  # fmt: skip
-    labels = [shorten(label, int(width * 0.45 / CHARACTER)) for label, _ in rows]
-    margin = int(max(map(len, labels)) * CHARACTER) + 12
-    wide = min(widest, (width - margin - 8) / len(columns))
-    high, marks = min(28.0, max(16.0, wide)), list[Html]()
-    frame = Frame(name, width, TOP + 22 + high * len(rows), margin, 8)
-    if len(columns) > 1:
-        places = ((margin + (i + 0.5) * wide, label) for i, label in enumerate(columns))
-        marks += [label for _, label in frame.labels_below(places, TOP + 12)]
-    for row, (label, (_, cells)) in enumerate(zip(labels, rows, strict=True)):
-        y = TOP + 18 + row * high
-        marks.append(text(margin - 6, y + high / 2 + 4, label, "label", "end"))
-        for x, cell in ((margin + column * wide, cell) for column, cell in enumerate(cells) if cell is not None):
-            mark = rectangle(cell.kind, x + 0.5, y + 1, max(wide - 1, 1), high - 2)
-            dark = mark if cell.opacity == 1 else element("g", mark, opacity=f"{cell.opacity:.2f}")
-            marks.append(frame.hot(rectangle("hit", x, y, wide, high), dark, cell.name, cell.numbers))
-    return frame.svg(joined(*marks), title, description)
+def groups(count: int, most: int) -> Sequence[range]:
+    """So many rows or columns in groups of neighbours: at most ``most``."""
+    size = -(-count // most)
+    return [range(begin, min(begin + size, count)) for begin in range(0, count, size)]

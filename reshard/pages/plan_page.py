@@ -41,55 +41,22 @@ MOST_SETS = 8
 Ranks = frozenset[int]
 
 
-@dataclass(frozen=True)
-class Degree:
-    """A degree, whether it is possible, and what there is to say: bytes per rank, or why not."""
-
-    degree: int
-    is_possible: bool
-    remark: str
-
-
-class _Cell(NamedTuple):
-    """A part of a weight that the same ranks hold: the words about it, its x, y, width and height, fill and class."""
-
-    words: str
-    box: Sequence[str]
-    fill: str | None
-    kind: str
+Drawn = dict[str, object]
+"""What the template draws. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
+``words``, ``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``,
+``height``, ``cells``, and of what is packed the ``lines`` between, and the ``names`` with their places. A cell, which
+the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
+"""
 
 
-class _Drawing(NamedTuple):
-    """A weight to scale: its cells, and of what is packed the lines between, and the names with their places."""
-
-    words: str | None
-    width: str
-    height: str
-    cells: Sequence[_Cell]
-    lines: Sequence[str] = ()
-    names: Sequence[tuple[str, str]] = ()
-
-
-class _Step(NamedTuple):
-    """What a token comes to: the arrows before it, its drawings, name, words and rule; the bytes that are summed."""
-
-    arrows: Sequence[str]
-    drawings: Sequence[_Drawing]
-    name: str
-    words: str
-    rule: str | None = None
-    summed: str | None = None
-
-
-def plan_page(plan: Plan, source: str, degrees: Sequence[Degree]) -> str:
-    """The text of the page."""
+def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]]) -> str:
+    """The text of the page; ``degrees`` are the rows of its table: each degree, yes or no, and a remark."""
     picture = _Picture(plan)
     return html_page(
         "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", command="plan",
         totals=_totals(plan), blocks=[(name, picture.rows(kinds)) for name, kinds in _blocks(plan)],
         patterns=[*picture.patterns()], legend=[*picture.legend()], ranks=plan.mesh.size, is_padded=bool(plan.padding),
-        stages=_stages(plan),
-        degrees=[(of.degree, "yes" if of.is_possible else "no", of.remark) for of in degrees],
+        stages=_stages(plan), degrees=degrees,
     )  # fmt: skip
 
 
@@ -125,21 +92,15 @@ def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
     order = {template: number for number, template in enumerate(architecture.tensors)}
     laid = sorted(plan.laid, key=lambda kind: order.get(kind.template, len(order)))
     stacks: dict[str, list[Kind]] = {}
-    for kind in laid:
-        stacks.setdefault(_stack(plan, kind), []).append(kind)
+    for kind in laid:  # of a tower's layers ``visual.blocks``; empty: in none
+        in_tower = kind.template.partition(".{")[0] if kind.layers else ""
+        stacks.setdefault("Layer" if is_layered(plan.model, kind) else in_tower, []).append(kind)
     outside = stacks.pop("", [])
     last = [k for k in outside if (where := architecture.stage_of(k.name)) is not None and where.text == "last"]
     first = [kind for kind in outside if kind not in last]
     drawn = [block for stack, kinds in stacks.items() for block in _layers_of(plan, stack, kinds)]
     named = [("Before the layers", _one_of_each(plan, first)), *drawn, ("After the layers", _one_of_each(plan, last))]
     return [(name, kinds) for name, kinds in named if kinds]
-
-
-def _stack(plan: Plan, kind: Kind) -> str:
-    """The name of the layers that a tensor is in, as ``Layer`` or, of a tower's, ``visual.blocks``; empty: in none."""
-    if is_layered(plan.model, kind):
-        return "Layer"
-    return kind.template.partition(".{")[0] if kind.layers else ""
 
 
 def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[str, list[Kind]]]:
@@ -258,11 +219,11 @@ class _Picture:
             elif len(self.shared) <= 12:
                 yield f"url(#{name})", f"on ranks {', '.join(map(str, sorted(ranks)))}"
 
-    def rows(self, kinds: Sequence[Kind]) -> list[list[_Step]]:
+    def rows(self, kinds: Sequence[Kind]) -> list[list[Drawn]]:
         """The weights of a block in their order: arrows to the row-parallel ones, a mark at each all-reduce."""
         return [[*self._row(weights)] for weights in _modules(self.plan, kinds)]
 
-    def _row(self, kinds: Sequence[Kind]) -> Iterator[_Step]:
+    def _row(self, kinds: Sequence[Kind]) -> Iterator[Drawn]:
         plan, architecture = self.plan, self.plan.model.architecture
         scale = LONGEST / max(side.length for kind in kinds for side in _sides(plan.laid[kind].layout)[0])
         is_cut = any(plan.laid[kind].layout.parallel_dims for kind in kinds)
@@ -284,7 +245,7 @@ class _Picture:
             is_looked_up = what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1
             outputs = output_size(entry) if sums else min(entry.layout.full) if is_looked_up else 0
             summed = human_bytes(outputs * activation_bytes(plan)) if outputs else None
-            yield self._weight(kind, entry, what, scale)._replace(arrows=arrows, summed=summed)
+            yield self._weight(kind, entry, what, scale) | {"arrows": arrows, "summed": summed}
 
     def _alike(self, kind: Kind) -> dict[Ranks, list[Kind]]:
         """The tensors of a layer that differ from one in the expert alone, by the ranks that hold them."""
@@ -294,20 +255,23 @@ class _Picture:
                 by_ranks.setdefault(frozenset(entry.layout.boxes), []).append(other)
         return by_ranks
 
-    def _experts(self, kind: Kind, arrows: Sequence[str]) -> _Step:
+    def _experts(self, kind: Kind, arrows: Sequence[str]) -> Drawn:
         """Which ranks have which experts, where each expert is a tensor of its own."""
         alike = self._alike(kind)
         counts = {ranks: sum(tensor.count // max(1, len(tensor.layers)) for tensor in alike[ranks]) for ranks in alike}
-        total, x, cells = sum(counts.values()), 0.0, list[_Cell]()
+        total, x, cells = sum(counts.values()), 0.0, list[Drawn]()
         for ranks, count in counts.items():
             words, width = f"{plural(count, 'expert')} on {_ranks(ranks)}", count * 120 / total
-            cells.append(_Cell(words, (f"{x:.1f}", "0", f"{width:.1f}", "16"), self.fill(ranks), "cell"))
+            box = f"{x:.1f}", "0", f"{width:.1f}", "16"
+            cells.append({"words": words, "box": box, "fill": self.fill(ranks), "kind": "cell"})
             x += width
         words = "; ".join(f"{count} on {_ranks(ranks)}" for ranks, count in [*counts.items()][:4])
         tail = "; …" if len(counts) > 4 else ""
-        return _Step(arrows, [_Drawing(None, "120", "16", cells)], f"{total} experts", words + tail)
+        drawing = {"words": None, "width": "120", "height": "16", "cells": cells, "lines": (), "names": ()}
+        step: Drawn = {"arrows": arrows, "drawings": [drawing], "name": f"{total} experts", "words": words + tail}
+        return step | {"rule": None, "summed": None}
 
-    def _weight(self, kind: Kind, entry: Entry, what: str, scale: float) -> _Step:
+    def _weight(self, kind: Kind, entry: Entry, what: str, scale: float) -> Drawn:
         """A weight; of experts that are dealt by name, one for each set of ranks."""
         layout = entry.layout
         kinds = [kinds[0] for kinds in self._alike(kind).values()] if layout.dealt_by_name else [kind]
@@ -317,9 +281,10 @@ class _Picture:
         shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
         words = f"{what} · {_shape(layout.stored)}{_sides(layout)[1]}{times}{shared}{limit} "
         drawings = [self._drawing(drawn, scale) for drawn in kinds[:MOST_SETS]]
-        return _Step((), drawings, _in_layer(kind).removesuffix(".weight"), words, str(layout.rule))
+        name = _in_layer(kind).removesuffix(".weight")
+        return {"drawings": drawings, "name": name, "words": words, "rule": str(layout.rule)}
 
-    def _drawing(self, kind: Kind, scale: float) -> _Drawing:
+    def _drawing(self, kind: Kind, scale: float) -> Drawn:
         layout = self.plan.laid[kind].layout
         down, right = sides = _sides(layout)[0]
         height, width = (f"{max(THINNEST, side.length * scale):.1f}" for side in sides)
@@ -335,9 +300,11 @@ class _Picture:
                 shapes = f"{_shape(layout.stored)}; {_shape(layout.boxes[min(ranks)].shape)} on {_ranks(ranks)}"
                 words, fill = f"{place}\n{kind.name}\n{layout.rule}\n{shapes}", self.fill(ranks)
                 look = "thin cell" if min(wide, high) < 4 else "cell"
-            cells.append(_Cell(words, [f"{number:.2f}" for number in (x, y, wide, high)], fill, look))
+            box = [f"{number:.2f}" for number in (x, y, wide, high)]
+            cells.append({"words": words, "box": box, "fill": fill, "kind": look})
         lines, names = self._packed(layout, down, scale)
-        return _Drawing(f"{kind.name}\n{layout.rule}\n{_shape(layout.stored)}", width, height, cells, lines, names)
+        words = f"{kind.name}\n{layout.rule}\n{_shape(layout.stored)}"
+        return {"words": words, "width": width, "height": height, "cells": cells, "lines": lines, "names": names}
 
     def _packed(self, layout: Layout, down: _Side, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
         """Where lines are between what is packed, and the places and names of its parts."""

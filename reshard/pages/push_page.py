@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from reshard.live.routing import Routes
-from reshard.pages.markup import Cell, html_page, matrix
+from reshard.pages.markup import Cell, groups, html_page, matrix
 from reshard.text import human_bytes, human_time, plural
 
 MOST = 64
@@ -24,7 +23,7 @@ def push_page(routes: Routes, title: str, link: float) -> str:
         ("the busiest receiver receives", human_bytes(max(routes.received))),
         (f"at {human_bytes(link)}/s at least", f"{human_time(routes.bound(link))}"),
     ]
-    trainers, receivers = _groups(len(routes.sent)), _groups(len(routes.received))
+    trainers, receivers = groups(len(routes.sent), MOST), groups(len(routes.received), MOST)
     sums = Counter[tuple[int, int]]()
     for (sender, receiver), nbytes in pairs.items():
         sums[sender // len(trainers[0]), receiver // len(receivers[0])] += nbytes
@@ -43,11 +42,6 @@ def push_page(routes: Routes, title: str, link: float) -> str:
     labels, description = [_label("receiver", ranks) for ranks in receivers], plural(len(pairs), "pair") + " of ranks"
     picture = matrix(rows, labels, "Who sends how much to whom", description)
     return html_page("reshard/pages/push_page.html", title, command="plan", properties=properties, picture=picture)
-
-
-def _groups(count: int) -> Sequence[range]:
-    size = -(-count // MOST)
-    return [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def _label(role: str, ranks: range) -> str:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from formats.errors import CheckpointError
 from formats.files.checkpoint import ADAPTER_CONFIG, METADATA
 from formats.files.sharded import INTACT_FILE, MANIFEST
-from formats.hints import meaning, with_hint
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
 from reshard.store.selection import modules
@@ -177,6 +176,8 @@ def check_place(out: Path, sources: Sequence[Path]) -> None:
     for place in (out, staging_of(out)):
         _check_apart(out, place, sources)
     if not out.parent.is_dir():
+        from formats.hints import meaning, with_hint  # for an error alone
+
         hub = meaning("upload", ()) if len(out.parts) == 2 else ""  # it may be meant as ORG/NAME
         raise CheckpointError(f"{out.parent}: no such folder", with_hint("make it first", hub))
     if out.is_symlink():

@@ -87,24 +87,19 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
             raise CheckpointError(f"{has.path} has tensor '{differing}', and {lacks.path} does not: not one model")
     tables, contents = [tensors_of(source) for source in sources], dict[str, Tensor]()
     for name in own:
-        tensors = [table[name] for table in tables]
-        for tensor, source in zip(tensors, sources, strict=True):
-            if tensor.shape != tensors[0].shape or (tensor.dtype != tensors[0].dtype and tensor.dtype not in _FLOATS):
-                ours, theirs = (f"{tensor_of.dtype} {list(tensor_of.shape)}" for tensor_of in (tensors[0], tensor))
+        one, *others = tensors = [table[name] for table in tables]
+        if one.dtype == "F64":
+            what = f"tensor '{name}' is F64: a mean is computed in float32"
+            raise PlanError(what, "merge each with --dtype fp32 first")
+        for tensor, source in zip(others, sources[1:], strict=True):
+            if tensor.shape != one.shape or (tensor.dtype != one.dtype and not {tensor.dtype, one.dtype} <= _FLOATS):
+                ours, theirs = (f"{tensor_of.dtype} {list(tensor_of.shape)}" for tensor_of in (one, tensor))
                 raise PlanError(f"tensor '{name}' is {ours} in {first.path} and {theirs} in {source.path}")
-        contents[name] = _mean(name, tensors, tuple(weights))
-        if not wide:
-            contents[name] = rounded(name, contents[name], tensors[0].dtype)
+        if one.dtype not in _FLOATS:  # the mean of integers is what all have
+            contents[name] = _same_of(name, tensors)
+            continue
+        inputs = [rounded(name, tensor, "F32").content for tensor in tensors]
+        mean = Tensor("F32", one.shape, mean_of(name, inputs, tuple(weights)))
+        contents[name] = mean if wide else rounded(name, mean, one.dtype)
     contents |= {second: contents[name] for second, name in first.aliases.items()}
     return changed(first, f"the mean of {' and '.join(source.location for source in sources)}", contents)
-
-
-def _mean(name: str, tensors: Sequence[Tensor], weights: tuple[float, ...]) -> Tensor:
-    """The mean of one tensor in float32; that of integers is what all have. Raises PlanError for F64."""
-    first = tensors[0]
-    if first.dtype == "F64":
-        raise PlanError(f"tensor '{name}' is F64: a mean is computed in float32", "merge each with --dtype fp32 first")
-    if first.dtype not in _FLOATS:
-        return _same_of(name, tensors)
-    inputs = [rounded(name, tensor, "F32").content for tensor in tensors]
-    return Tensor("F32", first.shape, mean_of(name, inputs, weights))

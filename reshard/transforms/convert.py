@@ -65,7 +65,6 @@ from reshard.transforms.tensors import (
     Opened,
     Tensor,
     computed,
-    computed_file,
     store_of,
     tensors_of,
 )
@@ -177,7 +176,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     }
     contents = {name: tensor.content for name, tensor in conversion.out.items()}
     name_of = f"{source.location} as {format.name}"
-    return store_of(source, name_of, [computed_file(file, contents)], {**source.side_files, **documents})
+    return store_of(source, name_of, [file], contents, {**source.side_files, **documents})
 
 
 @dataclass
@@ -220,13 +219,25 @@ class _Conversion:
                 self.modules.append(module)
                 self.numbers.append((module, a.shape[0], self.scales.alpha(key)))
                 continue
-            matrices, form = self._matrices(target, a.indices), layout_of(target, a, b)
+            whole = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
+            axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.expert_axes))
+            others = tuple(sorted((name, index) for name, index in a.indices.items() if name != axis))
+            matrices = Matrices(target, whole, others, a.indices[axis] if axis else None)
+            form = layout_of(target, a, b)
             experts = self._sizes(matrices)["expert"]
             product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, ("out", "in"), 1.0)
             product = product._replace(scale=self.scales.of(key, product.sizes["rank"]))
             for weight, number, rows, at in self._rows(matrices):
                 terms[weight].append(Term(product, number, 0, 0, rows, at))
-        results = {matrices: self._blocks(matrices, terms) for matrices in self._asked(terms)}
+        results: dict[Matrices, list[Block]] = {matrices: [] for matrices in self._asked(terms)}
+        for matrices, blocks in results.items():
+            for weight, number, rows, at in self._rows(matrices):
+                for term in terms.get(weight, ()):
+                    into, own = _common(rows, term.rows)
+                    if into:
+                        into = range(into.start + at, into.stop + at, into.step)
+                        own = range(own.start + term.at, own.stop + term.at, own.step)
+                        blocks.append(Block(number, into, term.product, term.expert, own))
         opened = Opened()
         apart = {matrices.target.name for matrices, blocks in results.items() if not _has_one_a(blocks, opened)}
         for matrices, blocks in results.items():
@@ -238,13 +249,6 @@ class _Conversion:
     def _is_expert(self, target: Adapted) -> bool:
         """Whether a parameter is of experts: all of them, or one."""
         return target.is_stack or bool(Pattern(target.name).indices & self.expert_axes)
-
-    def _matrices(self, target: Adapted, indices: Mapping[str, int]) -> Matrices:
-        """The matrices of a parameter with these indices in its name."""
-        tensor = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
-        axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.expert_axes))
-        others_at = tuple(sorted((name, index) for name, index in indices.items() if name != axis))
-        return Matrices(target, tensor, others_at, indices[axis] if axis else None)
 
     def _sizes(self, matrices: Matrices) -> dict[str, int]:
         """The sizes of expert, in and out."""
@@ -306,18 +310,6 @@ class _Conversion:
             }
             settings = Settings(1, {}, tuple(sorted(names)), format.since)
             yield from (target for target in wrapped(base, config, settings) if target.is_stack)
-
-    def _blocks(self, matrices: Matrices, terms: Mapping[Weight, Sequence[Term]]) -> list[Block]:
-        """What matrices are made of."""
-        blocks = []
-        for weight, number, rows, at in self._rows(matrices):
-            for term in terms.get(weight, ()):
-                into, own = _common(rows, term.rows)
-                if into:
-                    into = range(into.start + at, into.stop + at, into.step)
-                    own = range(own.start + term.at, own.stop + term.at, own.step)
-                    blocks.append(Block(number, into, term.product, term.expert, own))
-        return blocks
 
     def _add(self, matrices: Matrices, blocks: Sequence[Block], *, side_by_side: bool) -> None:
         """Add A and B to the result, with the ranks of different A's side by side."""

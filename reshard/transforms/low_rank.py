@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,8 +58,6 @@ LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 T = TypeVar("T", bound=np.generic)
-_Names = Mapping[tuple[str, tuple[tuple[str, int], ...]], BoundTensor]
-"""A checkpoint's tensors by their lines and indices."""
 
 
 class Pair(NamedTuple):
@@ -155,8 +152,73 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
 
     Raises PlanError for an adapter that is not plain LoRA, MismatchError for one of another base model.
     """
-    _refuse(adapter.config[SETTINGS])
-    return _Merging(base, adapter, tensors, settings_of(adapter.config[SETTINGS], ADAPTER)).changes()
+    settings, rules = adapter.config[SETTINGS], base.architecture
+    _refuse(settings)
+    lora, terms, replaced = settings_of(settings, ADAPTER), defaultdict[str, list[Term]](list), dict[str, Tensor]()
+    matches = ((rules.match(info.name), info) for info in base.tensors)
+    names = {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
+    pairs, rest = pairs_of(adapter, lora, rules)
+
+    def numbered(part: Part, stacked: str | None, indices: Mapping[str, int]) -> Iterator[BoundTensor]:
+        """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
+        for index in count() if stacked else (0,):
+            numbers = {**indices, **({stacked: index} if stacked else {})}
+            key = tuple(sorted((axis, numbers[axis]) for axis in Pattern(part.source).indices if axis in numbers))
+            if (info := names.get((part.source, key))) is None:
+                return
+            yield info
+
+    def sources_of(target: Adapted, indices: Mapping[str, int]) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
+        """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
+        for tensor in target.tensors:
+            sources = [list(numbered(part, tensor.stacked, indices)) for part in tensor.parts]
+            if all(sources) and len({len(part) for part in sources}) == 1:
+                return tensor, sources
+        at = "".join(f", {axis} {index}" for axis, index in indices.items())
+        raise MismatchError(f"{ADAPTER} changes '{target.name}'{at}, which the base model lacks", _OTHER_BASE)
+
+    for tensor, adapted, suffix in rest:
+        if adapted is None or suffix not in _OF_BASE:
+            why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
+            raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
+        weight = sources_of(adapted, tensor.indices)[1][0][0]
+        if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
+            raise MismatchError(
+                f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
+                f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
+            )
+        replaced[weight.name] = tensors[tensor.name]
+    for place, target, a, b in pairs:
+        indices, is_embedding = a.indices, a.template.endswith(A_ENDS[-1])
+        whole, parts = sources_of(target, indices)
+        is_crossed = whole.shapes[0][0].arrow is not None
+        along = int(is_crossed != whole.turned)  # the output
+        if is_embedding and _is_tied(base, adapter, parts[0][0]):
+            raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
+        experts = (len(parts[0]) if whole.stacked else parts[0][0].shape[0]) if target.is_stack else 1
+        form = layout_of(target, a, b)
+        sides = ("in", "out") if (is_crossed or is_embedding) != whole.turned else ("out", "in")
+        product = Product(tensors[a.name], tensors[b.name], form, experts, sides, 1.0)
+        sizes, at = product.sizes, 0
+        if any(
+            math.prod(tensor.shape) != experts * sizes["rank"] * sizes[factor.side]
+            for tensor, factor in ((a, form.a), (b, form.b))
+        ):
+            raise _does_not_fit(a, b, parts[0][0])
+        product = product._replace(scale=Scales(lora).of(lora.key_of(place, target), sizes["rank"]))
+        for part, weights in zip(whole.parts, parts, strict=True):
+            rows = rows_of(rules, adapter, part, indices) if part.label is not None else range(0)
+            rows = rows or range(weights[0].shape[-2:][along])
+            for expert in range(experts):
+                number, matrix = (expert, 0) if whole.stacked else (0, indices[part.at] if part.at else expert)
+                weight = weights[number]
+                if weight.shape[-2:][1 - along] != sizes[sides[1 - along]] or weight.dtype not in FLOATS:
+                    raise _does_not_fit(a, b, weight)
+                terms[weight.name].append(Term(product, expert, matrix, along, rows, at))
+            at += len(rows)
+        if at != sizes[sides[along]]:
+            raise _does_not_fit(a, b, parts[0][0])
+    return terms, replaced
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
@@ -169,6 +231,30 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         asked = f"bias={settings['bias']}"
     if asked is not None:
         raise PlanError(f"{ADAPTER_CONFIG}: an adapter with '{asked}' is not merged, only plain LoRA", _WITH_PEFT)
+
+
+def _is_tied(base: Model, adapter: Model, weight: BoundTensor) -> bool:
+    """Whether an embedding is the head too, so that an adapter of it changes one of them alone."""
+    rules, tied = base.architecture, adapter.config.get("tie_word_embeddings")
+    of_weight = rules.match(weight.name)
+    assert of_weight is not None
+    shape = of_weight.rules[0].shapes[0]
+    if tied is None:
+        matches = (rules.match(info.name) for info in base.tensors if info.name != weight.name)
+        tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in matches)
+    return bool(tied and shape.axes & {"vocab", *rules.pad})  # not of positions
+
+
+def _does_not_fit(a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> MismatchError:
+    if weight.dtype not in FLOATS:
+        return MismatchError(
+            f"'{weight.name}' is {weight.dtype}: an adapter is merged into {', '.join(FLOATS)} alone",
+            "--dequantize makes BF16 of fp8; merge into the model as it was before it was quantized",
+        )
+    return MismatchError(
+        f"{ADAPTER}: '{a.name}' {list(a.shape)} and lora_B {list(b.shape)} do not fit '{weight.name}' "
+        f"{list(weight.shape)}", _OTHER_BASE,
+    )  # fmt: skip
 
 
 class Scales:
@@ -198,119 +284,6 @@ class Scales:
 
     def _root(self, rank: int) -> float:
         return math.sqrt(rank) if self._lora.stabilised else rank
-
-
-@dataclass(frozen=True)
-class _Merging:
-    base: Model
-    adapter: Model
-    tensors: Mapping[str, Tensor]
-    lora: Settings
-
-    def changes(self) -> Changes:
-        matches = ((self.base.architecture.match(info.name), info) for info in self.base.tensors)
-        names: _Names = {
-            (match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match
-        }
-        terms: dict[str, list[Term]] = {}
-        replaced: dict[str, Tensor] = {}
-        pairs, rest = pairs_of(self.adapter, self.lora, self.base.architecture)
-        for tensor, target, suffix in rest:
-            if target is None or suffix not in _OF_BASE:
-                why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
-                raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
-            weight = self._sources_of(target, tensor.indices, names)[1][0][0]
-            if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
-                raise MismatchError(
-                    f"{ADAPTER}: tensor '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, and "
-                    f"'{weight.name}' of the base model {weight.dtype} {list(weight.shape)}"
-                )
-            replaced[weight.name] = self.tensors[tensor.name]
-        for pair in pairs:
-            for name, term in self._terms(pair, names):
-                terms.setdefault(name, []).append(term)
-        return terms, replaced
-
-    def _sources_of(
-        self, target: Adapted, indices: Mapping[str, int], names: _Names
-    ) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
-        """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
-        for tensor in target.tensors:
-            sources = [list(_numbered(part, tensor.stacked, indices, names)) for part in tensor.parts]
-            if all(sources) and len({len(part) for part in sources}) == 1:
-                return tensor, sources
-        at = "".join(f", {axis} {index}" for axis, index in indices.items())
-        raise MismatchError(f"{ADAPTER} changes '{target.name}'{at}, which the base model lacks", _OTHER_BASE)
-
-    def _terms(self, pair: Pair, names: _Names) -> Iterator[tuple[str, Term]]:
-        """The terms of a pair of A and B, each with the name of the weight to which it is added."""
-        place, target, a, b = pair
-        indices, is_embedding = a.indices, a.template.endswith(A_ENDS[-1])
-        tensor, parts = self._sources_of(target, indices, names)
-        is_crossed = tensor.shapes[0][0].arrow is not None
-        along = int(is_crossed != tensor.turned)  # the output
-        if is_embedding:
-            self._check_untied(parts[0][0], a)
-        experts = (len(parts[0]) if tensor.stacked else parts[0][0].shape[0]) if target.is_stack else 1
-        form = layout_of(target, a, b)
-        sides = ("in", "out") if (is_crossed or is_embedding) != tensor.turned else ("out", "in")
-        product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, sides, 1.0)
-        sizes = product.sizes
-        if any(
-            math.prod(tensor.shape) != experts * sizes["rank"] * sizes[factor.side]
-            for tensor, factor in ((a, form.a), (b, form.b))
-        ):
-            raise self._does_not_fit(a, b, parts[0][0])
-        product = product._replace(scale=Scales(self.lora).of(self.lora.key_of(place, target), sizes["rank"]))
-        at = 0
-        for part, weights in zip(tensor.parts, parts, strict=True):
-            rows = rows_of(self.base.architecture, self.adapter, part, indices) if part.label is not None else range(0)
-            rows = rows or range(weights[0].shape[-2:][along])
-            for expert in range(experts):
-                number, matrix = (expert, 0) if tensor.stacked else (0, indices[part.at] if part.at else expert)
-                weight = weights[number]
-                if weight.shape[-2:][1 - along] != sizes[sides[1 - along]] or weight.dtype not in FLOATS:
-                    raise self._does_not_fit(a, b, weight)
-                yield weight.name, Term(product, expert, matrix, along, rows, at)
-            at += len(rows)
-        if at != sizes[sides[along]]:
-            raise self._does_not_fit(a, b, parts[0][0])
-
-    def _check_untied(self, weight: BoundTensor, a: BoundTensor) -> None:
-        """Raise PlanError if the embedding is the head too: the adapter changes one of them alone."""
-        base = self.base.architecture
-        of_weight = base.match(weight.name)
-        matches = (base.match(info.name) for info in self.base.tensors if info.name != weight.name)
-        assert of_weight is not None
-        shape, tied = of_weight.rules[0].shapes[0], self.adapter.config.get("tie_word_embeddings")
-        if tied is None:
-            tied = not any(match is not None and match.rules[0].shapes[0] == shape for match in matches)
-        if tied and shape.axes & {"vocab", *base.pad}:  # not of positions
-            raise PlanError(f"{ADAPTER}: '{a.name}' changes an embedding that is the head, too (tie_word_embeddings)")
-
-    def _does_not_fit(self, a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> MismatchError:
-        if weight.dtype not in FLOATS:
-            return MismatchError(
-                f"'{weight.name}' is {weight.dtype}: an adapter is merged into {', '.join(FLOATS)} alone",
-                "--dequantize makes BF16 of fp8; merge into the model as it was before it was quantized",
-            )
-        return MismatchError(
-            f"{ADAPTER}: '{a.name}' {list(a.shape)} and lora_B {list(b.shape)} do not fit '{weight.name}' "
-            f"{list(weight.shape)}", _OTHER_BASE,
-        )  # fmt: skip
-
-
-def _numbered(part: Part, stacked: str | None, indices: Mapping[str, int], names: _Names) -> Iterator[BoundTensor]:
-    """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
-    for index in count():
-        numbers = {**indices, **({stacked: index} if stacked else {})}
-        key = tuple(sorted((axis, numbers[axis]) for axis in Pattern(part.source).indices if axis in numbers))
-        info = names.get((part.source, key))
-        if info is None:
-            return
-        yield info
-        if stacked is None:
-            return
 
 
 def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> range:

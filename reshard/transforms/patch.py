@@ -27,7 +27,6 @@ from reshard.transforms.tensors import (
     Content,
     Opened,
     computed,
-    computed_file,
     file_of,
     part,
     store_of,
@@ -109,7 +108,8 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         what = f"{path} is for another base than {source.path}: {why}"
         return MismatchError(what, "give the base that it was made of")
 
-    for info in (info for file in delta.files for info in file.tensors.values()):
+    infos = [info for file in delta.files for info in file.tensors.values()]
+    for info in infos:
         name, parts, tensor = info.name, stored.get(info.name, ()), tensors.get(info.name)
         file, how = file_of(parts[0].file, path, stamps[parts[0].file]) if parts else None, delta.changes[name].how
         if file is not None and how == WHOLE:
@@ -135,7 +135,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             nbytes = tensor_bytes(name, tensors[name].dtype, tensors[name].shape)
             error = other(f"tensor '{name}' has another content")
             checks.append((tensors[name].content, nbytes, change.base, error))
-    for info in (info for file in delta.files for info in file.tensors.values()):
+    for info in infos:
         change = delta.changes[info.name]
         if change.how != SAME and change.result is not None:
             error = MismatchError(f"{path}: tensor '{info.name}' is damaged: its result has another checksum")
@@ -154,9 +154,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     sides = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{source.location} + {location_of(path)}"
-    return store_of(
-        source, name_of, (computed_file(file, contents) for file in delta.files), {**delta.documents, **sides}
-    )
+    return store_of(source, name_of, delta.files, contents, {**delta.documents, **sides})
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) -> Places:

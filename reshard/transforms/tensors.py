@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -57,10 +57,6 @@ _STEP = 1 << 20
 """Bytes of a tensor of a split source that are put together at a time."""
 
 Bytes = bytes | memoryview
-Scales = Callable[[memoryview, str, Grid], NDArray[Any]]
-Numbers = Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]]
-BlockScales = Callable[[memoryview, str, int], NDArray[np.float32]]
-Codes = Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]]
 
 
 @dataclass(frozen=True)
@@ -173,6 +169,7 @@ class ArrayCache:
 # -------------------------------------------------------------------------------------------------- contents of tensors
 
 
+@dataclass(eq=False)
 class Opened:
     """The files that contents read, each opened when it is first needed.
 
@@ -180,19 +177,19 @@ class Opened:
     that are quantized: verify has its own.
     """
 
-    def __init__(
-        self, scales: Scales = scales_from, numbers: Numbers = dequantize, block_scales: BlockScales = scales_of,
-        codes: Codes = codes_of,
-    ) -> None:  # fmt: skip
-        self.scales, self.numbers, self.block_scales, self.codes = scales, numbers, block_scales, codes
-        self._lock, self._reads = threading.Lock(), dict[Remote, Read]()
+    scales: Callable[[memoryview, str, Grid], NDArray[Any]] = scales_from
+    numbers: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]] = dequantize
+    block_scales: Callable[[memoryview, str, int], NDArray[np.float32]] = scales_of
+    codes: Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]] = codes_of
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reads: dict[Remote, Read] = field(default_factory=dict)
 
     def __call__(self, file: Remote) -> Read:
         """What reads a file."""
-        with self._lock:
-            if file not in self._reads:
-                self._reads[file] = file.open(self) if isinstance(file, ComputedFile) else file.open()
-            return self._reads[file]
+        with self.lock:
+            if file not in self.reads:
+                self.reads[file] = file.open(self) if isinstance(file, ComputedFile) else file.open()
+            return self.reads[file]
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,7 +418,7 @@ def changed(
     a file of none of them is none. ``beside`` has new tensors by the names of those whose file they are in. Raises
     MismatchError if a file of the source was changed meanwhile.
     """
-    (whole, index), files = whole_of(source), list[ComputedFile]()
+    (whole, index), files = whole_of(source), list[SourceFileRecord]()
     for file in whole:
         before = parse_header(file.header, Path(file.name), None)
         names = [name for old in before.tensors for name in (old, beside.get(old)) if name in tensors]
@@ -432,16 +429,17 @@ def changed(
             header = build_header(kinds, before.metadata)
             record = SourceFileRecord(file.name, len(header) + sum(tensor_bytes(*kind) for kind in kinds), None, header)
         if kinds:
-            files.append(computed_file(record, {name: tensors[name].content for name, *_ in kinds}))
+            files.append(record)
     documents = dict(index)
     if [file.header for file in files] != [file.header for file in whole]:
-        there = {name for file in files for name in json.loads(file.header[8:]) if name != "__metadata__"}
+        there = {name for file in files for name in file.tensors}
         total = sum(file.size - len(file.header) for file in files)
         for name, content in index.items():
             weight_map: dict[str, str] = json.loads(content)["weight_map"]
             kept = {name: file for old, file in weight_map.items() for name in (old, beside.get(old)) if name in there}
             documents[name] = json_bytes({"metadata": {"total_size": total}, "weight_map": kept}) + b"\n"
-    return store_of(source, title, files, {**(source.side_files if sides is None else sides), **documents})
+    contents = {name: tensor.content for name, tensor in tensors.items()}
+    return store_of(source, title, files, contents, {**(source.side_files if sides is None else sides), **documents})
 
 
 class Piece(NamedTuple):
@@ -529,26 +527,26 @@ def _plain(value: Any) -> object:
         return value.plain
     if isinstance(value, range):
         return value.start, value.stop, value.step
-    return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else None
-
-
-def computed_file(file: SourceFileRecord, contents: Mapping[str, Content]) -> ComputedFile:
-    """A weight file of a transformed checkpoint, with these contents of its tensors."""
-    infos = (info for info in file.tensors.values() if info.nbytes)
-    pieces = (Piece(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
-    return ComputedFile(file.name, file.header, tuple(pieces), file.size)
+    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else None
 
 
 def store_of(
-    source: Source, title: str, files: Iterable[ComputedFile], documents: Mapping[str, FilePath | bytes]
-) -> range_store.RangeStore:
-    """A transformed checkpoint: a store of computed weight files and the files beside them.
+    source: Source, title: str, files: Sequence[SourceFileRecord], contents: Mapping[str, Content],
+    documents: Mapping[str, FilePath | bytes],
+) -> range_store.RangeStore:  # fmt: skip
+    """A transformed checkpoint: a store of computed weight files with these contents of their tensors, and the files
+    beside them.
 
     Raises MismatchError if a file of the source was changed meanwhile.
     """
-    computed_files = {file.name: file for file in files}
-    contents: dict[str, range_store.Content] = {**documents, **computed_files}
+    computed_files = dict[str, range_store.Content]()
+    for file in files:
+        infos = (info for info in file.tensors.values() if info.nbytes)
+        pieces = (Piece(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
+        computed_files[file.name] = ComputedFile(file.name, file.header, tuple(pieces), file.size)
     source.check_unchanged()
-    store = range_store.RangeStore(title, contents, location=source.location, commit=source.commit)
-    store.keep({name: {0: file.header} for name, file in computed_files.items()})
+    store = range_store.RangeStore(
+        title, {**documents, **computed_files}, location=source.location, commit=source.commit
+    )
+    store.keep({file.name: {0: file.header} for file in files})
     return store

@@ -125,7 +125,11 @@ class Output:
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
-        is_same = source.format.name == format.name or self._has_names_of(source)
+        is_same = source.format.name == format.name
+        if not is_same and source.training is not None and source.training.parts.states and format.files.is_distributed:
+            # a training program would find each tensor of the source under the same name, and its states
+            names, others = ({each.name for each in side.stored} for side in (self.arrangement, source.arrangement))
+            is_same = names == others
         self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = self._not_carried()
@@ -144,20 +148,13 @@ class Output:
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
         self.files: list[NewFile] = [file for files in (*self._files.values(), self._intact) for file in files]
-        self.rank_documents = {rank: dict(self._documents_of(rank)) for rank in self.ranks} if format is OWN else {}
+        self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
     @cached_property
     def identity(self) -> Identity:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
-
-    def _has_names_of(self, source: Source) -> bool:
-        """Whether a training program would find each tensor of the source under the same name, and its states."""
-        if source.training is None or not source.training.parts.states or not self.format.files.is_distributed:
-            return False
-        names, others = ({stored.name for stored in side.stored} for side in (self.arrangement, source.arrangement))
-        return names == others
 
     def all_files(self) -> list[NewFile]:
         """The weight files, also of states."""
@@ -280,15 +277,6 @@ class Output:
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
-    def _universal(self) -> Iterator[tuple[str, bytes]]:
-        from formats.files.universal import universal_documents  # rarely needed
-
-        shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
-        states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}
-        shared = {at.stored.name: self.arrangement.atoms[atom].stored.name for atom, at in self.arrangement.copies}
-        saved = self._training.saved if self._training is not None else None
-        return universal_documents(shapes, states, shared, saved)
-
     def _not_carried(self) -> tuple[str, ...]:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
@@ -380,13 +368,13 @@ class Output:
 
     # ----------------------------------------------------------------------------------------------------- small files
 
-    def _documents_of(self, rank: int) -> Iterator[tuple[str, bytes]]:
+    def _documents_of(self, rank: int) -> dict[str, bytes]:
         """A rank's config.json, that of an adapter, and its index."""
         folder = self.plan.mesh.folder(rank)
-        yield f"{folder}/{CONFIG}", json_bytes(rank_config(self.plan, rank)) + b"\n"
+        documents = {f"{folder}/{CONFIG}": json_bytes(rank_config(self.plan, rank)) + b"\n"}
         if self._adapter is not None:
-            yield f"{folder}/{ADAPTER_CONFIG}", self._adapter
-        yield from self._index(self._files[rank], folder)
+            documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
+        return documents | dict(self._index(self._files[rank], folder))
 
     def _index(self, files: Sequence[NewFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
@@ -413,7 +401,14 @@ class Output:
             else:
                 self._check_own(settings, content)
         if files.is_single:
-            yield from ((files.place + name, content) for name, content in self._universal())
+            from formats.files.universal import universal_documents  # rarely needed
+
+            shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
+            states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}
+            shared = {at.stored.name: self.arrangement.atoms[atom].stored.name for atom, at in self.arrangement.copies}
+            saved = self._training.saved if self._training is not None else None
+            for name, content in universal_documents(shapes, states, shared, saved):
+                yield files.place + name, content
         else:
             for name, document in self.format.container.documents.items():
                 from formats.files.dcp import object_bytes  # rarely needed
@@ -421,21 +416,18 @@ class Output:
                 content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
                 yield files.place + name, content
         if self._chunks:
-            yield files.place + METADATA, self._saved()
+            from formats.files.dcp import build_metadata  # rarely needed
+
+            tensors = {
+                key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
+                for part in (self, *self.states)
+                for key, (dtype, chunks) in part._chunks.items()
+            }
+            # keys lead to a name in the dictionaries of a trainer's, as they were
+            keys = self.source.training.saved.keys if self.source.training is not None else {}
+            yield files.place + METADATA, build_metadata(tensors, self._objects, lambda name: keys.get(name, (name,)))
         if self.format is not OWN:
             yield from self._index(self.files)
-
-    def _saved(self) -> bytes:
-        """What says where the chunks lie; keys lead to a name in the dictionaries of a trainer's, as they were."""
-        from formats.files.dcp import build_metadata  # rarely needed
-
-        tensors = {
-            key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
-            for part in (self, *self.states)
-            for key, (dtype, chunks) in part._chunks.items()
-        }
-        keys_of = self.source.training.saved.keys if self.source.training is not None else {}
-        return build_metadata(tensors, self._objects, lambda name: keys_of.get(name, (name,)))
 
     def _check_own(self, settings: Settings, content: bytes) -> None:
         """Raise PlanError if a program's config file that the source has is not that of this model."""

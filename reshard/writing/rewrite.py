@@ -18,7 +18,6 @@ import numpy as np
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.sharded import MANIFEST, read_manifest
-from formats.hints import meaning, with_hint
 from formats.mesh import Mesh
 from reshard import __version__
 from reshard.move.engine import move
@@ -111,8 +110,16 @@ class Summary(Result):
     @property
     def headline(self) -> str:
         """What was done, to how many tensors and files, and how large they are."""
-        size, files = human_bytes(self.nbytes), plural(self.files, "file")
-        text = f"{_did(self)}: {plural(self.tensors, 'tensor')} in {files}, {size}"
+        verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[self.command]
+        ranks, which = self.mesh.size, plural(self.mesh.size, "rank")
+        if len(self.ranks) < ranks:
+            which = f"{'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))} of {ranks}"
+        sources = f"{plural(self.source_mesh.size, 'rank')} of " if self.source_mesh.size > 1 else ""
+        would = f"would {self.command}" if self.dry_run else verb
+        into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(self.command, f"into {which}")
+        into += f", part {self.part.index} of {self.part.count}" if self.part is not None else ""
+        counts = f"{plural(self.tensors, 'tensor')} in {plural(self.files, 'file')}, {human_bytes(self.nbytes)}"
+        text = f"{would} {sources}{self.source} {into}: {counts}"
         return text[0].upper() + text[1:]
 
     def to_text(self, width: int | None = None) -> str:
@@ -158,20 +165,6 @@ def _paragraph(summary: Summary) -> str:
         parts.append(f"the largest relative error of a weight is {error:.2%} (root mean square, {name})")
     parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
-
-
-def _did(summary: Summary) -> str:
-    verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[summary.command]
-    ranks, listed = summary.mesh.size, ", ".join(map(str, summary.ranks))
-    which = plural(ranks, "rank")
-    if len(summary.ranks) < ranks:
-        which = f"{'ranks' if len(summary.ranks) > 1 else 'rank'} {listed} of {ranks}"
-    sources = f"{plural(summary.source_mesh.size, 'rank')} of " if summary.source_mesh.size > 1 else ""
-    would = f"would {summary.command}" if summary.dry_run else verb
-    into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(summary.command, f"into {which}")
-    if summary.part is not None:
-        into += f", part {summary.part.index} of {summary.part.count}"
-    return f"{would} {sources}{summary.source} {into}"
 
 
 def _where(summary: Summary) -> str:
@@ -232,6 +225,8 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
             raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
         return Path(out), None
     if not is_url(out):
+        from formats.hints import meaning, with_hint  # for an error alone
+
         hub = meaning("upload", ()) if out.startswith("hf://") else ""
         raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))
     if out.startswith("http"):

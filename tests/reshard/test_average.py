@@ -219,6 +219,14 @@ def test_integers_must_be_the_same(tmp_path: Path) -> None:
         average(folders[0], tmp_path / "out2", others=[folders[2]], **ONE)
 
 
+def test_integers_are_no_floats_of_the_same_bytes(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, dtype in zip(folders, (torch.int32, torch.float32), strict=True):
+        changed(folder, "model.norm.weight", torch.zeros(20, dtype=dtype))
+    with pytest.raises(ReshardError, match=r"'model.norm.weight' is I32 \[20\] in .* and F32 \[20\] in"):
+        average(folders[0], tmp_path / "out", others=[folders[1]], **ONE)
+
+
 def test_a_mean_that_is_not_finite(tmp_path: Path) -> None:
     infinite = changed(tmp_path / "infinite", "model.norm.weight", torch.full((20,), float("inf")).bfloat16())
     refused(tmp_path, infinite, "the mean of tensor 'model.norm.weight' is not finite")

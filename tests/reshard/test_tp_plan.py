@@ -18,7 +18,7 @@ from reshard.transforms.opening import open_any
 from tests.marks import of_ranks, thorough
 from tests.store import checkpoint
 from tests.support import write_checkpoint
-from tests.test_cli import refused, run
+from tests.test_cli import document, refused, run
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
 NAMES = {
@@ -125,6 +125,8 @@ def test_the_command_prints_the_dict_alone() -> None:
     styles = json.loads(done.stdout)
     assert styles["transformer.h.*.self_attention.query_key_value"] == "colwise_gather_output"
     assert "transformer.h.*.self_attention.dense: split, " in done.stderr
+    named = document("plan", checkpoint("bloom"), "--tp-plan", "--tp", "2")
+    assert named["tp_plan"] == styles and named["command"] == "plan"
 
 
 def test_refusals(tmp_path: Path) -> None:

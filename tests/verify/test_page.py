@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import printable
+from formats.errors import CheckpointError, printable
 from reshard.api import split
-from reshard.pages.markup import write_page
+from reshard.cli.printing import write_report
 from reshard.text import number, ratio
 from tests import zoo
 from tests.marks import of_ranks, thorough
@@ -286,12 +286,12 @@ def test_ratios() -> None:
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.html"
     file.write_text("old")
-    write_page(file, page(same()))
+    write_report(file, page(same()))
     assert file.read_text(encoding="utf-8") == page(same())
     assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~_umask()
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
-        write_page(file, page(different()))
+    with pytest.raises(CheckpointError, match="disk"):
+        write_report(file, page(different()))
     assert file.read_text(encoding="utf-8") == page(same())
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
@@ -343,7 +343,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def files(tmp_path_factory: pytest.TempPathFactory, real: tuple[Path, dict[str, Any]]) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pages")
     for name, document in DOCUMENTS.items():
-        write_page(root / f"{name}.html", page(document()))
+        write_report(root / f"{name}.html", page(document()))
     return {"real": real[0], **{name: root / f"{name}.html" for name in DOCUMENTS}}
 
 

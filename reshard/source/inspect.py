@@ -274,7 +274,7 @@ def _take_ranks(report: Report, folder: Folder) -> bool:
     if report.mesh is not None:
         report.ranks_present = tuple(sorted({entry.rank for entry in entries}))
         report.ranks_missing = tuple(sorted({*range(report.mesh.size)} - {*report.ranks_present}))
-    if report.ranks_missing:
+    if report.ranks_missing and entries:  # if there are none, opening says why
         missing, many = listed(report.ranks_missing), len(report.ranks_missing) > 1
         report.problems.append(
             f"rank{'s' if many else ''} {missing} of {report.mesh} {'are' if many else 'is'} missing"

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
+from formats.files.checkpoint import METADATA
 from reshard.store.range_store import Content, RangeStore, make_once, with_headers
 from reshard.store.remote import Remote, StoredFile, etag_of, explain, open_store
 from reshard.store.retries import patience, patiently
-from reshard.store.selection import Weights, is_url, modules, select
+from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
@@ -207,7 +208,7 @@ def _parts(url: str) -> list[str]:
 
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
-    "delta.json", "delta.safetensors",
+    "delta.json", "delta.safetensors", METADATA,
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
     "LICENSE", "README.md",
@@ -216,12 +217,6 @@ _LISTED_BY_NAME = (
 _REQUESTS = 16
 _NAME = re.compile(r"(?:(?!\.)[^/\0]+/){0,3}(?:\.metadata|(?!\.)[^/\0]+)")
 """Weights and side files lie at most three folders deep; no name leads out of the folder."""
-_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-_NAMING = {
-    "model.safetensors.index.json", "reshard.json", "config.json", "tokenizer_config.json", "processor_config.json",
-    "preprocessor_config.json",
-}  # fmt: skip
-"""The files that name other files: weights, shards, the modules of custom code."""
 
 
 def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
@@ -288,32 +283,11 @@ def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
 def _probed(bucket: Bucket) -> dict[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
     heads = _heads(bucket, _LISTED_BY_NAME)
-
-    def names_in(file: str) -> set[str]:
-        try:
-            return _named(json.loads(bucket.content(file) or b""))
-        except ValueError as error:
-            raise explain(error, f"{bucket.name}/{file}") from None
-
-    with Threads(len(_NAMING)) as threads:
-        named = set[str]().union(*threads.map(names_in, sorted(_NAMING & heads.keys())))
-    return {**heads, **_heads(bucket, named - heads.keys())}
-
-
-def _named(document: object) -> set[str]:
-    """The files that an index, or a manifest of shards, names."""
-    names: set[str] = set()
-    code = document.get("auto_map") if isinstance(document, dict) else None
-    stack = [document, [f"{module}.py" for module in modules(code)]]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict):
-            stack.extend(value.values())
-        elif isinstance(value, list):
-            stack.extend(value)
-        elif isinstance(value, str) and value.endswith(_FILES) and _NAME.fullmatch(value):
-            names.add(value)
-    return names
+    with Threads(_REQUESTS) as threads:
+        documents = [name for name in NAMING if name in heads]
+        contents = dict(zip(documents, threads.map(bucket.content, documents), strict=True))
+    named = {name for name in named_files(contents.get) if _NAME.fullmatch(name)}
+    return heads | _heads(bucket, named - heads.keys())
 
 
 def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:

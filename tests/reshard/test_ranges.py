@@ -91,12 +91,16 @@ def test_from_a_bucket_as_from_disk(kind: str, store: StoreServer, run: Run, che
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-@pytest.mark.parametrize("form", [(), ("--as", "vllm"), ("--as", "transformers")])
-def test_shards_in_a_bucket_are_merged(
-    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("s3", ()), ("s3", ("--as", "vllm")), ("s3", ("--as", "transformers")), ("http", ("--as", "dcp"))],
+)
+def test_shards_elsewhere_are_merged(
+    kind: str, form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
-    done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
+    url = upload(tmp_path / "shards", store, "shards")
+    done = run("merge", url if kind == "s3" else f"{store.url}/bucket/shards", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
@@ -519,10 +523,13 @@ def test_custom_code_behind_a_url_comes_along(store: StoreServer, run: Run, chec
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModel": "modeling_own.Own", "AutoConfig": ["configuration_own.OwnConfig", None]}
     (folder / "config.json").write_text(json.dumps(config))
-    for name in ("modeling_own.py", "configuration_own.py"):
+    tokenizer = {"vocab_file": "own.model", "merges_file": None, "extra_file": "../config.json"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name in ("modeling_own.py", "configuration_own.py", "own.model"):
         (folder / name).write_text("raise SystemExit\n")
     assert run("split", f"{store.url}/bucket/llama", tmp_path / "out", "--tp", "2").returncode == 0
-    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {"modeling_own.py", "configuration_own.py"}
+    own = {path.name for pattern in ("*.py", "own.*") for path in (tmp_path / "out").glob(pattern)}
+    assert own == {"modeling_own.py", "configuration_own.py", "own.model"}
 
 
 def test_a_profile_without_what_reads_profiles(

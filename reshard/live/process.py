@@ -466,9 +466,7 @@ def push(
 def reader(model: Any, program: str) -> Callable[[], Parts]:
     """What reads a rank's tensors anew."""
     if program == "megatron":
-        from reshard.live import megatron
-
-        return partial(megatron.slices_of, model)
+        return partial(parameters.slices_of_megatron, model)
     if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
     return partial(parameters.slices_of, model)

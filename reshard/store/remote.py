@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
-from reshard.store.obstore_errors import sends_no_parts, status_of
-from reshard.store.retries import patience, patiently
+from reshard.store.retries import patience, patiently, sends_no_parts, status_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -24,7 +24,7 @@ from formats.errors import LiveError
 from formats.notation.format_file import HUGGING_FACE
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live import sides
-from reshard.live.routing import View, routes, view_of
+from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan
 from reshard.model.model import BoundTensor
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
@@ -198,7 +198,7 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
     whole = arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE)
     source, target = (sides.by_rules(side) for side in align_atoms(whole, arrangement))
-    plan = routes(source, target, bucket=1 << 62)
+    plan = routes_between(source, target, bucket=1 << 62)
     for part in itertools.chain(*plan.parts(source.ranks + rank)):
         into, origin = view_of(part, target, sends=False), view_of(part, source, sends=True)
         copies[into.name].append(Copied(into, numbers[origin.name], origin))

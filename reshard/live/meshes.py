@@ -81,8 +81,10 @@ class Target:
 _NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": "tp", "ep": "ep", "pp": "pp"}
 
 
-def target_of(text: str) -> Target:
+def target_of(text: Target | str) -> Target:
     """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
+    if isinstance(text, Target):
+        return text
     program, _, tail = text.partition(":")
     pairs = re.findall(r"([a-z]*)(\d{1,18})", tail)
     sizes = {_NAMES[name]: int(number) for name, number in pairs if name in _NAMES}
@@ -154,7 +156,7 @@ def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> d
     ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed one; None where no placement
     says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
     """
-    goal = target_of(target) if isinstance(target, str) else target
+    goal = target_of(target)
     arrangement = arranged(open_any(checkpoint, Access(**access), Weights.HEADERS).model, goal)
     mesh, stored = arrangement.plan.mesh, (each for each in arrangement.stored if each.constant is None)
     if len([degree for _, degree in mesh.degrees if degree > 1]) > 1 and not goal.degrees.same_ranks:

@@ -219,8 +219,7 @@ def routes(
     ``access`` are the fields of ``reshard.source.opening.Access``. Reads headers only. Raises ReshardError.
     """
     opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
-    trainer, other = (target_of(end) if isinstance(end, str) else end for end in (source, target))
-    return plan_push(opened.model, trainer_state(opened.model, trainer), other, bucket=bucket)
+    return plan_push(opened.model, trainer_state(opened.model, target_of(source)), target_of(target), bucket=bucket)
 
 
 def document(plan: Routes) -> Iterator[dict[str, Any]]:

@@ -184,7 +184,8 @@ def _check_apart(out: Path, place: Path, sources: Sequence[Path]) -> None:
     by mounts.
     """
     target = Path(os.path.realpath(place))  # Path.resolve fails on a link to itself
-    around, within = {*_numbers((target, *target.parents))}, {*_numbers(_below(target))}
+    around = {*_numbers((target, *target.parents))}
+    within = {*_numbers(Path(root, name) for root, _, files in os.walk(target) for name in ("", *files))}
     for source in sources:
         real = Path(os.path.realpath(source))
         numbers = {*_numbers([real])}
@@ -196,13 +197,6 @@ def _check_apart(out: Path, place: Path, sources: Sequence[Path]) -> None:
         if place != out:
             what = f"{out} would be built in {place}, which is the source {source}, or around or in it"
         raise CheckpointError(what, "choose another output folder")
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """A folder, and all folders and files in it."""
-    for root, _, files in os.walk(folder):
-        yield Path(root)
-        yield from (Path(root, name) for name in files)
 
 
 def _numbers(paths: Iterable[Path]) -> Iterator[tuple[int, int]]:

@@ -6,18 +6,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import METADATA
-from reshard.store.range_store import Content, RangeStore, make_once, with_headers
+from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, StoredFile, etag_of, explain, open_store
 from reshard.store.retries import patience, patiently
 from reshard.store.selection import NAMING, Weights, is_url, named_files, select
@@ -245,23 +245,21 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     sizes = {file: entry.size for file, entry in entries.items()}
 
     def copy(side: list[str]) -> Path:
-        return make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(bucket, bucket.store, side, at))
-
-    def fill(at: Path) -> None:
-        shutil.copytree(sides, at, dirs_exist_ok=True)
-        _copy(bucket, open_store(url), weights, at)
+        _copy(bucket, bucket.store, side, folder)
+        return folder
 
     with disk_errors(folder):
         hint = "give the URL of a folder with a checkpoint"
-        sides, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
+        _, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
         others = tuple(sorted(listed.keys() - {*side, *weights})) if is_listed else None
+        files: dict[str, Content] = {file: folder / file for file in side}
         if by_ranges:
-            files: dict[str, Content] = {file: sides / file for file in side}
             store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
-            return with_headers(store, folder, sampled=scope is Weights.RANGES)
-        check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
-        make_once(folder, fill)
-    return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
+            return with_headers(store, folder.with_name(f"{folder.name}-headers"), sampled=scope is Weights.RANGES)
+        missing = [file for file in weights if not (folder / file).exists()]
+        check_space(cache, sum(sizes[file] for file in missing), name, "give another place with --cache-dir")
+        _copy(bucket, open_store(url), missing, folder)
+    return RangeStore(name, files | {file: folder / file for file in weights}, others=others, folder=folder)
 
 
 def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
@@ -310,19 +308,24 @@ def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
 
 
 def _copy(bucket: Bucket, store: ObjectStore, names: Iterable[str], folder: Path) -> None:
-    """Download files into a folder."""
+    """Download files into a folder, unless they are there: each appears complete or not at all."""
     from obstore import get
 
-    def copy(file: str) -> None:
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True)
+    with scratch as building, Threads(_REQUESTS) as threads:
 
-        def request() -> None:
-            with path.open("wb") as opened:
-                for chunk in get(store, file).stream():
-                    opened.write(chunk)
+        def copy(file: str) -> None:
+            new, path = Path(building, file), folder / file
+            for place in (new, path):
+                place.parent.mkdir(parents=True, exist_ok=True)
 
-        bucket.ask(file, request)
+            def request() -> None:
+                with new.open("wb") as opened:
+                    for chunk in get(store, file).stream():
+                        opened.write(chunk)
 
-    with Threads(_REQUESTS) as threads:
-        threads.map(copy, names)
+            bucket.ask(file, request)
+            new.replace(path)
+
+        threads.map(copy, [name for name in names if not (folder / name).exists()])

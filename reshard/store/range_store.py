@@ -159,23 +159,6 @@ def kept_in(folder: Path) -> dict[str, tuple[int, dict[int, bytes]]]:
     return {}
 
 
-def make_once(final: Path, fill: Callable[[Path], None]) -> Path:
-    """Make the folder ``final`` unless it exists. It appears complete or not at all."""
-    if final.exists():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.", ignore_cleanup_errors=True) as scratch:
-        building = Path(scratch) / "files"
-        building.mkdir()
-        fill(building)
-        try:
-            building.rename(final)
-        except OSError:  # another process has just made the same folder
-            if not final.exists():
-                raise
-    return final
-
-
 def _header(file: Remote, read_range: Callable[[int, int], bytes]) -> bytes:
     """The header of a safetensors file."""
     data = read_range(0, min(_FIRST_READ, file.size)) if file.size else b""

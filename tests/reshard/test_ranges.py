@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError
 from formats.store import joined
 from reshard.publishing import upload as uploads
-from reshard.store.bucket import Bucket
+from reshard.store.bucket import Bucket, fetch_stored
 from reshard.store.remote import HubFile, StoredFile, open_store
+from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
@@ -586,6 +587,23 @@ def test_what_is_kept_is_read_again_where_it_lacks_a_file(run: Run, store: Store
     assert run("plan", url).returncode == 0
     before = len(store.requests)
     assert run("plan", url).returncode == 0 and not any(each.range for each in store.requests[before:])
+
+
+def test_files_that_are_complete_are_not_downloaded_twice(
+    store: StoreServer, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    url, arguments = upload(checkpoint, store, "llama"), (Weights.FILES, tmp_path / "cache")
+    store.faults.extend([lambda _: False, status(403)])
+    with pytest.raises(CheckpointError, match="is refused"):
+        fetch_stored(url, *arguments)
+    assert not list((tmp_path / "cache").rglob("*/*.*/*.safetensors"))
+    store.requests.clear()
+    assert contents(Path(str(fetch_stored(url, *arguments).folder))) == contents(checkpoint)
+    again = [each.path for each in store.requests if each.method == "GET"]
+    assert len([path for path in again if path.endswith(".safetensors")]) == 1
+    assert not [path for path in again if path.endswith("config.json")]
 
 
 SEVERAL = """

@@ -18,7 +18,7 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import METADATA
 from reshard.store.range_store import Content, RangeStore, with_headers
-from reshard.store.remote import Remote, StoredFile, etag_of, explain, open_store
+from reshard.store.remote import Remote, StoredFile, check_version, etag_of, explain, open_store
 from reshard.store.retries import patience, patiently
 from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
@@ -245,7 +245,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     sizes = {file: entry.size for file, entry in entries.items()}
 
     def copy(side: list[str]) -> Path:
-        _copy(bucket, bucket.store, side, folder)
+        _copy(bucket, bucket.store, [entries[file] for file in side], folder)
         return folder
 
     with disk_errors(folder):
@@ -256,8 +256,8 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
         if by_ranges:
             store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
             return with_headers(store, folder.with_name(f"{folder.name}-headers"), sampled=scope is Weights.RANGES)
-        missing = [file for file in weights if not (folder / file).exists()]
-        check_space(cache, sum(sizes[file] for file in missing), name, "give another place with --cache-dir")
+        missing = [entries[file] for file in weights if not (folder / file).exists()]
+        check_space(cache, sum(entry.size for entry in missing), name, "give another place with --cache-dir")
         _copy(bucket, open_store(url), missing, folder)
     return RangeStore(name, files | {file: folder / file for file in weights}, others=others, folder=folder)
 
@@ -307,25 +307,30 @@ def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
     return StoredFile(bucket.url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
-def _copy(bucket: Bucket, store: ObjectStore, names: Iterable[str], folder: Path) -> None:
-    """Download files into a folder, unless they are there: each appears complete or not at all."""
+def _copy(bucket: Bucket, store: ObjectStore, entries: Iterable[StoredFile], folder: Path) -> None:
+    """Download files into a folder, unless they are there: each appears complete or not at all.
+
+    Raises MismatchError for one that is no longer what it was, CheckpointError.
+    """
     from obstore import get
 
     folder.mkdir(parents=True, exist_ok=True)
     scratch = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True)
     with scratch as building, Threads(_REQUESTS) as threads:
 
-        def copy(file: str) -> None:
-            new, path = Path(building, file), folder / file
+        def copy(entry: StoredFile) -> None:
+            new, path = Path(building, entry.key), folder / entry.key
             for place in (new, path):
                 place.parent.mkdir(parents=True, exist_ok=True)
 
-            def request() -> None:
+            def request() -> str | None:
+                answer = get(store, entry.key)
                 with new.open("wb") as opened:
-                    for chunk in get(store, file).stream():
+                    for chunk in answer.stream():
                         opened.write(chunk)
+                return etag_of(answer.meta)
 
-            bucket.ask(file, request)
+            check_version(entry.etag, bucket.ask(entry.key, request), entry.address)
             new.replace(path)
 
-        threads.map(copy, [name for name in names if not (folder / name).exists()])
+        threads.map(copy, [entry for entry in entries if not (folder / entry.key).exists()])

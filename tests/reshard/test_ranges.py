@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.store import joined
 from reshard.publishing import upload as uploads
 from reshard.store.bucket import Bucket, fetch_stored
@@ -595,6 +595,17 @@ def test_files_that_are_complete_are_not_downloaded_twice(
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
     url, arguments = upload(checkpoint, store, "llama"), (Weights.FILES, tmp_path / "cache")
+
+    def replace(_: object) -> bool:
+        """Another file is there when its bytes are sent, as when it was listed."""
+        for file in (store.root / "llama").glob("*.safetensors"):
+            file.write_bytes(b"new" + file.read_bytes())
+        return False
+
+    store.faults.append(replace)
+    with pytest.raises(MismatchError, match="was replaced while it was read"):
+        fetch_stored(url, Weights.FILES, tmp_path / "another cache")
+    shutil.copytree(checkpoint, store.root / "llama", dirs_exist_ok=True)
     store.faults.extend([lambda _: False, status(403)])
     with pytest.raises(CheckpointError, match="is refused"):
         fetch_stored(url, *arguments)

@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 CEILING = {
     "formats": Size(42, 6455, 657, 109),
-    "reshard": Size(113, 16255, 1440, 187),
+    "reshard": Size(110, 16200, 1429, 187),
     "verify": Size(53, 6439, 597, 94),
 }
 

@@ -161,8 +161,7 @@ def _plan_push(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Plan a push between running ranks. Raises UsageError, ReshardError."""
-    from reshard.live.exports import routes
-    from reshard.live.routing import LINK
+    from reshard.live.routing import LINK, routes
     from reshard.source.opening import Access
 
     if trainer is None or receiver is None:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from formats.errors import LiveError
-    from reshard.live.exports import document, placements, routes
-    from reshard.live.meshes import Target
+    from reshard.live.meshes import Target, placements
     from reshard.live.process import pull, push
+    from reshard.live.routing import document, routes
     from reshard.live.vllm import Offline, Server, join, update
 
 _PLACES = {
     "LiveError": "formats.errors",
-    "Target": "reshard.live.meshes",
-    **dict.fromkeys(("document", "placements", "routes"), "reshard.live.exports"),
+    **dict.fromkeys(("Target", "placements"), "reshard.live.meshes"),
+    **dict.fromkeys(("document", "routes"), "reshard.live.routing"),
     **dict.fromkeys(("pull", "push"), "reshard.live.process"),
     **dict.fromkeys(("Offline", "Server", "join", "update"), "reshard.live.vllm"),
 }

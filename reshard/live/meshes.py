@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import MOST_RANKS
+from formats.notation.axes import Run
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
-from formats.notation.placements import cut
+from formats.notation.placements import Cut, cut, in_order
 from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
@@ -20,6 +23,9 @@ from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Runs
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
+from reshard.source.opening import Access
+from reshard.store.selection import Weights
+from reshard.transforms.opening import open_any
 
 TRAINERS: Mapping[str, str] = {
     "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan-live",
@@ -75,8 +81,10 @@ class Target:
 _NAMES: Mapping[str, str] = {"": "fsdp", "fsdp": "fsdp", "x": "replicas", "tp": "tp", "ep": "ep", "pp": "pp"}
 
 
-def target_of(text: str) -> Target:
+def target_of(text: Target | str) -> Target:
     """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
+    if isinstance(text, Target):
+        return text
     program, _, tail = text.partition(":")
     pairs = re.findall(r"([a-z]*)(\d{1,18})", tail)
     sizes = {_NAMES[name]: int(number) for name, number in pairs if name in _NAMES}
@@ -140,3 +148,32 @@ def trainer_state(model: Model, target: Target) -> LiveState:
             if runs is not None:
                 parts.append(Slice(stored.name, stored.dtype, shape, runs))
     return LiveState(target.format, ranks)
+
+
+def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> dict[str, str | None]:
+    """How a DTensor on the target's ranks would say which part a rank has, for each tensor of the target.
+
+    ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed one; None where no placement
+    says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
+    """
+    goal = target_of(target)
+    arrangement = arranged(open_any(checkpoint, Access(**access), Weights.HEADERS).model, goal)
+    mesh, stored = arrangement.plan.mesh, (each for each in arrangement.stored if each.constant is None)
+    if len([degree for _, degree in mesh.degrees if degree > 1]) > 1 and not goal.degrees.same_ranks:
+        raise PlanError(f"'{goal}' has ranks along several dimensions, and placements are of one")
+    return {each.name: _placement([each.geometry.dims(rank) for rank in range(mesh.size)]) for each in stored}
+
+
+def _placement(ranks: Sequence[Sequence[Sequence[Run]] | None]) -> str | None:
+    if any(dims is None for dims in ranks):
+        return None
+    runs_of = [tuple(tuple(runs) for runs in dims) for dims in ranks if dims is not None]
+    if all(dims == runs_of[0] for dims in runs_of):
+        return "Replicate()"
+    shape = [max(run.end for dims in runs_of for run in dims[dim]) for dim in range(len(runs_of[0]))]
+    for dim in range(len(shape)):
+        for parts in {1, len(runs_of[0][dim])}:
+            cuts = [in_order(shape, [len(runs_of)], [rank], [Cut(dim, parts)]) for rank in range(len(runs_of))]
+            if cuts == runs_of:
+                return f"Shard({dim})" if parts == 1 else f"_StridedShard({dim}, split_factor={parts})"
+    return None

@@ -1,4 +1,5 @@
-"""What this rank holds of a torch model: DTensors by their placements, everything else whole.
+"""What this rank holds of a torch model: DTensors by their placements, everything else whole; of Megatron-Core's models
+what their ``sharded_state_dict()`` says.
 
 Nothing is copied, and no collective runs: the tensors are views of the live parameters.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import zip_longest
 from typing import Any
 
@@ -145,3 +147,70 @@ def _shown(part: Slice | None) -> str:
         return "no tensor"
     runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in part.runs]
     return f"{part.name} ({part.dtype} [{', '.join(runs)}] of {[*part.shape]})"
+
+
+# --- Megatron-Core ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Slice, torch.Tensor]]:
+    """What this rank holds of each tensor that Megatron-Core stores, with the live one, which has the same dimensions.
+
+    The model, or its chunks where the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or not. A
+    rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the other.
+    A table has the rows that this mesh pads it to. Raises PlanError for a part that is no view of a parameter.
+
+    Source: Megatron-Core 0.16.1, ``dist_checkpointing/mapping.py``. Names and shapes are those of its distributed
+    checkpoints (``formats/programs/megatron.toml``). Megatron-Core is not imported here.
+    """
+    parts = []
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        chunk = unwrapped(chunk)
+        live = {parameter.untyped_storage().data_ptr() for parameter in [*chunk.parameters(), *chunk.buffers()]}
+        if not hasattr(chunk, "sharded_state_dict"):
+            raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
+        for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
+            if tensor.untyped_storage().data_ptr() not in live:
+                raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
+            local = tensor[(None,) * part.prepend_axis_num]
+            offsets = zip(part.global_offset, local.shape, strict=True)
+            runs = tuple((Run(int(at), size),) if size else () for at, size in offsets)
+            parts.append(piece(part.key, tuple(part.global_shape), runs, local))
+    return parts
+
+
+def _parts(state: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each part of a stored tensor in a state, with its live tensor. Objects, such as extra states, are passed over.
+
+    A part is a ``ShardedTensor``: its first ``prepend_axis_num`` dimensions, of size 1, are missing in ``data``. What
+    has a ``build`` is a parameter that is stored in several parts.
+    """
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, list):
+        for entry in state:
+            yield from _parts(entry)
+    elif hasattr(state, "prepend_axis_num"):
+        yield state, state.data
+    elif hasattr(state, "build"):
+        whole, parts = state.data, [*_parts(state.build())]
+        if all(tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, tensor in parts):
+            yield from parts
+            return
+        probe = copy(state)  # it copies: given indices instead, it shows where its parts lie
+        probe.data = torch.arange(whole.numel()).view(whole.shape)
+        for part, indices in _parts(probe.build()):
+            yield part, _view(whole, indices, part.key)
+
+
+def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor:
+    """The elements of ``whole`` at ``indices``, as a view of it. Raises PlanError if no view has them."""
+    first = (0,) * indices.dim()
+    offset = int(indices[first])
+    strides, viewed = [], torch.tensor(offset)
+    for dim, size in enumerate(indices.shape):
+        strides.append(int(indices[(*first[:dim], 1, *first[dim + 1 :])]) - offset if size > 1 else 1)
+        viewed = viewed[..., None] + torch.arange(size) * strides[-1]
+    if not whole.is_contiguous() or min(strides) < 0 or not viewed.equal(indices):
+        raise PlanError(f"{name}: what Megatron-Core would store is no view of what the model holds")
+    return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)

@@ -241,11 +241,8 @@ class _Process:
 
     def _sizes(self, fence: Fence, tensors: Tensors | None = None) -> list[int]:
         """The bytes of each parcel where only what changed is sent, of which the trainers tell the receivers."""
-
-        def own_sizes() -> dict[str, Any]:
-            return {"sizes": [(each.step, each.peer, each.size(tensors)) for each in self._parcels] if tensors else []}
-
-        replies = self._gather(fence, "changes", own_sizes, self.meeting.patience)
+        own = [(each.step, each.peer, each.size(tensors)) for each in self._parcels] if tensors else []
+        replies = self._gather(fence, "changes", lambda: {"sizes": own}, self.meeting.patience)
         sizes = {(step, frozenset((rank, peer))): size
                  for rank, reply in enumerate(replies) for step, peer, size in reply["sizes"]}  # fmt: skip
         return [sizes[each.step, frozenset((self.rank, each.peer))] for each in self._parcels]
@@ -456,7 +453,7 @@ def push(
     has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options`` are those of ``Meeting``.
     Raises PlanError, CheckpointError.
     """
-    target = target_of(to) if isinstance(to, str) else to
+    target = target_of(to)
     meeting = Meeting(store=store, trainers=world, receivers=receivers or target.ranks, **options)
     description: dict[str, Any] = {"format": TRAINERS.get(program, program), "dtype": dtype, "target": str(target)}
     description["config"] = _config(model, config) if rank == 0 else None
@@ -466,9 +463,7 @@ def push(
 def reader(model: Any, program: str) -> Callable[[], Parts]:
     """What reads a rank's tensors anew."""
     if program == "megatron":
-        from reshard.live import megatron
-
-        return partial(megatron.slices_of, model)
+        return partial(parameters.slices_of_megatron, model)
     if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
     return partial(parameters.slices_of, model)

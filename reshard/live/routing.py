@@ -1,4 +1,4 @@
-"""The plan of a push: which rank sends which block of which atom to whom, in which order. Pure: no byte is moved."""
+"""The plan of a push: which rank sends which block of which atom to whom, in which order. No byte is moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,17 @@ from numpy.typing import NDArray
 from formats.errors import PlanError, listed
 from formats.files.safetensors import DTYPE_BITS
 from reshard import __version__
-from reshard.live.meshes import TRAINERS, Target, arranged, trainer_state
+from reshard.live.meshes import TRAINERS, Target, arranged, target_of, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.moves import check_atoms, conversion
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location
+from reshard.source.opening import Access, Place
+from reshard.store.selection import Weights
 from reshard.text import Result, align, human_bytes, human_time, plural
+from reshard.transforms.opening import open_any
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""
@@ -208,6 +211,35 @@ def _rows(role: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
             first = number
 
 
+def routes(
+    checkpoint: Place, *, source: Target | str, target: Target | str, bucket: int = BUCKET, **access: Any
+) -> Routes:
+    """The plan of a push of a checkpoint's model between ranks that need not run, such as ``fsdp2:8`` and ``vllm:tp4``.
+
+    ``access`` are the fields of ``reshard.source.opening.Access``. Reads headers only. Raises ReshardError.
+    """
+    opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
+    return plan_push(opened.model, trainer_state(opened.model, target_of(source)), target_of(target), bucket=bucket)
+
+
+def document(plan: Routes) -> Iterator[dict[str, Any]]:
+    """The blocks of a plan as JSON objects: rank by rank of the source, in the order in which each sends.
+
+    A block goes from rank ``from`` of the source to rank ``to`` of the target, in step ``step``: on each side a view of
+    the rank's own contiguous tensor, with ``offset``, ``shape`` and ``stride`` in elements. Both views have one shape.
+    """
+    for sender in range(plan.source.ranks):
+        for step, parts in enumerate(plan.parts(sender)):
+            for part in parts:
+                sent, received = view_of(part, plan.source, sends=True), view_of(part, plan.target, sends=False)
+                yield {
+                    "step": step, "from": sender, "to": part.receiver - plan.source.ranks,
+                    "tensor": part.move.atom.tensor, "dtype": part.move.dtype, "shape": [*sent.shape],
+                    "source": {"tensor": sent.name, "offset": sent.offset, "stride": [*sent.stride]},
+                    "target": {"tensor": received.name, "offset": received.offset, "stride": [*received.stride]},
+                }  # fmt: skip
+
+
 def plan_push(
     model: Model, source: LiveState, target: LiveState | Target, *, bucket: int = BUCKET, hosts: Sequence[str] = ()
 ) -> Routes:
@@ -219,10 +251,10 @@ def plan_push(
     goal = whole(model, target) if isinstance(target, LiveState) else arranged(model, target)
     origin, wanted_atoms = align_atoms(whole(model, source), goal)
     target_side = live_side(target, wanted_atoms) if isinstance(target, LiveState) else by_rules(wanted_atoms)
-    return routes(live_side(source, origin), target_side, bucket=bucket, hosts=hosts)
+    return routes_between(live_side(source, origin), target_side, bucket=bucket, hosts=hosts)
 
 
-def routes(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
+def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
     """The plan between two sides that are taken apart into the same atoms: each element once to each who lacks it.
 
     One of several replicas sends: of those on the receiver's host, if there are any, the one that sends least.

@@ -55,11 +55,6 @@ class Slice(NamedTuple):
         """The shape of the local tensor."""
         return tuple(sum(run.length for run in dim) for dim in self.runs)
 
-    @property
-    def numel(self) -> int:
-        """The number of elements that the rank holds."""
-        return math.prod(self.local)
-
 
 def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
     """Parts as JSON: each distinct dtype, shape and runs once, and the number of these for each name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -65,10 +65,10 @@ class _Tensors(Remote):
     """Tensors as a safetensors file."""
 
     def __init__(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        self._header, self._tensors, self._name = header, tensors, f"memory:{uuid4().hex}"
-        self._ends = [*accumulate((tensor.nbytes for tensor in tensors), initial=len(header))]
-        self._versions = [_version(tensor) for tensor in tensors]
-        self.size = self._ends[-1]
+        self._name = f"memory:{uuid4().hex}"
+        self._tensors = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
+        self._versions = [_version(tensor) for tensor in self._tensors]
+        *self._begins, self.size = accumulate((tensor.nbytes for tensor in self._tensors), initial=0)
 
     @property
     def identity(self) -> str:
@@ -89,14 +89,11 @@ class _Tensors(Remote):
         return self._read
 
     def _read(self, start: int, stop: int) -> memoryview:
-        parts = [memoryview(self._header)[start:stop]] if start < len(self._header) else []
-        for number in range(max(bisect_right(self._ends, start) - 1, 0), len(self._tensors)):
-            first = self._ends[number]
-            if first >= stop:
-                break
-            begin, end = max(start - first, 0), min(stop, self._ends[number + 1]) - first
-            data = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)[begin:end]
-            parts.append(data.cpu().numpy().data)
+        parts: list[memoryview] = []
+        for number in range(bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)):
+            begin = self._begins[number]
+            data = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)
+            parts.append(data[max(start - begin, 0) : stop - begin].cpu().numpy().data)
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 

@@ -1,9 +1,9 @@
 """Live tensors as messages: the blocks of each, and what has changed in them since the push before.
 
 A push of what changed: of each message the words that are other than at the push before, and where they are. A word is
-as wide as the smallest element of the message. What is sent: two numbers of 64 bits, the sum of the message as it is to
-be (of its 64-bit words) and how many words have changed; these, padded to 8 bytes; their places (int32). Where that is
-not smaller the message is sent whole, and where nothing changed none is sent.
+as wide as the smallest element of the message. What is sent: the sum of the message as it is to be (of its words of 64
+bits), the places of the words that have changed (int32), and these words. Where that is not smaller the message is sent
+whole, and where nothing changed none is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from reshard.move.moves import conversion
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
 
-_HEAD = 16
+_SUM, _PLACE = 8, 4
+"""Bytes of the sum, and of a place."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,10 +47,10 @@ class Parcel:
 
     def size(self, tensors: Tensors) -> int:
         """The bytes to send, where the receiver has what was sent before."""
-        if self._sent is None:
+        if self._sent is None or self.word is None:
             return self.nbytes
         count = int(torch.count_nonzero(self._compared(tensors)[1]))
-        return min(self._places(count) + 4 * count, self.nbytes) if count else 0
+        return min(_SUM + count * (_PLACE + self.word), self.nbytes) if count else 0
 
     def pack(self, tensors: Tensors, keep: bool, room: torch.Tensor) -> None:
         """Fill ``room`` (bytes) with all blocks, or with what has changed if it is smaller; ``keep`` a copy of all."""
@@ -63,14 +64,11 @@ class Parcel:
             return
         new, differs = self._compared(tensors)
         places = torch.nonzero(differs).flatten()
-        count, begin = len(places), self._places(len(places))
-        if len(room) != begin + 4 * count:
+        changes = (_sum(new)[None], places.to(torch.int32), self._words(new)[places])
+        content = torch.cat([part.view(torch.uint8) for part in changes])
+        if len(room) != len(content):
             raise LiveError("the weights changed while they were pushed", "push again")
-        room[:begin].zero_()
-        room[:_HEAD].view(torch.int64).copy_(torch.stack([_sum(new), places.new_tensor(count)]))
-        values = self._words(new)[places].view(torch.uint8)
-        room[_HEAD : _HEAD + len(values)] = values
-        room[begin:].view(torch.int32).copy_(places)
+        room.copy_(content)
         assert self._sent is not None
         self._sent.copy_(new)
 
@@ -80,11 +78,11 @@ class Parcel:
         Raises LiveError if the result is not what was meant.
         """
         if len(room) < self.nbytes:
-            total, count = room[:_HEAD].view(torch.int64).tolist()
-            begin, new = self._places(count), self._whole(tensors)
-            values, places = self._words(room[_HEAD:begin])[:count], room[begin : begin + 4 * count].view(torch.int32)
-            self._words(new)[places.to(torch.int64)] = values
-            if int(_sum(new)) != total:
+            assert self.word is not None
+            begin = _SUM + (len(room) - _SUM) // (_PLACE + self.word) * _PLACE
+            places, new = room[_SUM:begin].view(torch.int32), self._whole(tensors)
+            self._words(new)[places.to(torch.int64)] = self._words(room[begin:].clone())  # aligned anew
+            if not _sum(new).equal(room[:_SUM].view(torch.int64)[0]):
                 raise LiveError(
                     "its weights are not those of the push before: a push of what changed does not fit them"
                 )
@@ -145,11 +143,6 @@ class Parcel:
     def _words(self, room: torch.Tensor) -> torch.Tensor:
         assert self.word is not None
         return room.view(_WORDS[self.word])
-
-    def _places(self, count: int) -> int:
-        """Where the places begin, behind so many words."""
-        assert self.word is not None
-        return _HEAD + -(-count * self.word // 8) * 8
 
 
 def _moved(tensor: torch.Tensor, elements: int) -> int:

@@ -24,7 +24,7 @@ from formats.errors import LiveError
 from formats.notation.format_file import HUGGING_FACE
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live import sides
-from reshard.live.routing import View, routes, view_of
+from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan
 from reshard.model.model import BoundTensor
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
@@ -144,36 +144,35 @@ def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ra
             (name, (torch.arange(math.prod(shape)) + ((number + 1) << _BITS)).view(shape))
             for number, (name, (_, shape)) in enumerate(tensors.items())
         )
-        return {name: _counted(room.detach().reshape(-1).numpy()) for name, room in rooms.items()}
+        result = dict[str, Ranges]()
+        for name, room in rooms.items():
+            values = room.detach().reshape(-1).numpy()
+            at = np.flatnonzero(values > 0)  # -1 is not loaded, 0 is padding
+            elements = (at, np.ones_like(at), (values[at] >> _BITS) - 1, values[at] & ((1 << _BITS) - 1))
+            result[name] = joined(np.stack(elements, 1))
+        return result
     finally:
         for room, data, grad in saved.values():
             room.data = data
             room.requires_grad_(grad)
 
 
-def _counted(values: NDArray[np.int64]) -> Ranges:
-    """The ranges in the numbers of elements: -1 is not loaded, 0 is padding."""
-    at = np.flatnonzero(values > 0)
-    one = np.ones_like(at)
-    return joined(np.stack([at, one, (values[at] >> _BITS) - 1, values[at] & ((1 << _BITS) - 1)], 1))
-
-
 def ranges(copies: Iterable[Copied]) -> Ranges:
     """The ranges of copies into one parameter. Raises LiveError if an element is loaded twice."""
-    rows = [_rows(copied) for copied in copies]
-    return joined(np.concatenate(rows) if rows else np.empty((0, 4), np.int64))
+    return joined(np.concatenate([np.empty((0, 4), np.int64), *map(_rows, copies)]))
 
 
 def joined(rows: Ranges) -> Ranges:
     """The same ranges in order, each as long as possible. Raises LiveError if two overlap."""
+    if not len(rows):
+        return rows
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     ends, starts = rows[:-1, 0] + rows[:-1, 1], rows[1:, 0]
     if (ends > starts).any():
         raise LiveError(f"element {starts[ends > starts][0]} of a parameter is loaded twice")
     goes_on = (ends == starts) & (rows[:-1, 2] == rows[1:, 2]) & (rows[:-1, 3] + rows[:-1, 1] == rows[1:, 3])
-    first = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(rows) else np.empty(0, np.int64)
-    lengths = np.add.reduceat(rows[:, 1], first) if len(rows) else rows[:, 1]
-    return np.stack([rows[first, 0], lengths, rows[first, 2], rows[first, 3]], 1)
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    return np.stack([rows[first, 0], np.add.reduceat(rows[:, 1], first), rows[first, 2], rows[first, 3]], 1)
 
 
 def _rows(copied: Copied) -> Ranges:
@@ -185,10 +184,10 @@ def _rows(copied: Copied) -> Ranges:
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == (length, length)):
         outer -= 1
         length *= shape[outer]
-    starts = [np.zeros(1, np.int64) for _ in range(2)]
+    starts = [np.array([view.offset]) for view in (copied.into, copied.of)]
     for size, steps in zip(shape[:outer], strides[:outer], strict=True):
-        starts = [(at[:, None] + np.arange(size) * step).ravel() for at, step in zip(starts, steps, strict=True)]
-    into, origin = starts[0] + copied.into.offset, starts[1] + copied.of.offset
+        starts = [np.add.outer(at, np.arange(size) * step).ravel() for at, step in zip(starts, steps, strict=True)]
+    into, origin = starts
     return np.stack([into, np.full_like(into, length), np.full_like(into, copied.number), origin], 1)
 
 
@@ -198,7 +197,7 @@ def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Rang
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
     whole = arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE)
     source, target = (sides.by_rules(side) for side in align_atoms(whole, arrangement))
-    plan = routes(source, target, bucket=1 << 62)
+    plan = routes_between(source, target, bucket=1 << 62)
     for part in itertools.chain(*plan.parts(source.ranks + rank)):
         into, origin = view_of(part, target, sends=False), view_of(part, source, sends=True)
         copies[into.name].append(Copied(into, numbers[origin.name], origin))

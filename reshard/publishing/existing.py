@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
 from formats.files.checkpoint import ADAPTER_CONFIG, METADATA
 from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.mesh import RANK_FOLDER
 from formats.store import read_file
-from reshard.store.selection import modules
+from reshard.store.selection import INDICES, named_files
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ LAST = (ADAPTER_CONFIG, "config.json", "model.safetensors.index.json", MANIFEST)
 """The files that make a place a checkpoint: when files are written one by one, these are written last and removed
 first.
 """
-_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(
     r"(model|adapter_model|pytorch_model)(-\d{5,}-of-\d{5,})?\.(safetensors|bin)|consolidated\.\d+\.pth"
 )
-_OF_A_RANK = {"config.json", ADAPTER_CONFIG, *_INDICES}
+_OF_A_RANK = {"config.json", ADAPTER_CONFIG, *INDICES}
 _OF_A_MODEL = re.compile(
     r"(generation_|preprocessor_|video_preprocessor_|processor_|tokenizer_|adapter_|hf_quant_|quantize_|quant_)?"
     r"config\.json|tokenizer\.json|tokenizer[\w.]*\.model|[\w.]*\.tiktoken|special_tokens_map\.json|added_tokens\.json"
@@ -105,14 +104,14 @@ class Existing:
         """
         accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
         manifest = json_of(self.read(MANIFEST))
-        remaining = self.names - accounted - {MANIFEST, *_listed(manifest)}
+        remaining = self.names - accounted - {MANIFEST, *named_files(self.read, [MANIFEST])}
         from formats.notation.format_file import all_formats  # rarely needed
 
         if manifest.get("format") == "reshard" and not self._is_unfinished:
             formats = [format for name, format in all_formats().items() if name == manifest.get("layout")]
         else:
             remaining -= {name for name in remaining if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name)}
-            remaining -= {*_INDICES, *_named(self.read)}
+            remaining -= {*INDICES, *named_files(self.read)}
             formats = [*all_formats().values()]
         return sorted(name for name in remaining if not any(_is_of(format, name) for format in formats))
 
@@ -137,22 +136,6 @@ def _is_of_a_rank(name: str) -> bool:
     """Whether this is the name of a file in a rank's folder."""
     folder, _, file = name.partition("/")
     return RANK_FOLDER.fullmatch(folder) is not None and (file in _OF_A_RANK or _WEIGHTS.fullmatch(file) is not None)
-
-
-def _listed(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The files that a manifest says the checkpoint has."""
-    with suppress(KeyError, TypeError):
-        yield from (file["name"] for rank in manifest["ranks"] for file in rank["files"])
-        yield from (file["name"] for file in manifest["side_files"])
-
-
-def _named(read_file_of: Read) -> Iterator[str]:
-    """The files that an index, or the configs as custom code, name."""
-    for index in _INDICES:
-        named = json_of(read_file_of(index)).get("weight_map")
-        yield from (str(file) for file in (named.values() if isinstance(named, dict) else ()))
-    for config in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        yield from (f"{module}.py" for module in modules(json_of(read_file_of(config)).get("auto_map")))
 
 
 def _is_of(format: Format, name: str) -> bool:
@@ -201,7 +184,8 @@ def _check_apart(out: Path, place: Path, sources: Sequence[Path]) -> None:
     by mounts.
     """
     target = Path(os.path.realpath(place))  # Path.resolve fails on a link to itself
-    around, within = {*_numbers((target, *target.parents))}, {*_numbers(_below(target))}
+    around = {*_numbers((target, *target.parents))}
+    within = {*_numbers(Path(root, name) for root, _, files in os.walk(target) for name in ("", *files))}
     for source in sources:
         real = Path(os.path.realpath(source))
         numbers = {*_numbers([real])}
@@ -213,13 +197,6 @@ def _check_apart(out: Path, place: Path, sources: Sequence[Path]) -> None:
         if place != out:
             what = f"{out} would be built in {place}, which is the source {source}, or around or in it"
         raise CheckpointError(what, "choose another output folder")
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """A folder, and all folders and files in it."""
-    for root, _, files in os.walk(folder):
-        yield Path(root)
-        yield from (Path(root, name) for name in files)
 
 
 def _numbers(paths: Iterable[Path]) -> Iterator[tuple[int, int]]:

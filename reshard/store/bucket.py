@@ -6,20 +6,21 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
-from reshard.store.range_store import Content, RangeStore, make_once, with_headers
-from reshard.store.remote import Remote, StoredFile, etag_of, explain, open_store
+from formats.files.checkpoint import METADATA
+from reshard.store.range_store import Content, RangeStore, with_headers
+from reshard.store.remote import Remote, StoredFile, check_version, etag_of, explain, open_store
 from reshard.store.retries import patience, patiently
-from reshard.store.selection import Weights, is_url, modules, select
+from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
@@ -207,7 +208,7 @@ def _parts(url: str) -> list[str]:
 
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
-    "delta.json", "delta.safetensors",
+    "delta.json", "delta.safetensors", METADATA,
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
     "LICENSE", "README.md",
@@ -216,12 +217,6 @@ _LISTED_BY_NAME = (
 _REQUESTS = 16
 _NAME = re.compile(r"(?:(?!\.)[^/\0]+/){0,3}(?:\.metadata|(?!\.)[^/\0]+)")
 """Weights and side files lie at most three folders deep; no name leads out of the folder."""
-_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-_NAMING = {
-    "model.safetensors.index.json", "reshard.json", "config.json", "tokenizer_config.json", "processor_config.json",
-    "preprocessor_config.json",
-}  # fmt: skip
-"""The files that name other files: weights, shards, the modules of custom code."""
 
 
 def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
@@ -250,23 +245,21 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
     sizes = {file: entry.size for file, entry in entries.items()}
 
     def copy(side: list[str]) -> Path:
-        return make_once(folder.with_name(f"{folder.name}-side"), lambda at: _copy(bucket, bucket.store, side, at))
-
-    def fill(at: Path) -> None:
-        shutil.copytree(sides, at, dirs_exist_ok=True)
-        _copy(bucket, open_store(url), weights, at)
+        _copy(bucket, bucket.store, [entries[file] for file in side], folder)
+        return folder
 
     with disk_errors(folder):
         hint = "give the URL of a folder with a checkpoint"
-        sides, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
+        _, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
         others = tuple(sorted(listed.keys() - {*side, *weights})) if is_listed else None
+        files: dict[str, Content] = {file: folder / file for file in side}
         if by_ranges:
-            files: dict[str, Content] = {file: sides / file for file in side}
             store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
-            return with_headers(store, folder, sampled=scope is Weights.RANGES)
-        check_space(cache, sum(sizes[file] for file in weights), name, "give another place with --cache-dir")
-        make_once(folder, fill)
-    return RangeStore(name, {file: folder / file for file in (*side, *weights)}, others=others, folder=folder)
+            return with_headers(store, folder.with_name(f"{folder.name}-headers"), sampled=scope is Weights.RANGES)
+        missing = [entries[file] for file in weights if not (folder / file).exists()]
+        check_space(cache, sum(entry.size for entry in missing), name, "give another place with --cache-dir")
+        _copy(bucket, open_store(url), missing, folder)
+    return RangeStore(name, files | {file: folder / file for file in weights}, others=others, folder=folder)
 
 
 def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
@@ -288,32 +281,11 @@ def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
 def _probed(bucket: Bucket) -> dict[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
     heads = _heads(bucket, _LISTED_BY_NAME)
-
-    def names_in(file: str) -> set[str]:
-        try:
-            return _named(json.loads(bucket.content(file) or b""))
-        except ValueError as error:
-            raise explain(error, f"{bucket.name}/{file}") from None
-
-    with Threads(len(_NAMING)) as threads:
-        named = set[str]().union(*threads.map(names_in, sorted(_NAMING & heads.keys())))
-    return {**heads, **_heads(bucket, named - heads.keys())}
-
-
-def _named(document: object) -> set[str]:
-    """The files that an index, or a manifest of shards, names."""
-    names: set[str] = set()
-    code = document.get("auto_map") if isinstance(document, dict) else None
-    stack = [document, [f"{module}.py" for module in modules(code)]]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict):
-            stack.extend(value.values())
-        elif isinstance(value, list):
-            stack.extend(value)
-        elif isinstance(value, str) and value.endswith(_FILES) and _NAME.fullmatch(value):
-            names.add(value)
-    return names
+    with Threads(_REQUESTS) as threads:
+        documents = [name for name in NAMING if name in heads]
+        contents = dict(zip(documents, threads.map(bucket.content, documents), strict=True))
+    named = {name for name in named_files(contents.get) if _NAME.fullmatch(name)}
+    return heads | _heads(bucket, named - heads.keys())
 
 
 def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:
@@ -335,20 +307,30 @@ def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
     return StoredFile(bucket.url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
-def _copy(bucket: Bucket, store: ObjectStore, names: Iterable[str], folder: Path) -> None:
-    """Download files into a folder."""
+def _copy(bucket: Bucket, store: ObjectStore, entries: Iterable[StoredFile], folder: Path) -> None:
+    """Download files into a folder, unless they are there: each appears complete or not at all.
+
+    Raises MismatchError for one that is no longer what it was, CheckpointError.
+    """
     from obstore import get
 
-    def copy(file: str) -> None:
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True)
+    with scratch as building, Threads(_REQUESTS) as threads:
 
-        def request() -> None:
-            with path.open("wb") as opened:
-                for chunk in get(store, file).stream():
-                    opened.write(chunk)
+        def copy(entry: StoredFile) -> None:
+            new, path = Path(building, entry.key), folder / entry.key
+            for place in (new, path):
+                place.parent.mkdir(parents=True, exist_ok=True)
 
-        bucket.ask(file, request)
+            def request() -> str | None:
+                answer = get(store, entry.key)
+                with new.open("wb") as opened:
+                    for chunk in answer.stream():
+                        opened.write(chunk)
+                return etag_of(answer.meta)
 
-    with Threads(_REQUESTS) as threads:
-        threads.map(copy, names)
+            check_version(entry.etag, bucket.ask(entry.key, request), entry.address)
+            new.replace(path)
+
+        threads.map(copy, [entry for entry in entries if not (folder / entry.key).exists()])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -122,24 +121,24 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
     remotes = {name: content for name, content in store.files.items() if isinstance(content, Remote)}
     if not remotes:
         return store
-
-    def fill(building: Path) -> None:
-        with Threads(_REQUESTS) as threads:
-            headers = threads.map(lambda name: {0: _header(remotes[name], partial(store._fetch, name))}, remotes)
-            store.keep(dict(zip(remotes, headers, strict=True)))
-        if sampled:
-            store.keep(_sampled(store))
-        kept = {
-            name: [remote.size, {begin: b64encode(content).decode() for begin, content in store.cached[name].items()}]
-            for name, remote in remotes.items()
-        }
-        (building / _KEPT).write_text(json.dumps(kept))
-
-    contents = kept_in(make_once(folder, fill))
-    if not remotes.keys() <= contents.keys():  # made when a cache had some of the files, or damaged
-        shutil.rmtree(folder, ignore_errors=True)
-        contents = kept_in(make_once(folder, fill))
-    store.keep({name: ranges for name, (_, ranges) in contents.items()})
+    contents = kept_in(folder)
+    if remotes.keys() <= contents.keys():
+        store.keep({name: ranges for name, (_, ranges) in contents.items()})
+        return store
+    # none are kept, or they are damaged, or a cache had some of the files then
+    with Threads(_REQUESTS) as threads:
+        headers = threads.map(lambda name: {0: _header(remotes[name], partial(store._fetch, name))}, remotes)
+    store.keep(dict(zip(remotes, headers, strict=True)))
+    if sampled:
+        store.keep(_sampled(store))
+    kept = {
+        name: [remote.size, {begin: b64encode(content).decode() for begin, content in store.cached[name].items()}]
+        for name, remote in remotes.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+        (Path(scratch) / _KEPT).write_text(json.dumps(kept))
+        (Path(scratch) / _KEPT).replace(folder / _KEPT)
     return store
 
 
@@ -158,23 +157,6 @@ def kept_in(folder: Path) -> dict[str, tuple[int, dict[int, bytes]]]:
             for name, (size, ranges) in json.loads((folder / _KEPT).read_bytes()).items()
         }
     return {}
-
-
-def make_once(final: Path, fill: Callable[[Path], None]) -> Path:
-    """Make the folder ``final`` unless it exists. It appears complete or not at all."""
-    if final.exists():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.", ignore_cleanup_errors=True) as scratch:
-        building = Path(scratch) / "files"
-        building.mkdir()
-        fill(building)
-        try:
-            building.rename(final)
-        except OSError:  # another process has just made the same folder
-            if not final.exists():
-                raise
-    return final
 
 
 def _header(file: Remote, read_range: Callable[[int, int], bytes]) -> bytes:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
-from reshard.store.obstore_errors import sends_no_parts, status_of
-from reshard.store.retries import patience, patiently
+from reshard.store.retries import patience, patiently, sends_no_parts, status_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -239,8 +238,7 @@ def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None,
         content, version = patiently(request)
     except Exception as error:
         raise explain(error, address) from None
-    if etag and version and version != etag:
-        raise _replaced(address)
+    check_version(etag, version, address)
     if len(content) != stop - start:
         raise CheckpointError(f"{address}: {len(content)} bytes came where {stop - start} were asked for")
     return memoryview(content)
@@ -250,6 +248,12 @@ def etag_of(meta: Mapping[str, Any]) -> str | None:
     """The etag of an object as HTTP has it, in quotes: Azure's lists leave them out."""
     etag = meta.get("e_tag")
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
+
+
+def check_version(etag: str | None, version: str | None, address: str) -> None:
+    """Raise MismatchError if what came has another etag than what was listed, as far as both are known."""
+    if etag and version and version != etag:
+        raise _replaced(address)
 
 
 def _replaced(address: str) -> MismatchError:

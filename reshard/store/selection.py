@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from formats.documents import MAX_INDEX, json_object, read_document
+from formats.documents import MAX_INDEX
 from formats.errors import CheckpointError
 from formats.files.checkpoint import METADATA, WEIGHT_SUFFIXES, is_usable, refuse_foreign
+from formats.files.sharded import MANIFEST
 from formats.mesh import RANK_FOLDER
-from formats.store import FilePath
+from formats.store import FilePath, read_file
+from reshard.store.staging_names import json_of
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+NAMING = (
+    MANIFEST, *INDICES, "config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""The files that name other files."""
 
 _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
 
@@ -75,7 +84,13 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     if METADATA in names:
         return sorted(name for name in names if name.endswith(".distcp"))
     tensors = [name for name in names if name.endswith(".safetensors")]
-    named = {file for index in indices for file in _named_by_index(folder / index)}
+
+    def read(index: str) -> bytes | None:
+        with suppress(CheckpointError):
+            return read_file(folder / index, MAX_INDEX)
+        return None
+
+    named = {*named_files(read, indices)}
     whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or names)
     if named or whole:
         return sorted(named | whole)
@@ -88,7 +103,7 @@ def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
     are shards that ``reshard split`` wrote, and the index files of the weights that are used.
     """
     names = [*listing]
-    is_split = any(name == "reshard.json" or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in names)
+    is_split = any(name == MANIFEST or RANK_FOLDER.fullmatch(name.partition("/")[0]) for name in names)
     if is_split:
         names = [name for name in names if not name.startswith(".") or name == METADATA]
         return names, True, {name for name in names if name.endswith(".safetensors.index.json")}
@@ -99,25 +114,28 @@ def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
         or (not name.startswith(".") and ("/" not in name or name.startswith("additional_chat_templates/")))
     ]
     has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
-    index = "model.safetensors.index.json" if has_safetensors else "pytorch_model.bin.index.json"
+    index = INDICES[0] if has_safetensors else INDICES[1]
     return names, False, {index} & {*names}
 
 
-def _named_by_index(index: FilePath) -> set[str]:
-    try:
-        _, content = read_document(index, MAX_INDEX, json_object)
-    except CheckpointError:
-        return set()
-    file_of = content.get("weight_map")
-    return {name for name in file_of.values() if isinstance(name, str)} if isinstance(file_of, dict) else set()
+def named_files(read: Callable[[str], bytes | None], documents: Iterable[str] = NAMING) -> Iterator[str]:
+    """The files that a place's documents name: weights, shards, and the modules of custom code.
 
-
-def modules(auto_map: object) -> Iterator[str]:
-    """The modules of custom code that a config names: ``modeling_x.XModel``, or several in a list."""
-    for value in auto_map.values() if isinstance(auto_map, dict) else ():
-        for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str) and "." in name and "--" not in name:  # else it is in another repository
-                yield name.partition(".")[0]
+    ``read`` gives the content of a file; None, if it is not there. What is damaged names none.
+    """
+    for document in map(json_of, map(read, documents)):
+        names: list[object] = []
+        with suppress(KeyError, TypeError):
+            names += [file["name"] for rank in document["ranks"] for file in rank["files"]]
+            names += [file["name"] for file in document["side_files"]]
+        weights, code = document.get("weight_map"), document.get("auto_map")
+        names += weights.values() if isinstance(weights, dict) else ()
+        names += (value for key, value in document.items() if key.endswith("_file"))  # of a tokenizer
+        for value in code.values() if isinstance(code, dict) else ():
+            for module in value if isinstance(value, list) else [value]:
+                if isinstance(module, str) and "." in module and "--" not in module:  # else in another repository
+                    names.append(f"{module.partition('.')[0]}.py")
+        yield from (name for name in names if isinstance(name, str))
 
 
 def select(

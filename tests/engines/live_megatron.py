@@ -1,4 +1,4 @@
-"""What ranks of Megatron-Core hold, by ``reshard.live.megatron``, against what ``--as megatron`` writes, on a CPU.
+"""What ranks of Megatron-Core hold, by ``reshard.live.parameters``, against what ``--as megatron`` writes, on a CPU.
 
     python -m tests.engines.live_megatron --python ENGINES/megatron/bin/python
 

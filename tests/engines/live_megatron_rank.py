@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import start_processes
 
 from reshard.live import pull, push
-from reshard.live.megatron import slices_of
+from reshard.live.parameters import slices_of_megatron
 from reshard.live.sides import Slice
 from tests.engines import megatron_run
 
@@ -82,7 +82,7 @@ def examine(request: dict[str, Any], whole: dict[str, torch.Tensor]) -> list[dic
     if request["ddp"]:
         models = [wrapped(chunk) for chunk in models]
     with CommDebugMode() as counted:
-        found = slices_of(models if len(models) > 1 else models[0])
+        found = slices_of_megatron(models if len(models) > 1 else models[0])
     assert counted.get_total_counts() == 0
     for own, tensor in found:
         assert own.local == tensor.shape, own
@@ -92,7 +92,7 @@ def examine(request: dict[str, Any], whole: dict[str, torch.Tensor]) -> list[dic
     for chunk in models:
         for name, parameter in chunk.named_parameters():
             assert parameter.eq(12345).all(), name
-    assert [own for own, _ in slices_of(models)] == [own for own, _ in found]
+    assert [own for own, _ in slices_of_megatron(models)] == [own for own, _ in found]
     return [
         {"name": own.name, "shape": own.shape, "runs": [[(run.offset, run.length) for run in dim] for dim in own.runs]}
         for own, _ in found

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from formats.errors import LiveError
-from reshard.live import exports, pull, push
+from reshard.live import pull, push, routes
 from reshard.live.process import Pull, Push
 from reshard.live.views import Parcel
 from reshard.live.wire import Stats
@@ -171,7 +171,7 @@ def test_a_base_that_was_changed(one: Two) -> None:
 
 def test_what_is_converted_on_arrival_is_sent_whole(tmp_path: Path) -> None:
     """Of Mamba's A_log vLLM keeps -exp(A_log), in F32: what is there cannot be compared with what is sent."""
-    plan = exports.routes(zoo.save("mamba", tmp_path), source="fsdp2:2", target="vllm:tp2")
+    plan = routes(zoo.save("mamba", tmp_path), source="fsdp2:2", target="vllm:tp2")
     parts = [part for rank in range(2) for of in plan.parts(rank) for part in of]
     words = {part.move.atom.tensor: Parcel(0, 0, [part], plan, {}, sends=True).word for part in parts}
     assert {name.rpartition(".")[2] for name, word in words.items() if word is None} == {"A_log"}

@@ -12,7 +12,7 @@ import pytest
 from formats.errors import MismatchError, PlanError, ReshardError
 from formats.notation.axes import Run
 from formats.notation.format_file import format_of
-from reshard.live import exports
+from reshard.live import document, placements, routes
 from reshard.live.meshes import target_of, trainer_state
 from reshard.live.routing import plan_push
 from reshard.live.sides import LiveState
@@ -60,13 +60,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_digest_is_of_the_plan_alone(llama: Path) -> None:
     one, same, other = (
-        exports.routes(llama, source="fsdp2:2", target=target) for target in ("vllm:tp2", "vllm:tp2", "vllm:tp4")
+        routes(llama, source="fsdp2:2", target=target) for target in ("vllm:tp2", "vllm:tp2", "vllm:tp4")
     )
     assert one.digest == same.digest != other.digest
 
 
 def test_replicas_share_the_sending(llama: Path) -> None:
-    plan = exports.routes(llama, source="fsdp2:x4", target="vllm:tp1", bucket=1 << 14)
+    plan = routes(llama, source="fsdp2:x4", target="vllm:tp1", bucket=1 << 14)
     assert max(plan.sent) - min(plan.sent) <= 1 << 14
     assert sum(plan.sent) == plan.received[0]
 
@@ -83,7 +83,7 @@ def test_the_same_host_sends_first(llama: Path) -> None:
 )
 def test_no_step_is_larger_than_a_bucket(llama: Path, source: str, target: str) -> None:
     """Where a rank has several pieces of a tensor, or all of what a step takes of it, or sends it to many, too."""
-    plan = exports.routes(llama, source=source, target=target, bucket=1 << 12)
+    plan = routes(llama, source=source, target=target, bucket=1 << 12)
     for rank in range(plan.source.ranks):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(rank)) <= 1 << 12
 
@@ -119,13 +119,13 @@ def test_receivers_that_have_a_tensor_in_two_dtypes(llama: Path) -> None:
 def test_a_bucket_has_room(llama: Path) -> None:
     for bucket in (0, -1, 4095, 6.4e7):
         with pytest.raises(PlanError, match=rf"bucket={bucket} is no number of bytes from 4,096 on"):
-            exports.routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=bucket)  # type: ignore[arg-type]
+            routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=bucket)  # type: ignore[arg-type]
 
 
 def test_larger_elements_come_first(tmp_path: Path) -> None:
     """So that all lie at multiples of their size, without room between them."""
     folder = zoo.save("deepseek_v3", tmp_path / "model", dtype=zoo.torch.bfloat16)
-    plan = exports.routes(folder, source="torchtitan:3", target="vllm:tp2")
+    plan = routes(folder, source="torchtitan:3", target="vllm:tp2")
     for rank in range(5):
         for parts in plan.parts(rank):
             dtypes = [part.move.dtype for part in parts]
@@ -134,15 +134,15 @@ def test_larger_elements_come_first(tmp_path: Path) -> None:
 
 
 def test_blocks_as_views(llama: Path) -> None:
-    plan = exports.routes(llama, source="fsdp2:3", target="vllm:tp2")
-    blocks = list(exports.document(plan))
+    plan = routes(llama, source="fsdp2:3", target="vllm:tp2")
+    blocks = list(document(plan))
     sizes = [zoo.torch.Size(each["shape"]).numel() * 2 for each in blocks]
     assert sum(sizes) == plan.nbytes
     assert {each["to"] for each in blocks} == {0, 1}
 
 
 def test_placements(llama: Path) -> None:
-    found = exports.placements(llama, "vllm:tp2")
+    found = placements(llama, "vllm:tp2")
     assert found["model.layers.0.mlp.gate_up_proj.weight"] == "_StridedShard(0, split_factor=2)"
     assert found["model.layers.0.mlp.down_proj.weight"] == "Shard(1)"
     assert found["model.norm.weight"] == "Replicate()"
@@ -191,11 +191,11 @@ def test_more_parts_than_a_plan_ends_for_are_refused(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_pushed(llama: Path, source: str, target: str, why: str) -> None:
     with pytest.raises(ReshardError, match=why):
-        exports.routes(llama, source=source, target=target)
+        routes(llama, source=source, target=target)
 
 
 def test_the_picture(llama: Path) -> None:
-    plan = exports.routes(llama, source="fsdp2:3", target="vllm:tp2")
+    plan = routes(llama, source="fsdp2:3", target="vllm:tp2")
     page = push_page(plan, "a push", 50e9)
     for (sender, receiver), nbytes in plan.pairs().items():
         assert f"trainer {sender} to receiver {receiver}: {human_bytes(nbytes)}" in page
@@ -206,5 +206,5 @@ def test_the_picture(llama: Path) -> None:
 
 
 def test_ranks_are_drawn_in_groups(llama: Path) -> None:
-    page = push_page(exports.routes(llama, source="fsdp2:70", target="vllm:tp1"), "a push", 50e9)
+    page = push_page(routes(llama, source="fsdp2:70", target="vllm:tp1"), "a push", 50e9)
     assert "trainers 0 to 1 to receiver 0" in page

@@ -11,7 +11,7 @@ from torch import nn
 
 from formats.errors import PlanError
 from formats.notation.axes import Run
-from reshard.live.megatron import slices_of
+from reshard.live.parameters import slices_of_megatron
 from reshard.live.sides import Slice
 
 
@@ -78,7 +78,7 @@ def in_order(*order: int) -> Callable[[str, torch.Tensor], object]:
 
 def test_layers_are_a_dimension() -> None:
     model = Model((2, 3), lambda weight: Part("layers.w", weight, (5, 4, 3), (4, 2, 0), 1))
-    ((own, tensor),) = slices_of(model)
+    ((own, tensor),) = slices_of_megatron(model)
     assert own == Slice("layers.w", "F32", (5, 4, 3), ((Run(4, 1),), (Run(2, 2),), (Run(0, 3),)))
     assert tensor.shape == own.local == (1, 2, 3)
     tensor.fill_(7)
@@ -92,7 +92,7 @@ def test_gate_and_up_are_two_parts() -> None:
         given.append(data)
         return gated(key, data)
 
-    parts = slices_of(model)
+    parts = slices_of_megatron(model)
     assert len(given) == 1 and given[0] is model.weight  # no indices, of 8 bytes each, where there are views
     assert [own.runs[1] for own, _ in parts] == [(Run(3, 3),), (Run(9, 3),)]
     assert [int(tensor[0, 0, 0]) for _, tensor in parts] == [0, 9]
@@ -102,7 +102,7 @@ def test_gate_and_up_are_two_parts() -> None:
 def test_what_would_be_copied_is_found_by_indices() -> None:
     model = Model((6, 4), lambda weight: Factory("experts", weight, grouped))
     model.weight.data = torch.arange(100.0)[13:37].view(6, 4)  # in a buffer of all parameters, as DDP has them
-    ((own, tensor),) = slices_of(model)
+    ((own, tensor),) = slices_of_megatron(model)
     assert own.runs == ((Run(2, 2),), (Run(0, 4),), (Run(0, 3),))
     assert tensor.equal(model.weight.view(2, 3, 4).transpose(-1, -2))
     tensor.fill_(7)
@@ -112,11 +112,11 @@ def test_what_would_be_copied_is_found_by_indices() -> None:
 def test_what_is_no_view_is_refused() -> None:
     for order in ((3, 2, 1, 0), (0, 1, 3, 2)):
         with pytest.raises(PlanError, match=r"^w: what Megatron-Core would store is no view"):
-            slices_of(Model((4,), lambda weight, order=order: Factory("w", weight, in_order(*order))))
+            slices_of_megatron(Model((4,), lambda weight, order=order: Factory("w", weight, in_order(*order))))
     with pytest.raises(PlanError, match=r"^w: .* but a copy"):
-        slices_of(Model((4,), lambda weight: Part("w", weight.clone(), (4,), (0,))))
+        slices_of_megatron(Model((4,), lambda weight: Part("w", weight.clone(), (4,), (0,))))
     with pytest.raises(PlanError, match=r"a Linear is no model of Megatron-Core"):
-        slices_of(nn.Linear(2, 2))
+        slices_of_megatron(nn.Linear(2, 2))
 
 
 def test_chunks_and_wrappers() -> None:
@@ -124,4 +124,4 @@ def test_chunks_and_wrappers() -> None:
     wrapped = nn.Module()
     wrapped.module = nn.Module()
     wrapped.module.module = chunks[1]
-    assert [own.runs[0] for own, _ in slices_of([chunks[0], wrapped])] == [(Run(0, 1),), (Run(1, 1),)]
+    assert [own.runs[0] for own, _ in slices_of_megatron([chunks[0], wrapped])] == [(Run(0, 1),), (Run(1, 1),)]

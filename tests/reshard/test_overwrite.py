@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError, PlanError
+from formats.files.sharded import MANIFEST
 from formats.notation.format_file import all_formats
 from reshard.api import merge, split
 from reshard.publishing.existing import Existing, Read
@@ -123,6 +125,14 @@ def test_a_link_to_a_folder_is_a_users_own(source: Path, tmp_path: Path) -> None
     (tmp_path / "out" / "data").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="holds 'data', no part of"):
         split(source, tmp_path / "out", tp=2, overwrite=True)
+
+
+def test_a_manifest_that_names_no_texts_names_no_files(source: Path, tmp_path: Path) -> None:
+    split(source, tmp_path / "out", tp=2)
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    manifest["side_files"][0]["name"] = ["config.json"]
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
+    assert split(source, tmp_path / "out", tp=2, overwrite=True).complete  # with the same config.json
 
 
 def test_a_users_own_file_in_a_rank_that_is_written_again(source: Path, tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.store import joined
 from reshard.publishing import upload as uploads
-from reshard.store.bucket import Bucket
+from reshard.store.bucket import Bucket, fetch_stored
 from reshard.store.remote import HubFile, StoredFile, open_store
+from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
@@ -91,12 +92,16 @@ def test_from_a_bucket_as_from_disk(kind: str, store: StoreServer, run: Run, che
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-@pytest.mark.parametrize("form", [(), ("--as", "vllm"), ("--as", "transformers")])
-def test_shards_in_a_bucket_are_merged(
-    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("s3", ()), ("s3", ("--as", "vllm")), ("s3", ("--as", "transformers")), ("http", ("--as", "dcp"))],
+)
+def test_shards_elsewhere_are_merged(
+    kind: str, form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
-    done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
+    url = upload(tmp_path / "shards", store, "shards")
+    done = run("merge", url if kind == "s3" else f"{store.url}/bucket/shards", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
@@ -519,10 +524,13 @@ def test_custom_code_behind_a_url_comes_along(store: StoreServer, run: Run, chec
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModel": "modeling_own.Own", "AutoConfig": ["configuration_own.OwnConfig", None]}
     (folder / "config.json").write_text(json.dumps(config))
-    for name in ("modeling_own.py", "configuration_own.py"):
+    tokenizer = {"vocab_file": "own.model", "merges_file": None, "extra_file": "../config.json"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name in ("modeling_own.py", "configuration_own.py", "own.model"):
         (folder / name).write_text("raise SystemExit\n")
     assert run("split", f"{store.url}/bucket/llama", tmp_path / "out", "--tp", "2").returncode == 0
-    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {"modeling_own.py", "configuration_own.py"}
+    own = {path.name for pattern in ("*.py", "own.*") for path in (tmp_path / "out").glob(pattern)}
+    assert own == {"modeling_own.py", "configuration_own.py", "own.model"}
 
 
 def test_a_profile_without_what_reads_profiles(
@@ -579,6 +587,34 @@ def test_what_is_kept_is_read_again_where_it_lacks_a_file(run: Run, store: Store
     assert run("plan", url).returncode == 0
     before = len(store.requests)
     assert run("plan", url).returncode == 0 and not any(each.range for each in store.requests[before:])
+
+
+def test_files_that_are_complete_are_not_downloaded_twice(
+    store: StoreServer, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    url, arguments = upload(checkpoint, store, "llama"), (Weights.FILES, tmp_path / "cache")
+
+    def replace(_: object) -> bool:
+        """Another file is there when its bytes are sent, as when it was listed."""
+        for file in (store.root / "llama").glob("*.safetensors"):
+            file.write_bytes(b"new" + file.read_bytes())
+        return False
+
+    store.faults.append(replace)
+    with pytest.raises(MismatchError, match="was replaced while it was read"):
+        fetch_stored(url, Weights.FILES, tmp_path / "another cache")
+    shutil.copytree(checkpoint, store.root / "llama", dirs_exist_ok=True)
+    store.faults.extend([lambda _: False, status(403)])
+    with pytest.raises(CheckpointError, match="is refused"):
+        fetch_stored(url, *arguments)
+    assert not list((tmp_path / "cache").rglob("*/*.*/*.safetensors"))
+    store.requests.clear()
+    assert contents(Path(str(fetch_stored(url, *arguments).folder))) == contents(checkpoint)
+    again = [each.path for each in store.requests if each.method == "GET"]
+    assert len([path for path in again if path.endswith(".safetensors")]) == 1
+    assert not [path for path in again if path.endswith("config.json")]
 
 
 SEVERAL = """

@@ -302,20 +302,12 @@ def read_object(blob: Blob | bytes) -> object:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-class NewChunk(NamedTuple):
-    """A chunk to be written: ``nbytes`` bytes from ``at.offset`` of a tensor on."""
-
-    name: str
-    dtype: str
-    at: Chunk
-    nbytes: int
-
-
 _ALIGNMENT = 64
 
 
-def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> Archive:
-    """The layout of a file of chunks, at most one of each tensor, and of objects: archives of torch.save.
+def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], objects: Mapping[str, bytes] = {}) -> Archive:
+    """The layout of a file of chunks (name, dtype, shape, bytes), at most one of each tensor, and of objects: archives
+    of torch.save.
 
     Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
     """
@@ -323,7 +315,7 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     for name, archive in (
-        *((name, tensor_archive(dtype, at.shape, nbytes)) for name, dtype, at, nbytes in chunks),
+        *((name, tensor_archive(dtype, shape, nbytes)) for name, dtype, shape, nbytes in chunks),
         *((name, Archive(len(content), (), ((0, content),), ())) for name, content in objects.items()),
     ):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -352,21 +344,13 @@ def object_bytes(value: object, content: bytes | None = None) -> bytes:
     return bytes(data)
 
 
-class Stored(NamedTuple):
-    """A chunk or an object in a file, as ``.metadata`` lists it; ``at`` is None for an object."""
-
-    at: Chunk | None
-    file: str
-    offset: int
-    length: int
-
-
 def build_metadata(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Stored]]],
-    objects: Mapping[str, Stored] = {},
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[tuple[Chunk, Blob]]]],
+    objects: Mapping[str, Blob] = {},
     keys: Callable[[str], tuple[str | int, ...]] = lambda name: (name,),
 ) -> bytes:
-    """The ``.metadata`` of tensors (dtype, shape, chunks) and objects; ``keys`` lead to them in nested dictionaries.
+    """The ``.metadata`` of tensors (dtype, shape, chunks) and objects, whose files are relative; ``keys`` lead to them
+    in nested dictionaries.
 
     It names classes of torch's alone, and nothing of the machine it was written on.
     """
@@ -376,25 +360,20 @@ def build_metadata(
     def sizes(values: tuple[int, ...]) -> Inert:
         return Inert("torch.Size", (values,))
 
-    def put(name: str, stored: Stored, number: int | None) -> None:
-        index = {"fqn": name} if stored.at is None else {"fqn": name, "offset": sizes(stored.at.offset)}
-        info = {"relative_path": stored.file, "offset": stored.offset, "length": stored.length}
-        ranges[Inert(_INDEX, (), {**index, "index": number})] = Inert(_INFO, (), info)
+    def put(blob: Blob, **index: object) -> None:
+        info = {"relative_path": str(blob.file), "offset": blob.offset, "length": blob.length}
+        ranges[Inert(_INDEX, (), index)] = Inert(_INFO, (), info)
 
     for name, (dtype, shape, chunks) in tensors.items():
         layout, memory = Inert(_LAYOUT, ("torch.strided",)), Inert(_ENCODING, (0,))
         properties = Inert(_PROPERTIES, (), (Global(f"torch.{TORCH_NAMES[dtype]}"), layout, False, memory, False))
-        boxes = [
-            Inert(_CHUNK, (), {"offsets": sizes(stored.at.offset), "sizes": sizes(stored.at.shape)})
-            for stored in chunks
-            if stored.at is not None
-        ]
+        boxes = [Inert(_CHUNK, (), {"offsets": sizes(at.offset), "sizes": sizes(at.shape)}) for at, _ in chunks]
         named[name] = Inert(_TENSOR, (), {"properties": properties, "size": sizes(shape), "chunks": boxes})
-        for number, stored in enumerate(chunks):
-            put(name, stored, number)
-    for name, stored in objects.items():
+        for number, (at, blob) in enumerate(chunks):
+            put(blob, fqn=name, offset=sizes(at.offset), index=number)
+    for name, blob in objects.items():
         named[name] = Inert(_BYTES, (), {})
-        put(name, stored, None)
+        put(blob, fqn=name, index=None)
     content = {
         "state_dict_metadata": named,
         "planner_data": {name: keys(name) for name in named},

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from zipfile import ZipFile, ZipInfo
@@ -31,7 +31,8 @@ _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.s
 class Archive:
     """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s.
 
-    A ``.distcp`` file has an archive for each tensor and object: ``ranges`` has their offsets and lengths.
+    In ``fixed`` zeros stand for the CRC-32s, which are written over when all else is there. A ``.distcp`` file has an
+    archive for each tensor and object: ``ranges`` has their offsets and lengths.
     """
 
     size: int
@@ -71,36 +72,35 @@ def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
 
 def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
     """The layout of what torch.save writes: a pickle of ``saved``, and storages (name, bytes) with keys from 0 on."""
-    infos, headers, tensors, offset = list[ZipInfo](), list[tuple[int, bytes]](), dict[int, tuple[int, int]](), 0
+    infos, begins, fixed, end = list[ZipInfo](), list[int](), [(0, b"")], 0
     records: dict[str, bytes | int] = {"data.pkl": write_pickle(saved), "byteorder": b"little"}
     records |= {f"data/{i}": nbytes for i, (_, nbytes) in enumerate(storages)} | {"version": b"3\n"}
     for name, content in records.items():
         info = ZipInfo(f"archive/{name}")  # of 1 January 1980: nothing depends on when it was written
-        info.create_system, info.create_version, info.header_offset = 0, 45, offset
-        data = b"" if isinstance(content, int) else content
+        info.create_system, info.create_version, info.header_offset = 0, 45, end
+        data, hole = (b"", content) if isinstance(content, int) else (content, 0)
         info.CRC = zlib.crc32(data)
-        info.file_size = info.compress_size = content if isinstance(content, int) else len(data)
-        padding = -(offset + len(info.FileHeader()) + 4) % _ALIGNMENT
+        info.file_size = info.compress_size = len(data) + hole
+        padding = -(end + len(info.FileHeader()) + 4) % _ALIGNMENT
         info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         header, info.extra = info.FileHeader(), b""
-        begin = offset + len(header)
-        if isinstance(content, int):
-            tensors[len(infos)] = begin, begin + content
         infos.append(info)
-        headers.append((offset, header + data))
-        offset = begin + info.file_size
-    directory = _Directory(offset)
+        begins.append(end + len(header))
+        end = begins[-1] + info.file_size
+        fixed[-1] = fixed[-1][0], fixed[-1][1] + header + data
+        fixed += [(end, b"")] if hole else []
+    directory = _Directory(end)
     with ZipFile(directory, "w") as archive:  # type: ignore[call-overload]
         archive.filelist += infos
-    central = [at for at, part in directory.parts if part.startswith(b"PK\1\2")]
+    central = (at for at, part in directory.parts if part.startswith(b"PK\1\2"))
+    fixed[-1] = fixed[-1][0], fixed[-1][1] + b"".join(part for _, part in directory.parts)
     crcs = tuple(
-        Crc(*tensors[number], (info.header_offset + _LOCAL_CRC, central[number] + _CENTRAL_CRC))
-        for number, info in enumerate(infos)
-        if number in tensors
+        Crc(begin, begin + content, (info.header_offset + _LOCAL_CRC, at + _CENTRAL_CRC))
+        for content, info, begin, at in zip(records.values(), infos, begins, central, strict=True)
+        if isinstance(content, int)
     )
-    fixed = tuple(_fixed([*headers, *directory.parts], {place for crc in crcs for place in crc.places}))
-    places = tuple((name, begin) for (name, _), (begin, _) in zip(storages, tensors.values(), strict=True))
-    return Archive(directory.end, places, fixed, crcs)
+    places = tuple((name, crc.begin) for (name, _), crc in zip(storages, crcs, strict=True))
+    return Archive(directory.end, places, tuple(fixed), crcs)
 
 
 class _Directory:
@@ -119,22 +119,6 @@ class _Directory:
 
     def flush(self) -> None:
         pass
-
-
-def _fixed(parts: Iterable[tuple[int, bytes]], holes: Container[int]) -> Iterator[tuple[int, bytes]]:
-    """Parts in order, without the CRC-32s that begin at ``holes``; what lies end to end is one."""
-    whole, begin, end = list[bytes](), 0, 0
-    for at, part in parts:
-        hole = next((place for place in (_LOCAL_CRC, _CENTRAL_CRC) if at + place in holes), len(part))
-        for offset, content in ((at, part[:hole]), (at + hole + 4, part[hole + 4 :])):
-            if whole and content and offset != end:
-                yield begin, b"".join(whole)
-                whole = []
-            if content:
-                begin, end = begin if whole else offset, offset + len(content)
-                whole.append(content)
-    if whole:
-        yield begin, b"".join(whole)
 
 
 # ------------------------------------------------------------------------------------------------------- the pickle

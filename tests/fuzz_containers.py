@@ -31,7 +31,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_bin import read_bin, read_saved
+from formats.files.torch_archive import read_bin, read_saved
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""

@@ -333,7 +333,7 @@ def read_weights(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str],
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header
-    from formats.files.torch_bin import read_bin  # rarely needed
+    from formats.files.torch_archive import read_bin  # rarely needed
 
     return (*read_bin(path), None)
 

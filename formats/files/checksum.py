@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,14 +149,6 @@ def file_checksum(path: FilePath) -> str:
             total.add(offset, len(block), sum_part(block, offset))
             offset += len(block)
     return total.value()
-
-
-class Crc(NamedTuple):
-    """The CRC-32 of bytes ``begin`` to ``end`` of a file stands at these offsets, in four bytes, little-endian."""
-
-    begin: int
-    end: int
-    places: tuple[int, ...]
 
 
 _NUMBER = {"read": whole(-LARGEST, 2**64)}

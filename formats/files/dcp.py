@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from formats.documents import is_inside
 from formats.errors import CheckpointError
 from formats.files.checkpoint import METADATA
-from formats.files.checksum import Crc
 from formats.files.chunks import Chunk, check_tiling
 from formats.files.pickles import (
     DTYPES,
@@ -41,8 +40,7 @@ from formats.files.pickles import (
     write_pickle,
 )
 from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
-from formats.files.torch_bin import open_archive
-from formats.files.torch_zip import Archive, archive_of, tensor_archive
+from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
 
 VERSION = "1.0.0"

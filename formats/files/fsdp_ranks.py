@@ -26,7 +26,7 @@ from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_bin import BESIDE, TorchArchive, torch_file
+from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath
 

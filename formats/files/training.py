@@ -15,8 +15,8 @@ from formats.documents import is_inside, json_object, read_document
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import CONFIG, METADATA, find_side_files
 from formats.files.dcp import Distributed, read_distributed
+from formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
 from formats.files.gathered import joined, of_safetensors, with_named_states
-from formats.files.zero import MODEL, OPTIMIZER, read_zero
 from formats.store import FilePath, glob, name_in, read_file
 
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from formats.files.checksum import PIECE, Crc, PartialSum
+from formats.files.checksum import PIECE, PartialSum
 from reshard.move.slabs import Route
 from reshard.source.source import Places, SourcePlace
+
+if TYPE_CHECKING:
+    from formats.files.torch_archive import Crc
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""

@@ -22,8 +22,7 @@ from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
-from formats.files.torch_bin import read_saved
-from formats.files.torch_zip import pickled_tensor
+from formats.files.torch_archive import pickled_tensor, read_saved
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers

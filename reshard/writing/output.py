@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError, brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
-from formats.files.checksum import Crc, checksum
+from formats.files.checksum import checksum
 from formats.files.chunks import Chunk, chunks_metadata, whole_shape
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import (
@@ -51,6 +51,7 @@ from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
     from formats.files.dcp import Blob
+    from formats.files.torch_archive import Crc
     from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -238,7 +239,7 @@ class Output:
         if name.endswith(".distcp"):
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
-            from formats.files.torch_zip import build_archive  # rarely needed
+            from formats.files.torch_archive import build_archive  # rarely needed
 
             inside, entries = self.format.container.inside, self.format.container.entries
             archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
@@ -281,7 +282,7 @@ class Output:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from formats.files.universal import is_setting  # rarely needed
+        from formats.files.deepspeed import is_setting  # rarely needed
 
         if self.format.files.is_single and self._training is not None:
             parts = self._training.parts
@@ -399,7 +400,7 @@ class Output:
             else:
                 self._check_own(settings, content)
         if files.is_single:
-            from formats.files.universal import universal_documents  # rarely needed
+            from formats.files.deepspeed import universal_documents  # rarely needed
 
             shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
             states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from formats.errors import ReshardError
-from formats.files.checksum import Crc
 from formats.files.chunks import Chunk
 from formats.files.dcp import (
     METADATA,
@@ -27,7 +26,8 @@ from formats.files.dcp import (
     object_bytes,
     read_distributed,
 )
-from tests.formats.test_torch_bin import DTYPES, bytes_of, random_tensor
+from formats.files.torch_archive import Crc
+from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 

@@ -13,8 +13,7 @@ import pytest
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.safetensors import read_header
-from formats.files.torch_bin import read_bin
-from formats.files.torch_zip import build_archive
+from formats.files.torch_archive import build_archive, read_bin
 from formats.notation.format_file import HUGGING_FACE
 from reshard.api import merge, plan, split
 from reshard.source.opening import open_source

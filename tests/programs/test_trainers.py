@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from formats.errors import MismatchError
 from formats.files.pickles import Global, Inert
-from formats.files.torch_zip import archive_of, pickled_tensor
+from formats.files.torch_archive import archive_of, pickled_tensor
 from formats.files.training import read_training
 from reshard.api import merge, split
 from reshard.source.inspect import inspect

@@ -20,7 +20,7 @@ import hashlib
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -133,22 +133,18 @@ class PartialSum:
         return blake2b(words.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
 
-def checksum(content: bytes) -> str:
-    """The checksum of a small file."""
-    total = PartialSum(len(content))
-    total.add(0, len(content), sum_part(content, 0))
-    return total.value()
+def checksum(pieces: Iterable[memoryview | bytes | NDArray[np.uint8]]) -> str:
+    """The checksum of a file of these pieces, in order."""
+    total = PartialSum(0)
+    for piece in pieces:
+        total.add(total.seen, len(piece), sum_part(piece, total.seen))
+    return total.digest()
 
 
 def file_checksum(path: FilePath) -> str:
     """The checksum of a file."""
-    total = PartialSum(path.stat().st_size)
     with open_file(path) as file:
-        offset = 0
-        while block := file.read(PIECE):
-            total.add(offset, len(block), sum_part(block, offset))
-            offset += len(block)
-    return total.value()
+        return checksum(iter(partial(file.read, PIECE), b""))
 
 
 _NUMBER = {"read": whole(-LARGEST, 2**64)}

@@ -190,8 +190,7 @@ def read_chunked(
     for number, file in enumerate(files):
         tensors, _, header = folder.once(read_weights, file.path)
         ranks.append(tensors)
-        shapes = {name: info.shape for name, info in tensors.items()}
-        for name, at in read_chunks(file.path, header.metadata if header else {}, shapes).items():
+        for name, at in read_chunks(file.path, header.metadata if header else {}, tensors).items():
             chunks[name][number] = at
     return tuple(ranks), dict(chunks)
 

@@ -539,7 +539,7 @@ def _check_same_run(existing: Manifest, planned: Manifest, out: Path) -> None:
 
 
 def _record(name: str, content: bytes) -> FileRecord:
-    return FileRecord(name, len(content), checksum(content))
+    return FileRecord(name, len(content), checksum([content]))
 
 
 def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:

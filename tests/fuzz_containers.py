@@ -165,7 +165,7 @@ def read_boxes_of(folder: Path) -> None:
 
 def read_rank(folder: Path) -> None:
     """Read a rank's file of Megatron-LM's older form."""
-    for tensors in read_saved(folder / "model_optim_rng.pt", "model").tensors.values():
+    for tensors, _ in read_saved(folder / "model_optim_rng.pt", "model").states.values():
         _inside([*tensors.values()])
 
 

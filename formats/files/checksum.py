@@ -215,12 +215,8 @@ def check_unchanged(stamps: Mapping[FilePath, Stamp]) -> None:
     """Raise MismatchError if a file is no longer in the state that it had before it was read."""
     for path, stamp in stamps.items():
         if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
-            raise was_changed(path)
-
-
-def was_changed(path: FilePath) -> MismatchError:
-    """The error of a file that is no longer in the state that it had before it was read."""
-    return MismatchError(f"{path} was changed while it was read", "run the command again when nobody writes there")
+            hint = "run the command again when nobody writes there"
+            raise MismatchError(f"{path} was changed while it was read", hint)
 
 
 def stamps_in(folder: FilePath) -> dict[FilePath, Stamp]:

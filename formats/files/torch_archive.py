@@ -65,14 +65,12 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 class Saved(NamedTuple):
-    """What a training program saved in a file: where the tensors of some entries lie, and what the others are.
+    """What a training program saved in a file: of some entries what ``read_bin`` finds, and what the others are.
 
-    ``aliases`` are as those of ``read_bin``, for each entry. ``extras`` has numbers and texts, and of anything else its
-    kind.
+    ``extras`` has numbers and texts, and of anything else its kind.
     """
 
-    tensors: dict[str, dict[str, TensorInfo]]
-    aliases: dict[str, dict[str, str]]
+    states: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]]
     extras: dict[str, int | float | str]
 
 
@@ -90,7 +88,7 @@ def read_saved(path: FilePath, inside: str) -> Saved:
         entries = {str(name): value for name, value in state.items()}
         located = {name: _locate(archive, value) for name, value in entries.items() if wanted.fullmatch(name)}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
-    return Saved({n: at[0] for n, at in located.items()}, {n: at[1] for n, at in located.items()}, plain)
+    return Saved(located, plain)
 
 
 BESIDE = (

@@ -15,6 +15,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,17 +146,18 @@ def read_distributed(folder: FilePath) -> Distributed:
             if (place := places.get((name, at and at.offset))) is None:
                 what = f"the chunk of tensor '{name}' from {list(at.offset)} on" if at is not None else f"'{name}'"
                 raise _wrong(path, f"{what} has no place in 'storage_data'")
-            parts.append(_Part(*place, name, number, at and (dtype, at.shape)))
-    contents: dict[tuple[str, int], Any] = {}
+            parts.append((place, name, number, at and (dtype, at.shape)))
+    contents: dict[tuple[str, int], TensorInfo] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
-    for file, of_file in itertools.groupby(sorted(parts), key=lambda part: part.file):
-        sizes[folder / file] = _look_into(folder / file, [*of_file], contents, pickles)
+    in_order = sorted(parts, key=lambda part: (str(part[0].file), part[0].offset))
+    for file, of_file in itertools.groupby(in_order, key=lambda part: part[0].file):
+        sizes[file] = _look_into(file, [*of_file], contents, pickles)
     tensors = {
         name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))
         for name, (dtype, shape, chunks) in shapes.items()
     }
-    objects = {part.name: contents[part.name, 0] for part in parts if part.name not in shapes}
+    objects = {name: blob for blob, name, _, kind in parts if kind is None}
     planned = root.get("planner_data")
     keys = {
         name: keys
@@ -171,11 +173,9 @@ def _wrong(path: FilePath, what: str) -> CheckpointError:
 
 def _places(
     path: FilePath, stored: Mapping[object, object]
-) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """For the name of an object, or the name and the offset of a chunk, the file, and where its bytes begin and how
-    many they are.
-    """
-    seen = set[object]()
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Blob]]:
+    """For the name of an object, or the name and the offset of a chunk, where its bytes are."""
+    seen, file_at = set[object](), cache(lambda file: path.parent / file)  # many chunks are in few files
     for index, info in stored.items():
         state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
         name, offset = state.get("fqn"), state.get("offset")
@@ -198,7 +198,7 @@ def _places(
         if (name, offset) in seen:
             raise _wrong(path, f"the data of '{name}' from offset {offset} on has two places")
         seen.add((name, offset))
-        yield (name, offset), (file, *place)
+        yield (name, offset), Blob(file_at(file), *place)
 
 
 def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ...], list[Chunk]]:
@@ -229,19 +229,12 @@ def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ..
     return dtype, shape, boxes[:1] if 0 in shape else [at for at in boxes if 0 not in at.shape]
 
 
-class _Part(NamedTuple):
-    """A range of a file, and what should be in it: a chunk of a tensor, with its dtype and shape, or an object."""
-
-    file: str
-    begin: int
-    length: int
-    name: str
-    number: int
-    kind: tuple[str, tuple[int, ...]] | None
+_Part = tuple[Blob, str, int, tuple[str, tuple[int, ...]] | None]
+"""Bytes of a file, and what should be in them: an object (None), or a chunk with its number, dtype and shape."""
 
 
 def _look_into(
-    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], Any], pickles: dict[bytes, object]
+    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], TensorInfo], pickles: dict[bytes, object]
 ) -> int:
     """Find what lies in a file, by name and number; returns its size in bytes. ``pickles`` are those read before.
 
@@ -249,21 +242,20 @@ def _look_into(
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: {METADATA} says that it holds '{parts[0].name}'",
+            f"{path} is missing: {METADATA} says that it holds '{parts[0][1]}'",
             "bring the files of all ranks into one folder",
         )
     header: Header | None = None
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
-            for _, begin, length, name, number, kind in parts:
+            for (_, begin, length), name, number, kind in parts:
                 if begin + length > size:
                     raise CheckpointError(
                         f"{path}: '{name}' should be bytes {begin:,} to {begin + length:,}, the file has {size:,}",
                         "the file is still incomplete, or of another checkpoint: fetch or copy it again",
                     )
                 if kind is None:
-                    contents[name, number] = Blob(path, begin, length)
                     continue
                 file.seek(begin)
                 if file.read(2) == b"PK":

@@ -31,7 +31,7 @@ from formats.files.checkpoint import METADATA
 from formats.files.chunks import chunks_metadata, read_chunks
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_bin import read_bin, read_saved
+from formats.files.torch_archive import read_bin, read_saved
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""
@@ -159,14 +159,13 @@ def read_boxes_of(folder: Path) -> None:
     """Read the header of a file that has boxes of tensors."""
     header = read_header(folder / "shard.safetensors")
     _inside([*header.tensors.values()])
-    shapes = {name: info.shape for name, info in header.tensors.items()}
-    for name, at in read_chunks(folder / "shard.safetensors", header.metadata, shapes).items():
-        assert len(at.offset) == len(shapes[name])
+    for name, at in read_chunks(folder / "shard.safetensors", header.metadata, header.tensors).items():
+        assert len(at.offset) == len(header.tensors[name].shape)
 
 
 def read_rank(folder: Path) -> None:
     """Read a rank's file of Megatron-LM's older form."""
-    for tensors in read_saved(folder / "model_optim_rng.pt", "model").tensors.values():
+    for tensors, _ in read_saved(folder / "model_optim_rng.pt", "model").states.values():
         _inside([*tensors.values()])
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,9 +26,6 @@ _MOST = 10_000
 """Names that are looked at."""
 
 
-_PART_OF_BIN = r"pytorch_model-\d+-of-\d+\.bin"
-
-
 def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
     """Raise CheckpointError if files of these names (relative, with ``/``) are of a known kind that is not read."""
     names = sorted(names)
@@ -39,7 +36,7 @@ def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
 
 def is_usable(name: str, names: Container[str]) -> bool:
     """Whether a file of weights can be read, with what stands beside it."""
-    needs_index = re.fullmatch(_PART_OF_BIN, name) is not None
+    needs_index = re.fullmatch(r"pytorch_model-\d+-of-\d+\.bin", name) is not None
     return not is_adapter(name) and (not needs_index or "pytorch_model.bin.index.json" in names)
 
 
@@ -114,16 +111,6 @@ class Checkpoint:
     side_files: tuple[FilePath, ...]
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """What the folder says its weights are: files by name, and with an index the file of each tensor."""
-
-    names: tuple[str, ...]
-    index_name: str | None = None
-    index: bytes | None = None
-    file_of: dict[str, str] | None = None
-
-
 def open_checkpoint(path: FilePath) -> Checkpoint:
     """Open a checkpoint folder: find its weights as transformers does, and read every header.
 
@@ -136,19 +123,25 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     if not path.is_dir():
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
-    weights = _find_weights(path)
+    single, index_name = _find_weights(path)
+    index, indexed = _read_index(path, index_name) if index_name is not None else (None, {})
+    if single is not None and indexed and single not in indexed.values():
+        raise CheckpointError(
+            f"{path}: both {single} and {index_name} are there, and the index does not name {single}",
+            "move away the one that is not this model",
+        )
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
         raise CheckpointError(f"{path / CONFIG}: missing", hint)
     config = with_modelopt(read_config(path / CONFIG), path)
-    files, tensors, aliases = _read_files(path, weights.names)
-    if weights.file_of is not None:
+    files, tensors, aliases = _read_files(path, {*indexed.values()} or [str(single)])
+    if index_name is not None:
         places = {file.path: file.name for file in files}
-        file_of = {name: places[info.file] for name, info in tensors.items()}
-        file_of |= {alias: file_of[original] for alias, original in aliases.items()}
-        _check_index(path / str(weights.index_name), weights.file_of, file_of)
-    return Checkpoint(path, config, tensors, aliases, files, weights.index, weights.index_name, find_side_files(path))
+        stored = {name: places[info.file] for name, info in tensors.items()}
+        stored |= {alias: stored[original] for alias, original in aliases.items()}
+        _check_index(path / index_name, indexed, stored)
+    return Checkpoint(path, config, tensors, aliases, files, index, index_name, find_side_files(path))
 
 
 def has_adapter(folder: FilePath) -> bool:
@@ -220,24 +213,15 @@ def _middle(info: TensorInfo) -> tuple[int, int]:
     return begin, begin + length
 
 
-def _find_weights(folder: FilePath) -> _Weights:
-    for single, index in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
-        has_single, has_index = (folder / single).exists(), (folder / index).exists()
-        if has_index:
-            weights = _read_index(folder, index)
-            if has_single and single not in weights.names:
-                raise CheckpointError(
-                    f"{folder}: both {single} and {index} are there, and the index does not name {single}",
-                    "move away the one that is not this model",
-                )
-            return weights
-        if has_single:
-            return _Weights((single,))
-    return _find_other(folder)
+def _find_weights(folder: FilePath) -> tuple[str | None, str | None]:
+    """The one file of weights in a folder, and the index of several: at least one of them.
 
-
-def _find_other(folder: FilePath) -> _Weights:
-    """The one ``*.safetensors`` file of a folder in which none has a standard name."""
+    Where none has a standard name, the file is the only ``*.safetensors``.
+    """
+    for usual in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
+        single, index = (name if (folder / name).exists() else None for name in usual)
+        if single or index:
+            return single, index
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     names = [name for name in names if not is_adapter(name)]
     if not names:
@@ -259,11 +243,11 @@ def _find_other(folder: FilePath) -> _Weights:
             f"{folder}: {names[0]} is one file of {int(part[2])}, and there is no {_SAFE_INDEX}",
             "fetch the other files and the index too",
         )
-    return _Weights((names[0],))
+    return names[0], None
 
 
-def _read_index(folder: FilePath, name: str) -> _Weights:
-    """Read ``*.index.json`` and check that each file it names lies in the folder."""
+def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
+    """Read ``*.index.json``: its text, and the file of each tensor, which lies in the folder."""
     path = folder / name
     raw, content = read_document(path, MAX_INDEX, json_object)
     file_of = content.get("weight_map")
@@ -285,8 +269,7 @@ def _read_index(folder: FilePath, name: str) -> _Weights:
                 "fetch the missing file, or write the index again",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
-    files = {tensor: plain[file] for tensor, file in file_of.items()}
-    return _Weights(tuple(sorted(set(plain.values()))), name, raw, files)
+    return raw, {tensor: plain[file] for tensor, file in file_of.items()}
 
 
 def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
@@ -306,7 +289,7 @@ def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
 
 
 def _read_files(
-    folder: FilePath, names: Sequence[str]
+    folder: FilePath, names: Iterable[str]
 ) -> tuple[tuple[WeightFile, ...], dict[str, TensorInfo], dict[str, str]]:
     """Headers of all weight files: the files, the tensors in source order, and the tied names."""
     files: list[WeightFile] = []
@@ -333,7 +316,7 @@ def read_weights(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str],
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header
-    from formats.files.torch_bin import read_bin  # rarely needed
+    from formats.files.torch_archive import read_bin  # rarely needed
 
     return (*read_bin(path), None)
 
@@ -344,12 +327,9 @@ def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str]
         return
     hint = "the index and the files are of different versions: fetch both again"
     for name, file in indexed.items():
-        if name not in stored:
-            raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}, which lacks it", hint)
-        if stored[name] != file:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r} and lies in {stored[name]!r}", hint
-            )
+        if file != (place := stored.get(name)):
+            what = f" and lies in {place!r}" if place is not None else ", which lacks it"
+            raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}{what}", hint)
     name = next(name for name in stored if name not in indexed)
     raise CheckpointError(f"{path}: tensor {name!r} lies in {stored[name]!r}, but the index does not name it", hint)
 

@@ -20,9 +20,9 @@ import hashlib
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,30 +133,18 @@ class PartialSum:
         return blake2b(words.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
 
-def checksum(content: bytes) -> str:
-    """The checksum of a small file."""
-    total = PartialSum(len(content))
-    total.add(0, len(content), sum_part(content, 0))
-    return total.value()
+def checksum(pieces: Iterable[memoryview | bytes | NDArray[np.uint8]]) -> str:
+    """The checksum of a file of these pieces, in order."""
+    total = PartialSum(0)
+    for piece in pieces:
+        total.add(total.seen, len(piece), sum_part(piece, total.seen))
+    return total.digest()
 
 
 def file_checksum(path: FilePath) -> str:
     """The checksum of a file."""
-    total = PartialSum(path.stat().st_size)
     with open_file(path) as file:
-        offset = 0
-        while block := file.read(PIECE):
-            total.add(offset, len(block), sum_part(block, offset))
-            offset += len(block)
-    return total.value()
-
-
-class Crc(NamedTuple):
-    """The CRC-32 of bytes ``begin`` to ``end`` of a file stands at these offsets, in four bytes, little-endian."""
-
-    begin: int
-    end: int
-    places: tuple[int, ...]
+        return checksum(iter(partial(file.read, PIECE), b""))
 
 
 _NUMBER = {"read": whole(-LARGEST, 2**64)}
@@ -227,12 +215,8 @@ def check_unchanged(stamps: Mapping[FilePath, Stamp]) -> None:
     """Raise MismatchError if a file is no longer in the state that it had before it was read."""
     for path, stamp in stamps.items():
         if not path.exists() or stamp_of(path, stamp.name).open_state != stamp.open_state:
-            raise was_changed(path)
-
-
-def was_changed(path: FilePath) -> MismatchError:
-    """The error of a file that is no longer in the state that it had before it was read."""
-    return MismatchError(f"{path} was changed while it was read", "run the command again when nobody writes there")
+            hint = "run the command again when nobody writes there"
+            raise MismatchError(f"{path} was changed while it was read", hint)
 
 
 def stamps_in(folder: FilePath) -> dict[FilePath, Stamp]:

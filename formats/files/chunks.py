@@ -16,7 +16,7 @@ from typing import NamedTuple
 from formats.documents import Record, Unfit, items, mapping, size, strict_json
 from formats.errors import CheckpointError, MismatchError
 from formats.files.safetensors import TensorInfo
-from formats.notation.axes import product_boxes
+from formats.notation.axes import Run, product_boxes
 from formats.store import FilePath
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
@@ -41,14 +41,14 @@ def chunks_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {OFFSETS_KEY: json.dumps(info, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def read_chunks(path: FilePath, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Chunk]:
-    """The chunks of a file's tensors, by its header's metadata and their shapes there.
+def read_chunks(path: FilePath, metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> dict[str, Chunk]:
+    """The chunks of a file's tensors, by its header's metadata.
 
     A file without offsets has whole tensors. Raises CheckpointError that names the file.
     """
     try:
         offsets = _OFFSETS(strict_json(metadata[OFFSETS_KEY]), OFFSETS_KEY) if OFFSETS_KEY in metadata else {}
-        at = {name: Chunk(offsets.get(name, (0,) * len(shape)), shape) for name, shape in shapes.items()}
+        at = {n: Chunk(offsets.get(n, (0,) * len(info.shape)), info.shape) for n, info in tensors.items()}
         for name, (offset, shape) in at.items():
             if len(offset) != len(shape) or (OFFSETS_KEY in metadata and name not in offsets):
                 raise Unfit(f"{OFFSETS_KEY}.{name} should have {len(shape)} offsets")
@@ -100,12 +100,16 @@ def flat_chunks(info: TensorInfo, shape: tuple[int, ...], begin: int) -> Iterato
     A range of a tensor of n dimensions is at most 2n - 1 chunks.
     """
     count = math.prod(info.shape)
-    offset, size = info.offset, info.nbytes // max(count, 1)
-    for box in product_boxes(begin, count, shape) if count else ():
+    return in_boxes(info, product_boxes(begin, count, shape) if count else ())
+
+
+def in_boxes(info: TensorInfo, boxes: Iterable[Sequence[Run]]) -> Iterator[tuple[Chunk, TensorInfo]]:
+    """The elements of a list, in order, as chunks of a tensor: each fills a box of it row by row."""
+    begin = 0
+    for box in boxes:
         at = Chunk(tuple(run.offset for run in box), tuple(run.length for run in box))
-        nbytes = math.prod(at.shape) * size
-        yield at, info._replace(shape=at.shape, offset=offset, nbytes=nbytes)
-        offset += nbytes
+        yield at, list_range(info, begin, math.prod(at.shape))._replace(shape=at.shape)
+        begin += math.prod(at.shape)
 
 
 def list_range(info: TensorInfo, begin: int, count: int) -> TensorInfo:

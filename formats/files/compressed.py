@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import reduce
+from importlib import import_module
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,46 +193,16 @@ class Changes:
 
 # --------------------------------------------------------------------------------------------------------- checksums
 
-
-class Hasher(Protocol):
-    """What computes a checksum from front to back."""
-
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Take in the next bytes."""
-
-    def hexdigest(self) -> str:
-        """The checksum of all."""
-
-
-class Adler32:
-    """The checksum of zlib."""
-
-    def __init__(self) -> None:
-        self._value = 1
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Take in the next bytes."""
-        self._value = zlib.adler32(data, self._value)
-
-    def hexdigest(self) -> str:
-        """Eight hex digits."""
-        return f"{self._value:08x}"
-
-
 ADLER, XXH, BLAKE = "adler32", "xxh3-128", "blake3"
 
 
-def hasher(kind: str) -> Hasher:
-    """What computes checksums of a kind. Raises PlanError if a package is not installed."""
-    if kind == XXH:
-        require("a delta with checksums of xxh3-128", "xxhash")
-        import xxhash
-
-        return xxhash.xxh3_128()
-    if kind == BLAKE:
-        require("a delta with checksums of blake3", "blake3")
-        import blake3
-
-        blake: Hasher = blake3.blake3()
-        return blake
-    return Adler32()
+def checksum_of(kind: str, pieces: Iterable[bytes | memoryview]) -> str:
+    """The checksum, of a kind, of what the pieces are end to end. Raises PlanError if a package is not installed."""
+    if kind == ADLER:
+        return f"{reduce(lambda value, piece: zlib.adler32(piece, value), pieces, 1):08x}"
+    package, name = ("xxhash", "xxh3_128") if kind == XXH else ("blake3", "blake3")
+    require(f"a delta with checksums of {kind}", package)
+    digest = getattr(import_module(package), name)()
+    for piece in pieces:
+        digest.update(piece)
+    return str(digest.hexdigest())

@@ -15,6 +15,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 from formats.documents import is_inside
 from formats.errors import CheckpointError
 from formats.files.checkpoint import METADATA
-from formats.files.checksum import Crc
 from formats.files.chunks import Chunk, check_tiling
 from formats.files.pickles import (
     DTYPES,
@@ -41,8 +41,7 @@ from formats.files.pickles import (
     write_pickle,
 )
 from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
-from formats.files.torch_bin import open_archive
-from formats.files.torch_zip import Archive, archive_of, tensor_archive
+from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
 from formats.store import FilePath, open_file, read_file, unreadable
 
 VERSION = "1.0.0"
@@ -147,17 +146,18 @@ def read_distributed(folder: FilePath) -> Distributed:
             if (place := places.get((name, at and at.offset))) is None:
                 what = f"the chunk of tensor '{name}' from {list(at.offset)} on" if at is not None else f"'{name}'"
                 raise _wrong(path, f"{what} has no place in 'storage_data'")
-            parts.append(_Part(*place, name, number, at and (dtype, at.shape)))
-    contents: dict[tuple[str, int], Any] = {}
+            parts.append((place, name, number, at and (dtype, at.shape)))
+    contents: dict[tuple[str, int], TensorInfo] = {}
     pickles: dict[bytes, object] = {}
     sizes: dict[FilePath, int] = {}
-    for file, of_file in itertools.groupby(sorted(parts), key=lambda part: part.file):
-        sizes[folder / file] = _look_into(folder / file, [*of_file], contents, pickles)
+    in_order = sorted(parts, key=lambda part: (str(part[0].file), part[0].offset))
+    for file, of_file in itertools.groupby(in_order, key=lambda part: part[0].file):
+        sizes[file] = _look_into(file, [*of_file], contents, pickles)
     tensors = {
         name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))
         for name, (dtype, shape, chunks) in shapes.items()
     }
-    objects = {part.name: contents[part.name, 0] for part in parts if part.name not in shapes}
+    objects = {name: blob for blob, name, _, kind in parts if kind is None}
     planned = root.get("planner_data")
     keys = {
         name: keys
@@ -173,11 +173,9 @@ def _wrong(path: FilePath, what: str) -> CheckpointError:
 
 def _places(
     path: FilePath, stored: Mapping[object, object]
-) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """For the name of an object, or the name and the offset of a chunk, the file, and where its bytes begin and how
-    many they are.
-    """
-    seen = set[object]()
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Blob]]:
+    """For the name of an object, or the name and the offset of a chunk, where its bytes are."""
+    seen, file_at = set[object](), cache(lambda file: path.parent / file)  # many chunks are in few files
     for index, info in stored.items():
         state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
         name, offset = state.get("fqn"), state.get("offset")
@@ -200,7 +198,7 @@ def _places(
         if (name, offset) in seen:
             raise _wrong(path, f"the data of '{name}' from offset {offset} on has two places")
         seen.add((name, offset))
-        yield (name, offset), (file, *place)
+        yield (name, offset), Blob(file_at(file), *place)
 
 
 def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ...], list[Chunk]]:
@@ -231,19 +229,12 @@ def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ..
     return dtype, shape, boxes[:1] if 0 in shape else [at for at in boxes if 0 not in at.shape]
 
 
-class _Part(NamedTuple):
-    """A range of a file, and what should be in it: a chunk of a tensor, with its dtype and shape, or an object."""
-
-    file: str
-    begin: int
-    length: int
-    name: str
-    number: int
-    kind: tuple[str, tuple[int, ...]] | None
+_Part = tuple[Blob, str, int, tuple[str, tuple[int, ...]] | None]
+"""Bytes of a file, and what should be in them: an object (None), or a chunk with its number, dtype and shape."""
 
 
 def _look_into(
-    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], Any], pickles: dict[bytes, object]
+    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], TensorInfo], pickles: dict[bytes, object]
 ) -> int:
     """Find what lies in a file, by name and number; returns its size in bytes. ``pickles`` are those read before.
 
@@ -251,21 +242,20 @@ def _look_into(
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: {METADATA} says that it holds '{parts[0].name}'",
+            f"{path} is missing: {METADATA} says that it holds '{parts[0][1]}'",
             "bring the files of all ranks into one folder",
         )
     header: Header | None = None
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
-            for _, begin, length, name, number, kind in parts:
+            for (_, begin, length), name, number, kind in parts:
                 if begin + length > size:
                     raise CheckpointError(
                         f"{path}: '{name}' should be bytes {begin:,} to {begin + length:,}, the file has {size:,}",
                         "the file is still incomplete, or of another checkpoint: fetch or copy it again",
                     )
                 if kind is None:
-                    contents[name, number] = Blob(path, begin, length)
                     continue
                 file.seek(begin)
                 if file.read(2) == b"PK":
@@ -302,20 +292,12 @@ def read_object(blob: Blob | bytes) -> object:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-class NewChunk(NamedTuple):
-    """A chunk to be written: ``nbytes`` bytes from ``at.offset`` of a tensor on."""
-
-    name: str
-    dtype: str
-    at: Chunk
-    nbytes: int
-
-
 _ALIGNMENT = 64
 
 
-def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) -> Archive:
-    """The layout of a file of chunks, at most one of each tensor, and of objects: archives of torch.save.
+def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], objects: Mapping[str, bytes] = {}) -> Archive:
+    """The layout of a file of chunks (name, dtype, shape, bytes), at most one of each tensor, and of objects: archives
+    of torch.save.
 
     Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
     """
@@ -323,7 +305,7 @@ def build_chunks(chunks: Sequence[NewChunk], objects: Mapping[str, bytes] = {}) 
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     for name, archive in (
-        *((name, tensor_archive(dtype, at.shape, nbytes)) for name, dtype, at, nbytes in chunks),
+        *((name, tensor_archive(dtype, shape, nbytes)) for name, dtype, shape, nbytes in chunks),
         *((name, Archive(len(content), (), ((0, content),), ())) for name, content in objects.items()),
     ):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -352,21 +334,13 @@ def object_bytes(value: object, content: bytes | None = None) -> bytes:
     return bytes(data)
 
 
-class Stored(NamedTuple):
-    """A chunk or an object in a file, as ``.metadata`` lists it; ``at`` is None for an object."""
-
-    at: Chunk | None
-    file: str
-    offset: int
-    length: int
-
-
 def build_metadata(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Stored]]],
-    objects: Mapping[str, Stored] = {},
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[tuple[Chunk, Blob]]]],
+    objects: Mapping[str, Blob] = {},
     keys: Callable[[str], tuple[str | int, ...]] = lambda name: (name,),
 ) -> bytes:
-    """The ``.metadata`` of tensors (dtype, shape, chunks) and objects; ``keys`` lead to them in nested dictionaries.
+    """The ``.metadata`` of tensors (dtype, shape, chunks) and objects, whose files are relative; ``keys`` lead to them
+    in nested dictionaries.
 
     It names classes of torch's alone, and nothing of the machine it was written on.
     """
@@ -376,25 +350,20 @@ def build_metadata(
     def sizes(values: tuple[int, ...]) -> Inert:
         return Inert("torch.Size", (values,))
 
-    def put(name: str, stored: Stored, number: int | None) -> None:
-        index = {"fqn": name} if stored.at is None else {"fqn": name, "offset": sizes(stored.at.offset)}
-        info = {"relative_path": stored.file, "offset": stored.offset, "length": stored.length}
-        ranges[Inert(_INDEX, (), {**index, "index": number})] = Inert(_INFO, (), info)
+    def put(blob: Blob, **index: object) -> None:
+        info = {"relative_path": str(blob.file), "offset": blob.offset, "length": blob.length}
+        ranges[Inert(_INDEX, (), index)] = Inert(_INFO, (), info)
 
     for name, (dtype, shape, chunks) in tensors.items():
         layout, memory = Inert(_LAYOUT, ("torch.strided",)), Inert(_ENCODING, (0,))
         properties = Inert(_PROPERTIES, (), (Global(f"torch.{TORCH_NAMES[dtype]}"), layout, False, memory, False))
-        boxes = [
-            Inert(_CHUNK, (), {"offsets": sizes(stored.at.offset), "sizes": sizes(stored.at.shape)})
-            for stored in chunks
-            if stored.at is not None
-        ]
+        boxes = [Inert(_CHUNK, (), {"offsets": sizes(at.offset), "sizes": sizes(at.shape)}) for at, _ in chunks]
         named[name] = Inert(_TENSOR, (), {"properties": properties, "size": sizes(shape), "chunks": boxes})
-        for number, stored in enumerate(chunks):
-            put(name, stored, number)
-    for name, stored in objects.items():
+        for number, (at, blob) in enumerate(chunks):
+            put(blob, fqn=name, offset=sizes(at.offset), index=number)
+    for name, blob in objects.items():
         named[name] = Inert(_BYTES, (), {})
-        put(name, stored, None)
+        put(blob, fqn=name, index=None)
     content = {
         "state_dict_metadata": named,
         "planner_data": {name: keys(name) for name in named},

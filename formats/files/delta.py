@@ -196,24 +196,25 @@ def read_delta(path: FilePath, base: Delta) -> Delta:
 
 def _read_slime(path: FilePath, base: Delta) -> Delta:
     """A folder of slime's: all that it does not name is as in the base."""
-    settings: dict[str, str] = {}
-    if (path / INDEX).is_file():
-        index = read_document(path / INDEX, MAX_INDEX, json_object)[1]
-        metadata = index.get("metadata")
-        settings = metadata if isinstance(metadata, dict) and "delta_encoding" in metadata else {}
-    if not settings:
+
+    def read(value: object, where: str) -> tuple[dict[str, str], set[str]] | None:
+        index = json_object(value, where)
+        settings = index.get("metadata")
+        if not isinstance(settings, dict) or "delta_encoding" not in settings:
+            return None
+        for key, values in {
+            "delta_encoding": (XOR, OVERWRITE), "compression_format": ("zstd",), "checksum_format": (XXH, BLAKE, ADLER),
+        }.items():  # fmt: skip
+            if settings.get(key) not in values:
+                raise Unfit(f"{key} is none of {', '.join(values)}")
+        named = mapping(file_name)(index.get("weight_map"), "weight_map")
+        return settings, {*named.values()}
+
+    index = read_document(path / INDEX, MAX_INDEX, read)[1] if (path / INDEX).is_file() else None
+    if index is None:
         hint = "'reshard diff A B --out DELTA' writes one"
         raise CheckpointError(f"{path} is no delta: it has no {DELTA}, and no {INDEX} of slime's", hint)
-    for key, values in {
-        "delta_encoding": (XOR, OVERWRITE), "compression_format": ("zstd",), "checksum_format": (XXH, BLAKE, ADLER),
-    }.items():  # fmt: skip
-        if settings.get(key) not in values:
-            raise CheckpointError(f"{path / INDEX}: {key} is none of {', '.join(values)}")
-    named = index.get("weight_map")
-    try:
-        names = {file_name(name, "weight_map") for name in mapping(text)(named, "weight_map").values()}
-    except Unfit as error:
-        raise CheckpointError(f"{path / INDEX}: {error}") from None
+    settings, names = index
     changes = dict(base.changes)
     for name in names:
         header = read_header(path / name)

@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.chunks import Chunk, from_list, list_range
+from formats.files.chunks import Chunk, from_list, in_boxes
 from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
 from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_bin import BESIDE, TorchArchive, torch_file
+from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath
 
@@ -155,15 +155,10 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
     split = max((dim for dim, dim_runs in enumerate(runs) if len(dim_runs) > 1), default=0)
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
-    info, begin, chunks = place_of(local), 0, Chunks()
-    for box in itertools.product(*runs):
-        at = Chunk(tuple(run.offset for run in box), tuple(run.length for run in box))
-        chunks.append((at, list_range(info, begin, math.prod(at.shape))._replace(shape=at.shape)))
-        begin += math.prod(at.shape)
     copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
     names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
-    return Part(shape, chunks, place, not any(copies), shown_mesh)
+    return Part(shape, [*in_boxes(place_of(local), itertools.product(*runs))], place, not any(copies), shown_mesh)
 
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:

@@ -123,8 +123,7 @@ def of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:
     gathered, chunks_of = Gathered(folder), dict[str, list[tuple[Chunk, TensorInfo]]]()
     for file in files:
         header = read_header(file)
-        shapes = {name: info.shape for name, info in header.tensors.items()}
-        for name, at in read_chunks(file, header.metadata, shapes).items():
+        for name, at in read_chunks(file, header.metadata, header.tensors).items():
             chunks_of.setdefault(name, []).append((at, header.tensors[name]))
     for name, chunks in chunks_of.items():
         gathered.add(("model", name), whole_shape(at for at, _ in chunks), chunks)

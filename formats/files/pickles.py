@@ -14,7 +14,6 @@ Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2
 from __future__ import annotations
 
 import itertools
-import math
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from typing import Any
 
 from formats.documents import LARGEST
 from formats.errors import CheckpointError
-from formats.files.safetensors import DAMAGED, DTYPE_BITS, MAX_DIMS, TORCH_NAMES
+from formats.files.safetensors import DAMAGED, MAX_DIMS, TORCH_NAMES
 
 LARGEST_PICKLE = 256 << 20
 """Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""
@@ -342,11 +341,6 @@ class Storage:
     dtype: str
     numel: int
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.numel * DTYPE_BITS[self.dtype] // 8
-
 
 @dataclass(slots=True)
 class Tensor:
@@ -357,16 +351,6 @@ class Tensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-
-    @property
-    def begin(self) -> int:
-        """The offset in bytes of its first element in the storage."""
-        return self.offset * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @property
     def is_contiguous(self) -> bool:

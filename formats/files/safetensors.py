@@ -112,7 +112,14 @@ def parse_header(raw: bytes, path: FilePath, file_size: int | None) -> Header:
     if length != len(raw) - 8:
         raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", DAMAGED)
     entries = _decode(raw, path)
-    metadata = _check_metadata(entries.pop("__metadata__", {}), path)
+    metadata: Any = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
+            )
     tensors, end = _read_entries(entries, path, len(raw))
     if file_size is not None and end != file_size:
         _refuse_size(file_size, end, next(reversed(tensors), None), path)
@@ -214,17 +221,6 @@ def _decode(raw: bytes, path: FilePath) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: the header is not valid JSON: {error}", DAMAGED) from error
     return entries
-
-
-def _check_metadata(metadata: Any, path: FilePath) -> dict[str, str]:
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise CheckpointError(
-                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
-            )
-    return metadata
 
 
 def _read_entries(entries: dict[str, Any], path: FilePath, base: int) -> tuple[dict[str, TensorInfo], int]:

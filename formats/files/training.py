@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
-from formats.documents import is_inside, json_object, read_document
+from formats.documents import Record, is_inside, optional, read_document, whole
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import CONFIG, METADATA, find_side_files
 from formats.files.dcp import Distributed, read_distributed
+from formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
 from formats.files.gathered import joined, of_safetensors, with_named_states
-from formats.files.zero import MODEL, OPTIMIZER, read_zero
+from formats.mesh import MOST_RANKS
 from formats.store import FilePath, glob, name_in, read_file
 
 
@@ -107,6 +108,10 @@ def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
     return read_fsdp(folder, [(folder / "pytorch_model_fsdp.bin", optimizer)], _ACCELERATE)
 
 
+def _world_size(value: object, where: str) -> int | None:
+    return Record(value, where).get("world_size", optional(whole(1, MOST_RANKS)), None)
+
+
 def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
     """Files of ranks, by the names of which the number of all ranks is known, or that of the last."""
     from formats.files.fsdp_ranks import read_fsdp  # rarely needed
@@ -118,9 +123,8 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
         if match.re is _VERL:
             worlds[int(match[2])] = match[0]
     if (folder / "fsdp_config.json").is_file():
-        _, settings = read_document(folder / "fsdp_config.json", 1 << 20, json_object)
-        if isinstance(settings.get("world_size"), int):
-            worlds[settings["world_size"]] = "fsdp_config.json"
+        _, world = read_document(folder / "fsdp_config.json", 1 << 20, _world_size)
+        worlds |= {world: "fsdp_config.json"} if world is not None else {}
     if len(worlds) > 1:
         raise MismatchError(
             f"{folder} has files of different numbers of ranks: {' and '.join(map(str, worlds.values()))}",
@@ -130,13 +134,13 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
     if not models:
         why = f"{folder} has the states of an optimizer, and no model"
         raise CheckpointError(why, "bring the model's files back")
-    for what, files in (("model", models), ("optimizer", optimizers)):
-        missing = [rank for rank in range(world) if files and rank not in files]
-        if missing:
-            raise CheckpointError(
-                f"{folder}: the {what}'s file of rank {missing[0]} of {world} is missing",
-                "bring all ranks' files together",
-            )
+    for what, files in (("model", models), ("optimizer", optimizers)):  # a name can say any number of ranks
+        missing = next(
+            (rank for rank in range(world) if files and rank not in files), None
+        )  # a name can say any number
+        if missing is not None:
+            why = f"{folder}: the {what}'s file of rank {missing} of {world} is missing"
+            raise CheckpointError(why, "bring all ranks' files together")
     pairs = [(models[rank], optimizers.get(rank)) for rank in range(world)]
     return read_fsdp(folder, pairs, "saved by verl or SkyRL" if worlds else "saved by accelerate")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +15,7 @@ import numpy as np
 from formats.errors import CheckpointError
 from formats.files.checkpoint import DELTA
 from formats.files.checksum import PartialSum, sum_part
-from formats.files.compressed import STEP, XOR, Adler32, compressor, require_zstd
+from formats.files.compressed import STEP, XOR, compressor, require_zstd
 from formats.files.delta import (
     COMPRESSED,
     CONTENT,
@@ -149,12 +150,12 @@ def _write(
             changes[name] = Change(ways[name], *sums[name])
             both = pairs([left[name].content, right[name].content], nbytes, opened)
             if ways[name] == XOR:
-                begin, check, frame = stream.tell(), Adler32(), compressor(nbytes)
+                begin, check, frame = stream.tell(), 1, compressor(nbytes)
                 for _, old, new in both:
-                    check.update(new.data)
+                    check = zlib.adler32(new.data, check)
                     stream.write(frame.compress((old ^ new).data))
                 stream.write(frame.flush())
-                checks[name], parts[name] = check.hexdigest(), [(name, "U8", (stream.tell() - begin,))]
+                checks[name], parts[name] = f"{check:08x}", [(name, "U8", (stream.tell() - begin,))]
             else:
                 _write_sparse(tensor, both, [infos[part] for part, *_ in parts[name]], stream)
         stream.seek(0)

@@ -144,9 +144,8 @@ class _Files:
             self._targets[number].sum.merge(part)
         for number in account.written:
             file = self._targets[number]
-            if file.crcs and file.sum.seen == file.size - file.late:
-                self._write_crcs(file)
             if file.sum.is_complete:
+                self._write_crcs(file)
                 self._finish(number)
         self._progress(account.nbytes)
 
@@ -167,8 +166,7 @@ class _Files:
                 content = value.to_bytes(4, "little")
                 for offset in crc.places:
                     os.pwrite(opened.fileno(), content, offset)
-                    target.sum.add(offset, 4, sum_part(content, offset) if self._options.checksum else None)
-        self._progress(target.late)
+                    target.sum.add(offset, 0, sum_part(content, offset) if self._options.checksum else None)
 
     def _finish(self, number: int) -> None:
         target = self._targets[number]

@@ -10,16 +10,18 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from formats.files.checksum import PIECE, Crc, PartialSum
+from formats.files.checksum import PIECE, PartialSum
 from reshard.move.slabs import Route
 from reshard.source.source import Places, SourcePlace
+
+if TYPE_CHECKING:
+    from formats.files.torch_archive import Crc
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""
@@ -84,9 +86,9 @@ class TargetFile:
     done: bool = False
     name: str = ""
     fixed: tuple[tuple[int, bytes], ...] = ()
-    """Other bytes that come from no source, with their offsets."""
+    """Other bytes that come from no source, with their offsets; in them zeros stand for the CRC-32s."""
     crcs: tuple[Crc, ...] = ()
-    """What is written when all else is; in increasing order."""
+    """What is written over when all else is there; in increasing order."""
     runs: list[Run] = field(default_factory=list)
     """The CRC-32s of pieces that were written."""
     sum: PartialSum = field(init=False)
@@ -95,11 +97,6 @@ class TargetFile:
 
     def __post_init__(self) -> None:
         self.sum = PartialSum(self.size)
-
-    @cached_property
-    def late(self) -> int:
-        """The number of bytes that are written when all else is."""
-        return sum(4 * len(crc.places) for crc in self.crcs)
 
     @property
     def staged(self) -> Path:

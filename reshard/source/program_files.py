@@ -22,8 +22,7 @@ from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
-from formats.files.torch_bin import read_saved
-from formats.files.torch_zip import pickled_tensor
+from formats.files.torch_archive import pickled_tensor, read_saved
 from formats.files.training import find_training
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import without_wrappers
@@ -127,7 +126,7 @@ def _of_coordinates(
     if (inside := format.container.inside) is not None:
         file = next(iter(places.values()))
         chunks = [
-            *sorted(folder.once(read_saved, file, inside).tensors, key=lambda name: int(name.removeprefix(inside) or 0))
+            *sorted(folder.once(read_saved, file, inside).states, key=lambda name: int(name.removeprefix(inside) or 0))
         ]
         if not chunks:
             raise CheckpointError(f"{file}: has no entry '{inside}' with tensors")
@@ -153,7 +152,7 @@ def tensors_in(folder: Folder, file: FilePath, inside: str | None) -> list[Tenso
     """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
     if inside is None:
         return [*folder.once(read_weights, file)[0].values()]
-    return [info for tensors in folder.once(read_saved, file, inside).tensors.values() for info in tensors.values()]
+    return [info for tensors, _ in folder.once(read_saved, file, inside).states.values() for info in tensors.values()]
 
 
 def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> tuple[str, ...]:
@@ -191,8 +190,7 @@ def read_chunked(
     for number, file in enumerate(files):
         tensors, _, header = folder.once(read_weights, file.path)
         ranks.append(tensors)
-        shapes = {name: info.shape for name, info in tensors.items()}
-        for name, at in read_chunks(file.path, header.metadata if header else {}, shapes).items():
+        for name, at in read_chunks(file.path, header.metadata if header else {}, tensors).items():
             chunks[name][number] = at
     return tuple(ranks), dict(chunks)
 
@@ -216,9 +214,9 @@ def read_ranks(
             infos, aliases, _ = folder.once(read_weights, file.path)
         else:
             saved = folder.once(read_saved, file.path, str(format.container.inside))
-            if file.inside not in saved.tensors:
+            if file.inside not in saved.states:
                 raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
-            infos, aliases = saved.tensors[file.inside], saved.aliases[file.inside]
+            infos, aliases = saved.states[file.inside]
         infos = infos | {name: infos[original]._replace(name=name) for name, original in aliases.items()}
         tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, MismatchError
-from formats.files.checksum import PIECE, PartialSum, check_unchanged, stamps_in, stamps_of, sum_part
-from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, hasher, require_zstd
+from formats.files.checksum import PIECE, check_unchanged, checksum, stamps_in, stamps_of
+from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, checksum_of, require_zstd
 from formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
 from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from formats.notation.architecture import SETTINGS
@@ -183,12 +183,6 @@ def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) ->
 
 def _sum(content: Content, nbytes: int, expected: str, opened: Opened) -> str:
     """The checksum of a tensor, of the kind that is wanted."""
+    pieces = (content.read(opened, begin, min(begin + PIECE, nbytes)) for begin in range(0, nbytes, PIECE))
     kind, is_slimes, _ = expected.partition(":")
-    total, digest = PartialSum(nbytes), hasher(kind) if is_slimes else None
-    for begin in range(0, nbytes, PIECE):
-        piece = content.read(opened, begin, min(begin + PIECE, nbytes))
-        if digest is not None:
-            digest.update(piece)
-        else:
-            total.add(begin, len(piece), sum_part(piece, begin))
-    return f"{kind}:{digest.hexdigest()}" if digest is not None else total.value()
+    return f"{kind}:{checksum_of(kind, pieces)}" if is_slimes else checksum(pieces)

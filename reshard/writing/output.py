@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError, brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
-from formats.files.checksum import Crc, checksum
-from formats.files.chunks import chunks_metadata, whole_shape
+from formats.files.checksum import checksum
+from formats.files.chunks import Chunk, chunks_metadata, whole_shape
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
 from formats.files.sharded import (
     INTACT_FILE,
@@ -50,7 +50,8 @@ from reshard.source.source import Source
 from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
-    from formats.files.dcp import Stored as StoredChunk
+    from formats.files.dcp import Blob
+    from formats.files.torch_archive import Crc
     from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -135,8 +136,8 @@ class Output:
         self.left_behind = self._not_carried()
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
-        self._chunks: dict[str, tuple[str, list[StoredChunk]]] = {}
-        self._objects: dict[str, StoredChunk] = {}
+        self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
+        self._objects: dict[str, Blob] = {}
         self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
         if is_restored:
             self._files[0] = self._restored()
@@ -238,7 +239,7 @@ class Output:
         if name.endswith(".distcp"):
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
-            from formats.files.torch_zip import build_archive  # rarely needed
+            from formats.files.torch_archive import build_archive  # rarely needed
 
             inside, entries = self.format.container.inside, self.format.container.entries
             archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
@@ -281,7 +282,7 @@ class Output:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from formats.files.universal import is_setting  # rarely needed
+        from formats.files.deepspeed import is_setting  # rarely needed
 
         if self.format.files.is_single and self._training is not None:
             parts = self._training.parts
@@ -310,9 +311,7 @@ class Output:
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
-        from formats.files.chunks import Chunk
-        from formats.files.dcp import NewChunk, build_chunks  # rarely needed
-        from formats.files.dcp import Stored as StoredChunk
+        from formats.files.dcp import Blob, build_chunks  # rarely needed
 
         places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
         for tensor, dtype, _, nbytes in tensors:
@@ -320,24 +319,24 @@ class Output:
             stored_chunk = places_of[tensor][rank]
             at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
             keys[tensor] = self._name_there(key), dtype, at
-            chunks.append(NewChunk(tensor, dtype, at, nbytes))
+            chunks.append((tensor, dtype, at.shape, nbytes))
         objects, carried_parts = dict[str, bytes](), list[Any]()
         if not self._chunks and self._state is None:  # the first file has what is no tensor of the model's
             objects = self._extra_states()
             carried_parts = [*self._training.archives()] if self._training is not None else []
         carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(carried_parts)}
         laid = build_chunks(chunks, objects | carried)
-        file = name.rpartition("/")[2]
+        blobs = {key: Blob(Path(name.rpartition("/")[2]), *place) for key, place in laid.ranges.items()}
         for tensor, (key, dtype, at) in keys.items():
-            self._chunks.setdefault(key, (dtype, []))[1].append(StoredChunk(at, file, *laid.ranges[tensor]))
-        self._objects |= {key: StoredChunk(None, file, *laid.ranges[key]) for key in objects}
+            self._chunks.setdefault(key, (dtype, []))[1].append((at, blobs[tensor]))
+        self._objects |= {key: blobs[key] for key in objects}
         for number, (key, chunk, _) in enumerate(carried_parts):
-            place = StoredChunk(chunk, file, *laid.ranges[f"{number} {key}"])
+            blob = blobs[f"{number} {key}"]
             if chunk is None:
-                self._objects[key] = place
+                self._objects[key] = blob
             else:
                 assert self._training is not None
-                self._chunks.setdefault(key, (self._training.saved.tensors[key].dtype, []))[1].append(place)
+                self._chunks.setdefault(key, (self._training.saved.tensors[key].dtype, []))[1].append((chunk, blob))
         return NewFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
 
     def _name_there(self, name: str) -> str:
@@ -401,7 +400,7 @@ class Output:
             else:
                 self._check_own(settings, content)
         if files.is_single:
-            from formats.files.universal import universal_documents  # rarely needed
+            from formats.files.deepspeed import universal_documents  # rarely needed
 
             shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
             states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}
@@ -419,7 +418,7 @@ class Output:
             from formats.files.dcp import build_metadata  # rarely needed
 
             tensors = {
-                key: (dtype, whole_shape(at for at, *_ in chunks if at is not None), chunks)
+                key: (dtype, whole_shape(at for at, _ in chunks), chunks)
                 for part in (self, *self.states)
                 for key, (dtype, chunks) in part._chunks.items()
             }
@@ -540,7 +539,7 @@ def _check_same_run(existing: Manifest, planned: Manifest, out: Path) -> None:
 
 
 def _record(name: str, content: bytes) -> FileRecord:
-    return FileRecord(name, len(content), checksum(content))
+    return FileRecord(name, len(content), checksum([content]))
 
 
 def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:

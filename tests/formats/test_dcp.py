@@ -17,18 +17,17 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from formats.errors import ReshardError
-from formats.files.checksum import Crc
 from formats.files.chunks import Chunk
 from formats.files.dcp import (
     METADATA,
-    NewChunk,
-    Stored,
+    Blob,
     build_chunks,
     build_metadata,
     object_bytes,
     read_distributed,
 )
-from tests.formats.test_torch_bin import DTYPES, bytes_of, random_tensor
+from formats.files.torch_archive import Crc
+from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -285,13 +284,13 @@ def write(
 ) -> None:
     """Write chunks, the first of each tensor into the first file and so on, as a split would."""
     folder.mkdir()
-    stored: dict[str, list[Stored]] = {name: [] for name in tensors}
-    kept: dict[str, Stored] = {}
+    stored: dict[str, list[tuple[Chunk, Blob]]] = {name: [] for name in tensors}
+    kept: dict[str, Blob] = {}
     for number in range(max(len(boxes) for _, boxes in tensors.values())):
         file = f"__{number}_0.distcp"
         chosen = {name: (whole, boxes[number]) for name, (whole, boxes) in tensors.items() if number < len(boxes)}
         chunks = [
-            NewChunk(name, DTYPES[whole.dtype], at, math.prod(at.shape) * whole.itemsize)
+            (name, DTYPES[whole.dtype], at.shape, math.prod(at.shape) * whole.itemsize)
             for name, (whole, at) in chosen.items()
         ]
         layout = build_chunks(chunks, objects if number == 0 else {})
@@ -306,9 +305,9 @@ def write(
             put_crc(content, crc)
         (folder / file).write_bytes(content)
         for name, (_, at) in chosen.items():
-            stored[name].append(Stored(at, file, *layout.ranges[name]))
+            stored[name].append((at, Blob(Path(file), *layout.ranges[name])))
         if number == 0:
-            kept = {name: Stored(None, file, *layout.ranges[name]) for name in objects}
+            kept = {name: Blob(Path(file), *layout.ranges[name]) for name in objects}
     kinds = {name: (DTYPES[whole.dtype], tuple(whole.shape), stored[name]) for name, (whole, _) in tensors.items()}
     (folder / METADATA).write_bytes(build_metadata(kinds, kept))
 

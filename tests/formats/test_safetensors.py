@@ -372,7 +372,7 @@ def test_strict_json() -> None:
 
 def test_no_heavy_import() -> None:
     code = (
-        "import sys, formats.files.safetensors, formats.files.checkpoint, formats.files.torch_bin\n"
+        "import sys, formats.files.safetensors, formats.files.checkpoint, formats.files.torch_archive\n"
         "print([m for m in ('torch', 'numpy', 'safetensors', 'transformers') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]

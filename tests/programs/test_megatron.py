@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from formats.errors import PlanError, ReshardError
 from formats.files.chunks import Chunk
-from formats.files.dcp import NewChunk, Stored, build_chunks, build_metadata, read_distributed
+from formats.files.dcp import Blob, build_chunks, build_metadata, read_distributed
 from formats.files.safetensors import read_header
 from formats.notation.format_file import all_formats
 from reshard.api import merge, split
@@ -149,27 +149,25 @@ def in_chunks(case: str, path: Path) -> Path:
     """What Megatron-Core wrote for a case, in its own chunks: those of equal number lie in one file."""
     check, cases = module("megatron", "check"), json.loads((ORACLES / "megatron" / "cases.json").read_text())
     flat = np.concatenate([np.zeros(1, np.float32), *_numbers(case)])
-    files: dict[int, list[tuple[NewChunk, bytes]]] = {}
+    files: dict[int, list[tuple[str, Chunk, bytes]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for key, ids in check.golden(case, "dist").items():
         shapes[key] = ids.shape
         for number, (offset, shape) in enumerate(cases[case]["dist_chunks"][key]):
             box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             data = flat[ids[box]].tobytes()
-            files.setdefault(number, []).append(
-                (NewChunk(key, "F32", Chunk(tuple(offset), tuple(shape)), len(data)), data)
-            )
-    tensors: dict[str, tuple[str, tuple[int, ...], list[Stored]]] = {k: ("F32", s, []) for k, s in shapes.items()}
+            files.setdefault(number, []).append((key, Chunk(tuple(offset), tuple(shape)), data))
+    tensors = {key: ("F32", shape, list[tuple[Chunk, Blob]]()) for key, shape in shapes.items()}
     folder = path / "iter_0000007"
     folder.mkdir(parents=True)
     for number, chunks in files.items():
-        laid, name = build_chunks([chunk for chunk, _ in chunks]), f"__{number}_0.distcp"
+        laid, name = build_chunks([(key, "F32", at.shape, len(d)) for key, at, d in chunks]), f"__{number}_0.distcp"
         content = bytearray(laid.size)
         for offset, part in laid.fixed:
             content[offset : offset + len(part)] = part
-        for (_, offset), (chunk, data) in zip(laid.places, chunks, strict=True):
+        for (_, offset), (key, at, data) in zip(laid.places, chunks, strict=True):
             content[offset : offset + len(data)] = data
-            tensors[chunk.name][2].append(Stored(chunk.at, name, *laid.ranges[chunk.name]))
+            tensors[key][2].append((at, Blob(Path(name), *laid.ranges[key])))
         (folder / name).write_bytes(content)
     (folder / ".metadata").write_bytes(build_metadata(tensors))
     (path / "latest_checkpointed_iteration.txt").write_text("7")

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from formats.errors import MismatchError
 from formats.files.pickles import Global, Inert
-from formats.files.torch_zip import archive_of, pickled_tensor
+from formats.files.torch_archive import archive_of, pickled_tensor
 from formats.files.training import read_training
 from reshard.api import merge, split
 from reshard.source.inspect import inspect
@@ -364,6 +364,13 @@ def of_another_world(folder: Path) -> None:
     remove(MODEL.format(2), "fsdp_config.json")(folder)
 
 
+def endless(folder: Path) -> None:
+    """One file, whose name says that there are billions."""
+    for file in folder.glob("*.pt"):
+        file.unlink()
+    (folder / "model_world_size_4000000000_rank_7.pt").write_bytes(b"")
+
+
 MODEL, STATES = "model_world_size_2_rank_{}.pt", "global_step1/mp_rank_00_model_states.pt"
 ALONE = "an optimizer, and no model"
 SHARD = "the pickle asks for 'torch.distributed.tensor.placement_types.shard'"
@@ -374,6 +381,8 @@ WRONG = {
     "a rank's file is there twice": (VERL, copy(MODEL.format(0), MODEL.format(1)), "the file is of rank 0, its name"),
     "a file of another world": (VERL, copy(MODEL.format(0), "model_world_size_3_rank_0.pt"), "different numbers of"),
     "other settings": (VERL, replaced("fsdp_config.json", b'size": 2', b'size": 4'), "different numbers of ranks"),
+    "settings without a rank": (VERL, replaced("fsdp_config.json", b'size": 2', b'size":-1'), "world_size should be"),
+    "a file of a world without end": ("bare-fsdp1-shardedtensor-qwen2-w3", endless, "rank 0 of 4000000000 is missing"),
     "another world inside": ("verl-fsdp2-qwen2-w3", of_another_world, "a mesh of 3 ranks, and there are files of 2"),
     "ranks of another world, sharded": ("bare-fsdp1-shardedtensor-qwen2-w3", copy(
         "model_world_size_3_rank_0.pt", "model_world_size_3_rank_1.pt"), "the file is of rank 0 of 3, its name says"),

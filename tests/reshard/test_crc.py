@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.files.checksum import Crc
+from formats.files.torch_archive import Crc
 from reshard.api import split
 from reshard.move import jobs as crcs
 from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, joined, parts_within

@@ -1,25 +1,47 @@
 """PyTorch's own file format (``.bin``, ``.pt``, ``.pth``): a zip archive of a pickle and the bytes of each storage.
 
-The pickle is not run (see ``formats.files.pickles``): what is learned of a tensor is where its bytes lie. The names
-that may occur are a part of those that ``torch.load(..., weights_only=True)`` allows. Neither torch is imported for it
-nor any tensor data read.
+**Reading.** The pickle is not run (see ``formats.files.pickles``): what is learned of a tensor is where its bytes lie.
+The names that may occur are a part of those that ``torch.load(..., weights_only=True)`` allows. No tensor data is read.
 
-Source: ``torch/serialization.py`` of PyTorch 2.4 to 2.13.
+**Writing.** An archive is laid out before it is written. It has stored entries only: ``data.pkl``, ``byteorder``,
+``version``, and one entry for the bytes of each tensor, which begin at a multiple of 64 bytes as torch's own writer
+puts them. All bytes but the tensors' and the CRC-32 of their entries are known from names, dtypes and shapes:
+``zipfile`` makes the headers. ``torch.load`` does not compare the CRC-32, ``zipfile`` and ``unzip`` do.
+
+Neither torch nor pickle is needed for either. Source: ``torch/serialization.py`` and
+``caffe2/serialize/inline_container.cc`` of PyTorch 2.4 to 2.13; PKWARE's APPNOTE.TXT 6.3.10, 4.3 to 4.5.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import IO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from formats.errors import CheckpointError
-from formats.files.pickles import LARGEST_PICKLE, TENSORS, Names, Storage, Tensor, kind_of, quote, read_pickle
-from formats.files.safetensors import DAMAGED, TensorInfo
+from formats.errors import CheckpointError, PlanError
+from formats.files.pickles import (
+    LARGEST_PICKLE,
+    STORAGES,
+    TENSORS,
+    Global,
+    Inert,
+    Names,
+    Persistent,
+    Storage,
+    Tensor,
+    kind_of,
+    quote,
+    read_pickle,
+    write_pickle,
+)  # fmt: skip
+from formats.files.safetensors import DAMAGED, DTYPE_BITS, TORCH_NAMES, TensorInfo
 from formats.store import FilePath, RangeFile, open_file, unreadable
 
 MAX_DIRECTORY = 64 << 20
@@ -39,18 +61,16 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """
     with torch_file(path) as archive:
         state = archive.read(TENSORS, "plain tensors are read (weights_only)")
-        return _locate(archive, _state_dict(path, state))
+        return _locate(archive, state)
 
 
 class Saved(NamedTuple):
-    """What a training program saved in a file: where the tensors of some entries lie, and what the others are.
+    """What a training program saved in a file: of some entries what ``read_bin`` finds, and what the others are.
 
-    ``aliases`` are as those of ``read_bin``, for each entry. ``extras`` has numbers and texts, and of anything else its
-    kind.
+    ``extras`` has numbers and texts, and of anything else its kind.
     """
 
-    tensors: dict[str, dict[str, TensorInfo]]
-    aliases: dict[str, dict[str, str]]
+    states: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]]
     extras: dict[str, int | float | str]
 
 
@@ -66,10 +86,9 @@ def read_saved(path: FilePath, inside: str) -> Saved:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        parts = {name: _state_dict(path, value) for name, value in entries.items() if wanted.fullmatch(name)}
-        located = {name: _locate(archive, part) for name, part in parts.items()}
+        located = {name: _locate(archive, value) for name, value in entries.items() if wanted.fullmatch(name)}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
-    return Saved({n: at[0] for n, at in located.items()}, {n: at[1] for n, at in located.items()}, plain)
+    return Saved(located, plain)
 
 
 BESIDE = (
@@ -128,7 +147,8 @@ class TorchArchive:
                 f"{list(tensor.strides)}",
                 "save it again after .contiguous()",
             )
-        begin, nbytes, stored = tensor.begin, tensor.nbytes, tensor.storage.nbytes
+        bits, stored = DTYPE_BITS[tensor.dtype], tensor.storage.numel * DTYPE_BITS[tensor.storage.dtype] // 8
+        begin, nbytes = tensor.offset * bits // 8, math.prod(tensor.shape) * bits // 8
         if stored > size or begin + nbytes > stored:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is said to be bytes {begin} to {begin + nbytes} of a storage of "
@@ -202,23 +222,6 @@ def open_archive(path: FilePath, file: IO[bytes], begin: int, size: int, where: 
     return archive
 
 
-def _state_dict(path: FilePath, state: object) -> dict[str, Tensor]:
-    """The tensors of a state dict; what holds no tensor is left out."""
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary of tensors", _RESAVE)
-    tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and isinstance(name, str):
-            tensors[name] = value
-        elif _holds_tensor(value):
-            what = "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
-            raise CheckpointError(
-                f"{path}: entry {quote(name)} is {what}; a state dict maps names to tensors",
-                "save the state dict alone",
-            )
-    return tensors
-
-
 def _holds_tensor(value: object) -> bool:
     todo, seen = [value], set()
     while todo:
@@ -231,14 +234,155 @@ def _holds_tensor(value: object) -> bool:
     return False
 
 
-def _locate(archive: TorchArchive, state: dict[str, Tensor]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Where the bytes of each tensor are, and the names of those that are the same bytes."""
+def _locate(archive: TorchArchive, state: object) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Where the tensors of a state dict lie, and the names of those that are the same bytes; what holds no tensor is
+    left out.
+    """
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{archive.path}: holds a {kind_of(state)}, not a dictionary of tensors", _RESAVE)
     first_of: dict[tuple[int, str, tuple[int, ...]], TensorInfo] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in state.items():
-        info = archive.place(name, tensor)
-        same = info.offset if info.nbytes else -len(first_of)  # empty tensors are never tied
-        first = first_of.setdefault((same, info.dtype, info.shape), info)
-        if first is not info:
-            aliases[name] = first.name
+    for name, value in state.items():
+        if isinstance(value, Tensor) and isinstance(name, str):
+            info = archive.place(name, value)
+            same = info.offset if info.nbytes else -len(first_of)  # empty tensors are never tied
+            first = first_of.setdefault((same, info.dtype, info.shape), info)
+            if first is not info:
+                aliases[name] = first.name
+        elif _holds_tensor(value):
+            what = "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
+            raise CheckpointError(
+                f"{archive.path}: entry {quote(name)} is {what}; a state dict maps names to tensors",
+                "save the state dict alone",
+            )
     return {info.name: info for info in sorted(first_of.values(), key=lambda info: info.offset)}, aliases
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+_ALIGNMENT = 64
+_STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
+
+
+class Crc(NamedTuple):
+    """The CRC-32 of bytes ``begin`` to ``end`` of a file stands at these offsets, in four bytes, little-endian."""
+
+    begin: int
+    end: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s.
+
+    In ``fixed`` zeros stand for the CRC-32s, which are written over when all else is there. A ``.distcp`` file has an
+    archive for each tensor and object: ``ranges`` has their offsets and lengths.
+    """
+
+    size: int
+    places: tuple[tuple[str, int], ...]
+    fixed: tuple[tuple[int, bytes], ...]
+    crcs: tuple[Crc, ...]
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16
+"""Where the CRC-32 stands in the header of an entry, and in its header in the directory at the end."""
+
+
+def build_archive(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
+    inside: str | None = None,
+    entries: Mapping[str, int | float] = {},
+    *,
+    is_single: bool = False,
+) -> Archive:
+    """The layout of a file of tensors (name, dtype, shape, bytes); with ``inside`` they are that entry, beside others.
+
+    With ``is_single`` it is the only tensor itself.
+
+    Raises PlanError for a dtype that torch has not.
+    """
+    state = {name: pickled_tensor(i, name, dtype, shape) for i, (name, dtype, shape, _) in enumerate(tensors)}
+    saved = state if inside is None else {**entries, inside: next(iter(state.values())) if is_single else state}
+    return archive_of(saved, [(name, nbytes) for name, _, _, nbytes in tensors])
+
+
+@lru_cache(maxsize=4096)
+def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
+    """The layout of what torch.save writes of a tensor that is not in a dictionary; its name there is ``""``."""
+    return archive_of(pickled_tensor(0, "", dtype, shape), [("", nbytes)])
+
+
+def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
+    """The layout of what torch.save writes: a pickle of ``saved``, and storages (name, bytes) with keys from 0 on."""
+    infos, begins, fixed, end = list[ZipInfo](), list[int](), [(0, b"")], 0
+    records: dict[str, bytes | int] = {"data.pkl": write_pickle(saved), "byteorder": b"little"}
+    records |= {f"data/{i}": nbytes for i, (_, nbytes) in enumerate(storages)} | {"version": b"3\n"}
+    for name, content in records.items():
+        info = ZipInfo(f"archive/{name}")  # of 1 January 1980: nothing depends on when it was written
+        info.create_system, info.create_version, info.header_offset = 0, 45, end
+        data, hole = (b"", content) if isinstance(content, int) else (content, 0)
+        info.CRC = zlib.crc32(data)
+        info.file_size = info.compress_size = len(data) + hole
+        padding = -(end + len(info.FileHeader()) + 4) % _ALIGNMENT
+        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        header, info.extra = info.FileHeader(), b""
+        infos.append(info)
+        begins.append(end + len(header))
+        end = begins[-1] + info.file_size
+        fixed[-1] = fixed[-1][0], fixed[-1][1] + header + data
+        fixed += [(end, b"")] if hole else []
+    directory = _Directory(end)
+    with ZipFile(directory, "w") as archive:  # type: ignore[call-overload]
+        archive.filelist += infos
+    central = (at for at, part in directory.parts if part.startswith(b"PK\1\2"))
+    fixed[-1] = fixed[-1][0], fixed[-1][1] + b"".join(part for _, part in directory.parts)
+    crcs = tuple(
+        Crc(begin, begin + content, (info.header_offset + _LOCAL_CRC, at + _CENTRAL_CRC))
+        for content, info, begin, at in zip(records.values(), infos, begins, central, strict=True)
+        if isinstance(content, int)
+    )
+    places = tuple((name, crc.begin) for (name, _), crc in zip(storages, crcs, strict=True))
+    return Archive(directory.end, places, tuple(fixed), crcs)
+
+
+class _Directory:
+    """Takes what ``zipfile`` writes behind the entries, from byte ``end`` on: parts, each with its offset."""
+
+    def __init__(self, end: int) -> None:
+        self.end, self.parts = end, list[tuple[int, bytes]]()
+
+    def tell(self) -> int:
+        return self.end
+
+    def write(self, content: bytes) -> None:
+        if content:
+            self.parts.append((self.end, content))
+            self.end += len(content)
+
+    def flush(self) -> None:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------- the pickle
+
+
+def pickled_tensor(key: int, name: str, dtype: str, shape: tuple[int, ...]) -> Inert:
+    """A tensor in a storage of its own, as torch pickles it: what no kind of storage is for has one of bytes."""
+    strides: list[int] = []
+    count = 1
+    for size in reversed(shape):
+        strides.insert(0, count)
+        count *= size
+    bare = dtype not in _STORAGES
+    if bare and dtype not in TORCH_NAMES:
+        raise PlanError(f"tensor '{name}' is {dtype}, which torch.save does not write")
+    storage = "torch.storage.UntypedStorage" if bare else _STORAGES[dtype]
+    numel = count * DTYPE_BITS[dtype] // 8 if bare else count
+    persistent = Persistent(("storage", Global(storage), str(key), "cpu", numel))
+    arguments = (persistent, 0, shape, tuple(strides), False, Inert("collections.OrderedDict", ()))
+    if bare:
+        return Inert("torch._utils._rebuild_tensor_v3", (*arguments, Global(f"torch.{TORCH_NAMES[dtype]}")))
+    return Inert("torch._utils._rebuild_tensor_v2", arguments)

@@ -7,28 +7,34 @@ sub-groups divide that list between parameters. The weights are the masters in f
 parameters, buffers) is as the model's file has it. Tensor parallel ranks have files of their own;
 ``universal_checkpoint_info`` says how they cut each parameter.
 
-Source: files that DeepSpeed 0.19.8 wrote; ``deepspeed/runtime/zero/{stage_1_and_2,stage3}.py``,
-``deepspeed/utils/zero_to_fp32.py``, ``deepspeed/checkpoint/ds_to_universal.py``.
+A Universal Checkpoint, which is written too, has a file for each tensor and each state of one, and small files beside
+them. ZeRO-1 and 2 read the settings of each group at the top of ``zero/optimizer_state.pt``, and
+``zero/{tensor}/step.pt``; ZeRO-3 the settings of the first group and the step inside its ``optimizer_state_dict``. Each
+has a name of its own for the model's states, from which no weight is read.
+
+Source: files that DeepSpeed 0.19.8 wrote; ``deepspeed/runtime/{engine,base_optimizer}.py``,
+``deepspeed/runtime/zero/{stage_1_and_2,stage3}.py``, ``deepspeed/utils/zero_to_fp32.py``,
+``deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py``.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.chunks import flat_chunks, from_list, list_range
-from formats.files.dcp import Distributed
+from formats.files.dcp import Distributed, object_bytes, read_object
 from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
-from formats.files.pickles import TENSORS, Tensor, kind_of, quote
+from formats.files.pickles import TENSORS, Inert, Tensor, kind_of, quote, write_pickle
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_bin import BESIDE, TorchArchive, torch_file
-from formats.files.universal import PLACES
-from formats.store import FilePath, glob
+from formats.files.torch_archive import BESIDE, TorchArchive, pickled_tensor, torch_file
+from formats.store import FilePath, glob, read_ranges
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -46,10 +52,26 @@ _OTHERWISE = ("parameter_to_average_patterns", "parameter_with_2_sub_params_cat_
               "autotp_unsupported_parameter_patterns")  # fmt: skip
 _SIMPLE = re.compile(r"\^?(?:\\d\+|\\[^\w]|[^\\*+?{}()|\[\]$^])*\$?")
 _DEEP = 6
-_SETTINGS = "zero/optimizer_state.pt"
+_SETTINGS_FILE = "zero/optimizer_state.pt"
 _CARRIED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """The settings of an optimizer that are those of no group."""
 Shape = tuple[int, ...]
+
+_SETTING = re.compile(r"(?:.*\.)?param_groups\.(\d+)\.(\w+)")
+_STEP = re.compile(r"(?:.*\.)?state\.(.+)\.step")
+_NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+_MODEL_STATES: dict[str, object] = {
+    "module": {}, "buffer_names": [], "optimizer": None, "frozen_param_shapes": {}, "frozen_param_fragments": {},
+    "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "dp_world_size": 1,
+    "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_version": "0.19.8",
+}  # fmt: skip
+_PLACES = {*_MODEL_STATES, "param_shapes", "shared_params"} - {
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "skipped_steps",
+}
+"""What a model's states say of how it lies in files."""
 
 
 class _File(NamedTuple):
@@ -97,7 +119,7 @@ def read_zero(folder: FilePath) -> Distributed:
         groups = [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()]
         if is_universal:
             read += _add_universal(gathered, folder, groups, origins if len(parallel) > 1 else {})
-            own = _read(folder / _SETTINGS).content if (folder / _SETTINGS).is_file() else {}
+            own = _read(folder / _SETTINGS_FILE).content if (folder / _SETTINGS_FILE).is_file() else {}
             form = "Universal Checkpoint"
         else:
             form = _add_lists(gathered, models[0], optimizers, groups)
@@ -114,7 +136,7 @@ def read_zero(folder: FilePath) -> Distributed:
         form += f", {len(parts)} model parallel ranks"
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
     saved = parts[0].finish(f"saved by DeepSpeed: {form}{step}", read)
-    extras = {"model": {key: value for key, value in main.content.items() if key not in PLACES}}
+    extras = {"model": {key: value for key, value in main.content.items() if key not in _PLACES}}
     return replace(saved, extras=extras | {"optimizer": {key: own[key] for key in _CARRIED if key in own}})
 
 
@@ -321,7 +343,7 @@ def _add_universal(
     """
     files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
     steps = glob(folder, "zero/*/step.pt")
-    if (settings := folder / _SETTINGS).is_file():
+    if (settings := folder / _SETTINGS_FILE).is_file():
         saved = _read(settings)
         files.append(settings)
         inside = [] if steps else [*saved.table("optimizer_state_dict").get("state", {}).values()]
@@ -364,3 +386,90 @@ def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str], sh
             gathered.add_whole(("model", name), info)
     for copy, origin in shared.items():
         gathered.add_copy(("model", copy), ("model", origin))
+
+
+# ---------------------------------------------------------------------------- a Universal Checkpoint's small files
+
+
+class Step(NamedTuple):
+    """How many steps an optimizer has done, and what is saved of it: that number, or a tensor and its bytes."""
+
+    number: float
+    value: object
+    content: bytes | None = None
+
+
+def is_setting(name: str) -> bool:
+    """Whether a name is that of a step or of a setting of a group, which all go into these files."""
+    return bool(_STEP.fullmatch(name) or _SETTING.fullmatch(name))
+
+
+def universal_documents(
+    tensors: Mapping[str, Shape], states: Collection[str], shared: Mapping[str, str], saved: Distributed | None
+) -> Iterator[tuple[str, bytes]]:
+    """The small files of a checkpoint of ``tensors``, of which some have ``states``; ``shared`` are copies of others.
+
+    Without settings there are as many empty groups as a run can have: it keeps its own. Raises MismatchError if the
+    parameters are at different steps, and CheckpointError if a file cannot be read.
+    """
+    tensors = dict(sorted(tensors.items()))  # whatever the route they came by
+    step = _step_of(saved) if saved is not None and states else None
+    groups = _groups_of(saved) if saved is not None and states else []
+    members = [{*group.pop("params", ())} for group in groups]
+    named = [{name: tensors[name] for name in tensors if name in names} for names in members]
+    if {name for names in named for name in names} < {*states}:
+        named = [{name: tensors[name] for name in tensors if name in states or not states}]
+    of_groups = [{**group, "params": [number]} for number, group in enumerate(groups)] or [{} for _ in tensors]
+    extras = saved.extras if saved is not None else {}
+    model = _MODEL_STATES | {
+        "param_shapes": [{n: Inert("torch.Size", (shape,)) for n, shape in names.items()} for names in named],
+        "shared_params": {**shared}, "global_steps": int(step.number) if step else 0,
+    }  # fmt: skip
+    for prefix in ("", "zero_pp_rank_0_"):
+        yield f"{prefix}mp_rank_00_model_states.pt", object_bytes(model | _plain(extras.get("model", {})))
+    own = _plain(extras.get("optimizer", {})) | {"ds_version": _MODEL_STATES["ds_version"], "param_groups": of_groups}
+
+    state = {0: {"step": step.value}} if step else {}
+    settings = own | {"optimizer_state_dict": {"state": state, "param_groups": of_groups}}
+    yield "zero/optimizer_state.pt", object_bytes(settings, step and step.content)
+    if step:
+        saved_step = object_bytes(step.value, step.content)
+        yield from ((f"zero/{name}/step.pt", saved_step) for name in tensors if name in states)
+
+
+def _plain(table: Mapping[str, object]) -> dict[str, object]:
+    """The entries that can be saved again: those without tensors."""
+
+    def is_plain(value: object) -> bool:
+        try:
+            return bool(write_pickle(value))
+        except TypeError:
+            return False
+
+    return {key: value for key, value in table.items() if is_plain(value)}
+
+
+def _step_of(saved: Distributed) -> Step | None:
+    infos = [info for name, whole in saved.tensors.items() if _STEP.fullmatch(name) for _, info in whole.chunks]
+    contents = read_ranges([(info.file, info.offset, info.offset + info.nbytes) for info in infos])
+    steps = [
+        Step(number, pickled_tensor(0, "step", info.dtype, info.shape), content)
+        for info, content in zip(infos, contents, strict=True)
+        if info.dtype in _NUMBERS and len(content) == struct.calcsize(_NUMBERS[info.dtype])
+        for (number,) in struct.iter_unpack(_NUMBERS[info.dtype], content)
+    ]
+    values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
+    steps += [Step(value, value) for value in values if isinstance(value, int | float)]
+    low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
+    if low != high:
+        why = f"its parameters have done {low:g} to {high:g} steps, and DeepSpeed has one number for all"
+        raise MismatchError(f"{saved.path}: {why}", "merge it: the weights alone can be written")
+    return next(iter(steps), None)
+
+
+def _groups_of(saved: Distributed) -> list[dict[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for name, blob in saved.objects.items():
+        if match := _SETTING.fullmatch(name):
+            groups.setdefault(int(match[1]), {})[match[2]] = read_object(blob)
+    return [_plain(groups[number]) for number in sorted(groups)]

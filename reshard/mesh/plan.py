@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.errors import NotationError, PlanError, refused
 from formats.files.safetensors import DTYPE_BITS
@@ -70,17 +70,6 @@ class Layout:
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
 
 
-class Entry(NamedTuple):
-    """A tensor, the rule line that covers it, and its layout."""
-
-    name: str
-    dtype: str
-    template: str
-    layout: Layout
-    stated: Layout | None = None
-    """The layout of the weight, if this tensor's values state the shape of a weight."""
-
-
 def dequantized(plan: Plan) -> Plan:
     """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
     model, plain_tensors, weights = plan.model, [], set()
@@ -109,10 +98,10 @@ class Plan(Result):
     model: Model
     mesh: Mesh
     padding: Mapping[str, int]
-    laid: Mapping[Kind, Entry]
-    """The first tensor of each kind."""
-    layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
-    owners: dict[tuple[object, ...], frozenset[int] | None] = field(
+    laid: Mapping[Kind, Layout]
+    """The layout of the tensors of each kind."""
+    _layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _owners: dict[tuple[object, ...], frozenset[int] | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
     """Caches that all arrangements of this plan share."""
@@ -123,17 +112,17 @@ class Plan(Result):
         With ``dealt``, tp deals this axis and no other. Raises PlanError.
         """
         model, place = self.model, (kind.places, kind.indices, kind.axes, kind.stages)
-        if place not in self.owners:
+        if place not in self._owners:
             is_everywhere = not kind.places and kind.stages is None
-            self.owners[place] = None if is_everywhere else owners_of(model, self.mesh, kind)
-        owners = self.owners[place]
+            self._owners[place] = None if is_everywhere else owners_of(model, self.mesh, kind)
+        owners = self._owners[place]
         key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners, dealt)
-        if key not in self.layouts:
+        if key not in self._layouts:
             if dealt is not None:
                 families = {**model.architecture.families, "tp": ((dealt,),)}
                 model = replace(model, architecture=replace(model.architecture, families=families))
-            self.layouts[key] = layout_of(model, self.mesh, kind, self.padding, owners)
-        return self.layouts[key]
+            self._layouts[key] = layout_of(model, self.mesh, kind, self.padding, owners)
+        return self._layouts[key]
 
     @property
     def headline(self) -> str:
@@ -158,13 +147,13 @@ class Plan(Result):
         return make_plan(self.model, Mesh(), padding=self.padding)
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
-        """All tensors by their names."""
-        return {tensor.name: self.laid[tensor.kind]._replace(name=tensor.name) for tensor in self.model.tensors}
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each tensor, by its name."""
+        return {name: self.laid[kind] for name, kind, _ in self.model.tensors}
 
     def boxes(self, rank: int) -> dict[Kind, Box]:
         """A rank's part of the tensors of each kind; kinds of which it holds nothing are absent."""
-        return {kind: entry.layout.boxes[rank] for kind, entry in self.laid.items() if rank in entry.layout.boxes}
+        return {kind: layout.boxes[rank] for kind, layout in self.laid.items() if rank in layout.boxes}
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of each axis on a rank."""
@@ -198,15 +187,11 @@ def make_plan(
     model = staged(model, mesh)
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}
-    laid: dict[Kind, Entry] = {}
+    laid: dict[Kind, Layout] = {}
     plan = Plan(model, mesh, padding, laid)
     for kind in model.kinds:
-        layout, stated = plan.layout(kind), None
-        _check_whole_bytes(kind, layout)
-        if kind.stated is not None:
-            shape = kind.stated.sizes(model.sizes.of(dict(kind.indices)))
-            stated = plan.layout(replace(kind, rule=kind.stated, shape=shape))
-        laid[kind] = Entry(kind.name, kind.dtype, kind.template, layout, stated)
+        laid[kind] = plan.layout(kind)
+        _check_whole_bytes(kind, laid[kind])
     return plan
 
 

@@ -271,6 +271,11 @@ class Model:
     kinds: tuple[Kind, ...]
 
     @cached_property
+    def kind_of(self) -> Mapping[str, Kind]:
+        """The kind of each tensor, by its name."""
+        return {name: kind for name, kind, _ in self.tensors}
+
+    @cached_property
     def used_templates(self) -> frozenset[str]:
         """The rule lines that cover a tensor of this checkpoint."""
         return frozenset(kind.template for kind in self.kinds)

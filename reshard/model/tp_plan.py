@@ -139,10 +139,10 @@ class _Planner:
 
     def _parts(self) -> Iterator[_Part]:
         """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-        tensors = {tensor.name: tensor.kind for tensor in self.model.tensors}
+        tensors = self.model.kind_of
         kinds_of: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
         first: dict[str, tuple[Kind, tuple[int, ...]]] = {}
-        shapes = {tensor.name: tensor.shape for tensor in self.model.tensors}
+        shapes = {name: kind.shape for name, kind in tensors.items()}
         for name, parameter in placements(self.network, shapes).items():
             sources = [tensors[source] for source in parameter.sources]
             kinds_of[generic(name)] |= {self._kind(source) for source in sources}

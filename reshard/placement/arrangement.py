@@ -108,9 +108,11 @@ class Arrangement:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
         if kind.stated is None:
             return None
-        local = self.plan.laid[kind].stated if self.format.plain else None
         whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
-        return (lambda holder: whole) if local is None else (lambda holder: local.boxes[holder].shape)
+        if not self.format.plain:
+            return lambda holder: whole
+        local = self.plan.layout(replace(kind, rule=kind.stated, shape=whole))
+        return lambda holder: local.boxes[holder].shape
 
     def _stored(self) -> Iterator[Stored]:
         if self.format.plain and all(

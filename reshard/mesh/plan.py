@@ -101,27 +101,48 @@ class Plan(Result):
     laid: Mapping[Kind, Layout]
     """The layout of the tensors of each kind."""
     _layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _owners: dict[tuple[object, ...], frozenset[int] | None] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
-    """Caches that all arrangements of this plan share."""
+    """A cache that all arrangements of this plan share."""
 
     def layout(self, kind: Kind, dealt: str | None = None) -> Layout:
         """How the tensors of a kind, or parts of them, lie on the mesh; those that are alike share it.
 
         With ``dealt``, tp deals this axis and no other. Raises PlanError.
         """
-        model, place = self.model, (kind.places, kind.indices, kind.axes, kind.stages)
-        if place not in self._owners:
-            is_everywhere = not kind.places and kind.stages is None
-            self._owners[place] = None if is_everywhere else owners_of(model, self.mesh, kind)
-        owners = self._owners[place]
-        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners, dealt)
-        if key not in self._layouts:
-            if dealt is not None:
-                families = {**model.architecture.families, "tp": ((dealt,),)}
-                model = replace(model, architecture=replace(model.architecture, families=families))
-            self._layouts[key] = layout_of(model, self.mesh, kind, self.padding, owners)
+        model, mesh, sizes = self.model, self.mesh, self.model.sizes.of(dict(kind.indices))
+        shares = shares_of(model, mesh, 0, sizes, kind.axes) if kind.places else {}
+        dealt_by_name = [(axis, index) for axis, index in kind.places if axis in shares and shares[axis].parts > 1]
+        parts = tuple((axis, index * shares[axis].parts // sizes[axis]) for axis, index in dealt_by_name)
+        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, parts, kind.stages, dealt)
+        if key in self._layouts:
+            return self._layouts[key]
+        ranks = [rank for rank in range(mesh.size) if kind.stages is None or mesh.stage(rank) in kind.stages]
+        if parts:
+            shares_of_ranks = {rank: shares_of(model, mesh, rank, sizes, kind.axes) for rank in ranks}
+            ranks = [r for r in ranks if all(shares_of_ranks[r][axis].index == part for axis, part in parts)]
+        if dealt is not None:
+            families = {**model.architecture.families, "tp": ((dealt,),)}
+            model = replace(model, architecture=replace(model.architecture, families=families))
+        padded, rule, boxes = padded_sizes(sizes, self.padding), kind.rule.unfolded(sizes), dict[int, Box]()
+        for rank in ranks:
+            shares = shares_of(model, mesh, rank, padded, kind.axes)
+            try:
+                runs = [owned(dim, padded, shares) for dim in rule.dims]
+            except NotationError as error:
+                why = f"tensor '{kind.name}' cannot be split over {mesh}: {error.message}"
+                raise PlanError(why, error.hint) from None
+            lengths = iter([sum(run.length for run in dim) for dim in runs])
+            shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in kind.rule.dims)
+            boxes[rank] = Box(tuple(runs), shape)
+        axes = {axis for axis, part in shares_of(model, mesh, 0, padded, kind.axes).items() if part.parts > 1}
+        parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & axes)
+        for dim in kind.rule.dims:
+            if dim.axis is None and (inside := dim.axes & self.padding.keys()):
+                why = f"the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
+                raise PlanError(f"tensor '{kind.name}': {why}")
+        _check_every_element_is_owned(model.architecture, kind, axes)
+        self._layouts[key] = Layout(
+            rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, kind.shape, parallel, len(boxes) < mesh.size
+        )
         return self._layouts[key]
 
     @property
@@ -193,60 +214,6 @@ def make_plan(
         laid[kind] = plan.layout(kind)
         _check_whole_bytes(kind, laid[kind])
     return plan
-
-
-def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
-    """The ranks that hold a tensor of one expert or of some pipeline stages; None if every rank holds it."""
-    if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
-        return None
-    sizes = model.sizes.of(dict(tensor.indices))
-    ranks = []
-    for rank in range(mesh.size):
-        if tensor.stages is not None and mesh.stage(rank) not in tensor.stages:
-            continue
-        shares = shares_of(model, mesh, rank, sizes, tensor.axes)
-        parts = [
-            (index * shares[axis].parts // sizes[axis], shares[axis].index)
-            for axis, index in tensor.places
-            if axis in shares
-        ]
-        if all(part == coordinate for part, coordinate in parts):
-            ranks.append(rank)
-    return None if len(ranks) == mesh.size else frozenset(ranks)
-
-
-def layout_of(
-    model: Model, mesh: Mesh, tensor: Kind, padding: Mapping[str, int], owners: frozenset[int] | None
-) -> Layout:
-    """How a tensor lies on a mesh; ``owners`` are the ranks that hold any of it (None: all). Raises PlanError."""
-    sizes = model.sizes.of(dict(tensor.indices))
-    padded = padded_sizes(sizes, padding)
-    rule = tensor.rule.unfolded(sizes)
-    boxes: dict[int, Box] = {}
-    for rank in range(mesh.size):
-        if owners is not None and rank not in owners:
-            continue
-        shares = shares_of(model, mesh, rank, padded, tensor.axes)
-        try:
-            runs = [owned(dim, padded, shares) for dim in rule.dims]
-        except NotationError as error:
-            raise PlanError(
-                f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint
-            ) from None
-        lengths = iter([sum(run.length for run in dim) for dim in runs])
-        shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in tensor.rule.dims)
-        boxes[rank] = Box(tuple(runs), shape)
-    dealt = {axis for axis, part in shares_of(model, mesh, 0, padded, tensor.axes).items() if part.parts > 1}
-    parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & dealt)
-    for dim in tensor.rule.dims:
-        if dim.axis is None and (inside := dim.axes & padding.keys()):
-            raise PlanError(
-                f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
-            )
-    _check_every_element_is_owned(model.architecture, tensor, dealt)
-    return Layout(
-        rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, tensor.shape, parallel, owners is not None
-    )
 
 
 def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:

@@ -212,18 +212,13 @@ LARGEST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One degree, and why it is refused (None: it is valid); ``instead`` has options that make it possible."""
-
-    degree: int
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True)
 class Sweep:
-    """The degrees that were tried, in increasing order, and all that are valid: of ``tp`` and of ``ep``."""
+    """The degrees of ``tp`` that were tried, in increasing order, and all that are valid: of ``tp`` and of ``ep``.
 
-    attempts: tuple[Attempt, ...]
+    An attempt is why a degree is refused; its ``instead`` has the options that make it possible. None: it is valid.
+    """
+
+    attempts: Mapping[int, Refusal | None]
     valid: tuple[int, ...]
     valid_ep: tuple[int, ...]
 
@@ -237,14 +232,12 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
     valid = valid_degrees(model, pad=pad, units=units, limit=LARGEST)
     usual = [degree for degree in valid if degree <= max(TRIED)]
     tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
-    attempts = []
+    attempts = dict[int, Refusal | None]()
     for degree in sorted({*tried, *usual}):
         mesh = Mesh((("tp", degree),))
         why = refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
-        if why is not None:
-            why = replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
-        attempts.append(Attempt(degree, why))
-    return Sweep(tuple(attempts), tuple(valid), tuple(valid_degrees(model, "ep")))
+        attempts[degree] = why and replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
+    return Sweep(attempts, tuple(valid), tuple(valid_degrees(model, "ep")))
 
 
 # ------------------------------------------------------------------------------------------------ smaller scale blocks

@@ -267,7 +267,7 @@ def _order(size: int) -> torch.Tensor:
 def _reordered(model: Model, tensors: Mapping[str, torch.Tensor], axes: list[str]) -> dict[str, torch.Tensor]:
     result = dict(tensors)
     for name, kind, _ in model.tensors:
-        sizes = model.sizes.of(dict(kind.indices))
+        sizes = kind.sizes
         for number, dim in enumerate(kind.rule.dims):
             if dim.axes & {*axes}:
                 result[name] = result[name].index_select(number, _places(dim, sizes, axes)).contiguous()

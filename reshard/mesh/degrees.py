@@ -40,7 +40,7 @@ def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
     """The first tensor in which a mesh would cut a scale block or a packed element; None if there is none."""
     padding = padding_for(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
-        sizes = padded_sizes(model.sizes.of(dict(tensor.indices)), padding)
+        sizes = padded_sizes(tensor.sizes, padding)
         try:
             for rank in range(mesh.size):
                 shares = shares_of(model, mesh, rank, sizes, tensor.axes)
@@ -73,11 +73,10 @@ def units_of(model: Model, *, experts: bool) -> dict[str, int]:
     for tensor in model.with_channels:
         if not experts and tensor.axes & model.expert_axes:
             continue
-        sizes = model.sizes.of(dict(tensor.indices))
-        *outer, last = tensor.rule.unfolded(sizes).dims
+        *outer, last = tensor.rule.unfolded(tensor.sizes).dims
         whole_bytes = replace(last, step=math.lcm(last.step, 8 // math.gcd(8, DTYPE_BITS[tensor.dtype])))
         for axis in tensor.rule.axes & model.channels:
-            units[axis] = math.lcm(units[axis], *(unit_of(dim, axis, sizes) for dim in (*outer, whole_bytes)))
+            units[axis] = math.lcm(units[axis], *(unit_of(dim, axis, tensor.sizes) for dim in (*outer, whole_bytes)))
     return units
 
 
@@ -259,11 +258,10 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
             )
             advice = "choose a degree that cuts no scale block"
             raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
-        sizes = model.sizes.of(dict(tensor.indices))
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
             for rank in range(mesh.size):
-                runs = owned(dim.whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
-                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(sizes)}
+                runs = owned(dim.whole, tensor.sizes, shares_of(model, mesh, rank, tensor.sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(tensor.sizes)}
                 common[place] = math.gcd(common[place], *edges)
     return None if tuple(common) == block else (common[0], common[1])
 

@@ -108,7 +108,7 @@ class Plan(Result):
 
         With ``dealt``, tp deals this axis and no other. Raises PlanError.
         """
-        model, mesh, sizes = self.model, self.mesh, self.model.sizes.of(dict(kind.indices))
+        model, mesh, sizes = self.model, self.mesh, kind.sizes
         shares = shares_of(model, mesh, 0, sizes, kind.axes) if kind.places else {}
         dealt_by_name = [(axis, index) for axis, index in kind.places if axis in shares and shares[axis].parts > 1]
         parts = tuple((axis, index * shares[axis].parts // sizes[axis]) for axis, index in dealt_by_name)

@@ -90,7 +90,7 @@ class Role:
 
 def sizes_and_shares(plan: Plan, alike: Alike, rank: int) -> tuple[dict[str, int], dict[str, Share]]:
     """The padded size of each axis for tensors that are alike, and what a rank has of each that is dealt."""
-    sizes = padded_sizes(plan.model.sizes.of(dict(alike.indices)), plan.padding)
+    sizes = padded_sizes(alike.sizes, plan.padding)
     return sizes, shares_of(plan.model, plan.mesh, rank, sizes, alike.axes)
 
 
@@ -150,7 +150,7 @@ def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[st
     """What a rank has of the experts in each parameter of which it has not all."""
     plan, experts, shares_of_rank = rank.plan, rank.plan.model.expert_axes, dict[str, Share]()
     for parameter, names in sources.items():
-        alike = plan.model.kind_of.get(names[0])
-        for axis in dealt_axes(plan, alike) & experts if alike is not None else ():
-            shares_of_rank[parameter] = sizes_and_shares(plan, alike, rank.rank)[1][axis]
+        if (alike := plan.model.kind_of.get(names[0])) is not None:
+            for axis in dealt_axes(plan, alike) & experts:
+                shares_of_rank[parameter] = sizes_and_shares(plan, alike, rank.rank)[1][axis]
     return shares_of_rank

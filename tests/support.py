@@ -164,7 +164,7 @@ def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[st
 
 def assert_boxes_make_up_the_tensors(plan: Plan) -> None:
     """Every element is on some rank, and on as many as any other: no rank has more, and none is lost."""
-    for layout in {entry.layout for entry in plan.laid.values()}:
+    for layout in {*plan.laid.values()}:
         if not math.prod(layout.padded):  # a tensor without elements
             continue
         held = np.zeros(layout.padded, int)

@@ -57,14 +57,15 @@ def test_what_is_drawn_is_what_the_ranks_hold(name: str) -> None:
             drawn[tensor, int(rank)] += (last + 1 - first) * (end + 1 - begin)
     names = {tensor for tensor, _ in drawn} - {""}
     assert len(names) > 5
-    for entry in (entry for entry in plan.laid.values() if entry.name in names and len(entry.layout.full) <= 2):
-        layout, times = entry.layout, set[float]()
+    drawn_kinds = (kind for kind in plan.laid if kind.name in names and len(plan.laid[kind].full) <= 2)
+    for kind in drawn_kinds:
+        layout, times = plan.laid[kind], set[float]()
         for rank, box in layout.boxes.items():
             held = 1
             for dim, runs in enumerate(box.dims):  # padding is drawn apart
                 held *= sum(max(0, min(run.end, layout.full[dim]) - run.offset) for run in runs)
-            times.add(drawn[entry.name, rank] / held)
-        assert len(times) == 1 and times <= {1.0, 2.0}, entry.name  # like tensors may stand in layers of two kinds
+            times.add(drawn[kind.name, rank] / held)
+        assert len(times) == 1 and times <= {1.0, 2.0}, kind.name  # like tensors may stand in layers of two kinds
 
 
 def test_what_it_says() -> None:

@@ -194,7 +194,7 @@ def test_pipeline_stages_are_as_transformers_runs_it(name: str) -> None:
     found = make_plan(model, mesh_of(pp=2))
     check_layers(found)
     stages, loaded = stages_of(found), _loaded(name)
-    placed = placements(loaded, {name: entry.layout.full for name, entry in found.entries.items()})
+    placed = placements(loaded, {name: layout.full for name, layout in found.layouts.items()})
     known = {name: stages[place.sources[0]] for name, place in placed.items()}
     ties = getattr(loaded, "all_tied_weights_keys", None) or {}
     for tied, kept in (*ties.items(), *ties.items()):
@@ -267,7 +267,7 @@ def _order(size: int) -> torch.Tensor:
 def _reordered(model: Model, tensors: Mapping[str, torch.Tensor], axes: list[str]) -> dict[str, torch.Tensor]:
     result = dict(tensors)
     for name, kind, _ in model.tensors:
-        sizes = model.sizes.of(dict(kind.indices))
+        sizes = kind.sizes
         for number, dim in enumerate(kind.rule.dims):
             if dim.axes & {*axes}:
                 result[name] = result[name].index_select(number, _places(dim, sizes, axes)).contiguous()

@@ -116,7 +116,7 @@ def by_heads() -> tuple[str, list[list[int]]]:
     tensors = [FullTensor(name, "BF16", (len(NAMES) * HEAD, HEADS * HEAD), "phi3")]
     architecture = load_architecture(BUILT_IN / "phi3.toml")
     plan = make_plan(bind(architecture, CONFIG, tensors), Mesh((("tp", len(RANKS)),)))
-    layout = plan.entries[name].layout
+    layout = plan.layouts[name]
     rows = [[row for run in runs for row in range(run.offset, run.offset + run.length)] for runs in layout.runs(0)]
     return str(layout.rule), [sorted({row // HEAD for row in owned}) for owned in rows]
 

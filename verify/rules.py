@@ -89,18 +89,17 @@ def _planned(architecture: Architecture, plan: Plan) -> Plan:
 def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
     reported: set[str] = set()
     alike: dict[tuple[int, int], bool] = {}
-    for name, entry in plan.entries.items():
-        other = theirs.entries[name]
-        pair = id(entry.layout), id(other.layout)
-        if pair not in alike:
-            ours, built_in = entry.layout, other.layout  # each rank's part, and the input dimensions
+    for name, kind, _ in plan.model.tensors:
+        ours, built_in = plan.laid[kind], theirs.layouts[name]
+        pair = id(ours), id(built_in)
+        if pair not in alike:  # each rank's part, and the input dimensions
             alike[pair] = ours.boxes == built_in.boxes and ours.rule.input_dims == built_in.rule.input_dims
-        if not alike[pair] and entry.template not in reported:
-            reported.add(entry.template)
-            if entry.layout.rule == other.layout.rule:
-                yield f"{entry.template} is on other pipeline stages than by the built-in rules"
+        if not alike[pair] and kind.template not in reported:
+            reported.add(kind.template)
+            if ours.rule == built_in.rule:
+                yield f"{kind.template} is on other pipeline stages than by the built-in rules"
             else:
-                yield f"{entry.template} is '{entry.layout.rule}', built in '{other.layout.rule}'"
+                yield f"{kind.template} is '{ours.rule}', built in '{built_in.rule}'"
 
 
 def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:

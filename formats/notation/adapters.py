@@ -287,8 +287,16 @@ class Settings:
     layers: tuple[int, ...] | None = field(default=None, metadata={"key": "layers_to_transform", "read": _indices})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The rank of what covers a name; several, if a pattern may be for some of its indices alone."""
-        return tuple(dict.fromkeys(_of_patterns(self.ranks, name, self.rank)))
+        """The rank of what covers a name, by the first pattern that fits; several, if one may be for some of its
+        indices alone.
+        """
+        first, ranks = with_first_indices(name), list[int]()
+        for key, value in self.ranks.items():
+            if any(character.isdecimal() for character in key) and first != name:
+                ranks.append(value)
+            elif of_pattern({key: value}, first, 0):
+                return tuple(dict.fromkeys([*ranks, value]))
+        return tuple(dict.fromkeys([*ranks, self.rank]))
 
     def formats(self) -> Sequence[AdapterFormat]:
         """PEFT's formats that its stacks may have: one, if it says its version."""
@@ -336,18 +344,6 @@ def settings_of(content: object, where: object) -> Settings:
         return structure(Settings, Record(document, ""))
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
-
-
-def _of_patterns(patterns: Mapping[str, int], name: str, otherwise: int) -> Iterator[int]:
-    """The numbers that may hold for what a line covers: by the first pattern that fits."""
-    first = with_first_indices(name)
-    for key, value in patterns.items():
-        if any(character.isdecimal() for character in key) and first != name:
-            yield value
-        elif of_pattern({key: value}, first, 0):
-            yield value
-            return
-    yield otherwise
 
 
 def of_pattern(patterns: Mapping[str, Number], name: str, otherwise: Number) -> Number:
@@ -400,10 +396,6 @@ class Adapted:
         """The name of the module that has it."""
         return self.name.rpartition(".")[0]
 
-    def key(self, settings: Settings) -> str:
-        """What the patterns of ranks are compared with: a parameter's name if it is a target itself, or its module."""
-        return self.name if settings.is_target(self.name) else self.name.removesuffix(".weight")
-
 
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
@@ -432,7 +424,7 @@ def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -
             forms = dict.fromkeys(
                 _form(format, tensors[0], config, depth, grouped=settings.grouped) for format in settings.formats()
             )
-            yield Adapted(tensors, *_with_prefix([*forms]))
+            yield Adapted(tensors, next(iter(forms))[0], tuple(form for _, form in forms))
 
 
 def other_stacks(
@@ -444,7 +436,8 @@ def other_stacks(
         for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
             stacks = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
-                yield format, Adapted(stacks, *_with_prefix([_form(format, stacks[0], config)]))
+                place, form = _form(format, stacks[0], config)
+                yield format, Adapted(stacks, place, (form,))
 
 
 def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
@@ -455,26 +448,23 @@ def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]
 
 def _form(
     format: AdapterFormat, stack: ModuleTensor, config: Mapping[str, Any], depth: int = 0, *, grouped: bool = False
-) -> FactorLayout:
-    """How A and B of a stack are named and lie in a format; ``depth`` counts PEFT's wrappers around it."""
+) -> tuple[str, FactorLayout]:
+    """What the names of A and B of a stack begin with in a format, and how they go on and lie; ``depth`` counts PEFT's
+    wrappers around it.
+    """
     assert format.factors is not None
     module, _, leaf = stack.name.removesuffix(".weight").rpartition(".")
     words = {"module": module, "leaf": leaf, "word": format.words.get(leaf, leaf), "wrapped": "base_layer." * depth}
     second = format.takes_second(config.get("model_type"))
     x, y = ("in", "out") if second == (stack.shapes[0][0].arrow is None) else ("out", "in")
     axes = {"x": x, "y": y}
+    names = [factor.name.format(**words) for factor in format.factors]
+    place = names[0].rpartition("A")[0]
     a, b = (
-        Factor(factor.name.format(**words), re.sub(r"\b[xy]\b", lambda match: axes[match[0]], factor.axes))
-        for factor in format.factors
+        Factor(name.removeprefix(place), re.sub(r"\b[xy]\b", lambda match: axes[match[0]], factor.axes))
+        for name, factor in zip(names, format.factors, strict=True)
     )
-    return FactorLayout(a, Factor(b.name, b.axes.replace("(rank expert)", "(expert rank)") if grouped else b.axes))
-
-
-def _with_prefix(forms: Sequence[FactorLayout]) -> tuple[str, tuple[FactorLayout, ...]]:
-    """What the names of A and B begin with, and the forms with the ends of these names."""
-    place = forms[0].a.name.rpartition("A")[0]
-    ends = ((replace(factor, name=factor.name.removeprefix(place)) for factor in form) for form in forms)
-    return place, tuple(map(FactorLayout._make, ends))
+    return place, FactorLayout(a, replace(b, axes=b.axes.replace("(rank expert)", "(expert rank)")) if grouped else b)
 
 
 def _matrix(shape: Shape) -> tuple[str, str]:
@@ -513,7 +503,7 @@ def belongings(
             target = Adapted(tensors, name.removesuffix("bias"))
             yield f"{PREFIX}{target.place}{_BIAS}", target, _BIAS, _rules(tensors, _WHOLE)
     for target in (*(target for _, target in other_stacks(base, config)), *wrapped(base, config, settings)):
-        ranks = settings.ranks_of(target.key(settings))
+        ranks = settings.ranks_of(settings.key_of(target.place, target))
         factors = zip(*target.forms, strict=True)
         axes_of = (
             {group[0].name: tuple(factor.axes for factor in group) for group in factors} if target.is_stack else _LINES

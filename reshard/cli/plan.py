@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,10 @@ from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
+    from formats.errors import Refusal
     from formats.notation.architecture import Architecture
     from formats.notation.format import Format
     from reshard.commands.split import PlanRequest
-    from reshard.mesh.degrees import Attempt
     from reshard.mesh.plan import Plan
     from reshard.model.model import Model
     from reshard.source.source import Source
@@ -297,10 +297,10 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
     if as_json:
         attempts = [
             {
-                "tp": tried.degree, "valid": tried.refusal is None, "reason": tried.refusal and tried.refusal.why,
-                "possible_with": _other_ways(tried),
+                "tp": degree, "valid": refusal is None, "reason": refusal and refusal.why,
+                "possible_with": _other_ways(refusal) if refusal else [],
             }
-            for tried in swept.attempts
+            for degree, refusal in swept.attempts.items()
         ]  # fmt: skip
         document = {
             "source": source, "architecture": model.architecture.name, "sizes": model.sizes.of({}),
@@ -314,13 +314,13 @@ def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
     print_lines(f"{source}: {title(model)}", "", *table, "", *of_ep, valid)
 
 
-def _other_ways(attempt: Attempt) -> list[str]:
+def _other_ways(refusal: Refusal) -> list[str]:
     """The options that make a refused degree possible."""
-    call, ways = option_names(plan_command), attempt.refusal.instead if attempt.refusal else ()
-    return [" ".join(call(*setting) for setting in settings.items()) for settings in ways]
+    call = option_names(plan_command)
+    return [" ".join(call(*setting) for setting in settings.items()) for settings in refusal.instead]
 
 
-def _rows(model: Model, attempts: Sequence[Attempt], request: PlanRequest) -> Iterator[tuple[str, str, str]]:
+def _rows(model: Model, attempts: Mapping[int, Refusal | None], request: PlanRequest) -> Iterator[tuple[str, str, str]]:
     """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
     unevenly, what is padded.
     """
@@ -328,17 +328,17 @@ def _rows(model: Model, attempts: Sequence[Attempt], request: PlanRequest) -> It
     from reshard.mesh.totals import rows_of, totals_of, uneven_lines
     from reshard.placement.program_plan import plan_for
 
-    for tried in attempts:
-        if tried.refusal is not None:
-            ways = _other_ways(tried)
-            remark = tried.refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-            yield str(tried.degree), "no", remark
+    for degree, refusal in attempts.items():
+        if refusal is not None:
+            ways = _other_ways(refusal)
+            remark = refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
+            yield str(degree), "no", remark
             continue
-        degrees = dataclasses.replace(request, tp=tried.degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
+        degrees = dataclasses.replace(request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
         plan, full = plan_for(model, OWN, degrees), model.sizes.of({})
         totals = totals_of(plan, rows_of(plan))
         remark = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
-        remark += f", {totals.share_replicated:.1%} of it on other ranks too" if tried.degree > 1 else ""
+        remark += f", {totals.share_replicated:.1%} of it on other ranks too" if degree > 1 else ""
         remark += "".join(f", uneven: {line}" for line in uneven_lines(plan))
         remark += "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
-        yield str(tried.degree), "yes", remark
+        yield str(degree), "yes", remark

@@ -40,7 +40,7 @@ def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
     """The first tensor in which a mesh would cut a scale block or a packed element; None if there is none."""
     padding = padding_for(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
-        sizes = padded_sizes(model.sizes.of(dict(tensor.indices)), padding)
+        sizes = padded_sizes(tensor.sizes, padding)
         try:
             for rank in range(mesh.size):
                 shares = shares_of(model, mesh, rank, sizes, tensor.axes)
@@ -73,11 +73,10 @@ def units_of(model: Model, *, experts: bool) -> dict[str, int]:
     for tensor in model.with_channels:
         if not experts and tensor.axes & model.expert_axes:
             continue
-        sizes = model.sizes.of(dict(tensor.indices))
-        *outer, last = tensor.rule.unfolded(sizes).dims
+        *outer, last = tensor.rule.unfolded(tensor.sizes).dims
         whole_bytes = replace(last, step=math.lcm(last.step, 8 // math.gcd(8, DTYPE_BITS[tensor.dtype])))
         for axis in tensor.rule.axes & model.channels:
-            units[axis] = math.lcm(units[axis], *(unit_of(dim, axis, sizes) for dim in (*outer, whole_bytes)))
+            units[axis] = math.lcm(units[axis], *(unit_of(dim, axis, tensor.sizes) for dim in (*outer, whole_bytes)))
     return units
 
 
@@ -212,18 +211,13 @@ LARGEST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One degree, and why it is refused (None: it is valid); ``instead`` has options that make it possible."""
-
-    degree: int
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True)
 class Sweep:
-    """The degrees that were tried, in increasing order, and all that are valid: of ``tp`` and of ``ep``."""
+    """The degrees of ``tp`` that were tried, in increasing order, and all that are valid: of ``tp`` and of ``ep``.
 
-    attempts: tuple[Attempt, ...]
+    An attempt is why a degree is refused; its ``instead`` has the options that make it possible. None: it is valid.
+    """
+
+    attempts: Mapping[int, Refusal | None]
     valid: tuple[int, ...]
     valid_ep: tuple[int, ...]
 
@@ -237,14 +231,12 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
     valid = valid_degrees(model, pad=pad, units=units, limit=LARGEST)
     usual = [degree for degree in valid if degree <= max(TRIED)]
     tried = {degree for degree in TRIED if degree <= max(16, 2 * usual[-1])}
-    attempts = []
+    attempts = dict[int, Refusal | None]()
     for degree in sorted({*tried, *usual}):
         mesh = Mesh((("tp", degree),))
         why = refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
-        if why is not None:
-            why = replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
-        attempts.append(Attempt(degree, why))
-    return Sweep(tuple(attempts), tuple(valid), tuple(valid_degrees(model, "ep")))
+        attempts[degree] = why and replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
+    return Sweep(attempts, tuple(valid), tuple(valid_degrees(model, "ep")))
 
 
 # ------------------------------------------------------------------------------------------------ smaller scale blocks
@@ -266,11 +258,10 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
             )
             advice = "choose a degree that cuts no scale block"
             raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
-        sizes = model.sizes.of(dict(tensor.indices))
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
             for rank in range(mesh.size):
-                runs = owned(dim.whole, sizes, shares_of(model, mesh, rank, sizes, tensor.axes))
-                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(sizes)}
+                runs = owned(dim.whole, tensor.sizes, shares_of(model, mesh, rank, tensor.sizes, tensor.axes))
+                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(tensor.sizes)}
                 common[place] = math.gcd(common[place], *edges)
     return None if tuple(common) == block else (common[0], common[1])
 

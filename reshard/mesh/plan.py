@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.errors import NotationError, PlanError, refused
 from formats.files.safetensors import DTYPE_BITS
@@ -70,17 +70,6 @@ class Layout:
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
 
 
-class Entry(NamedTuple):
-    """A tensor, the rule line that covers it, and its layout."""
-
-    name: str
-    dtype: str
-    template: str
-    layout: Layout
-    stated: Layout | None = None
-    """The layout of the weight, if this tensor's values state the shape of a weight."""
-
-
 def dequantized(plan: Plan) -> Plan:
     """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
     model, plain_tensors, weights = plan.model, [], set()
@@ -109,31 +98,52 @@ class Plan(Result):
     model: Model
     mesh: Mesh
     padding: Mapping[str, int]
-    laid: Mapping[Kind, Entry]
-    """The first tensor of each kind."""
-    layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
-    owners: dict[tuple[object, ...], frozenset[int] | None] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
-    """Caches that all arrangements of this plan share."""
+    laid: Mapping[Kind, Layout]
+    """The layout of the tensors of each kind."""
+    _layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """A cache that all arrangements of this plan share."""
 
     def layout(self, kind: Kind, dealt: str | None = None) -> Layout:
         """How the tensors of a kind, or parts of them, lie on the mesh; those that are alike share it.
 
         With ``dealt``, tp deals this axis and no other. Raises PlanError.
         """
-        model, place = self.model, (kind.places, kind.indices, kind.axes, kind.stages)
-        if place not in self.owners:
-            is_everywhere = not kind.places and kind.stages is None
-            self.owners[place] = None if is_everywhere else owners_of(model, self.mesh, kind)
-        owners = self.owners[place]
-        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, owners, dealt)
-        if key not in self.layouts:
-            if dealt is not None:
-                families = {**model.architecture.families, "tp": ((dealt,),)}
-                model = replace(model, architecture=replace(model.architecture, families=families))
-            self.layouts[key] = layout_of(model, self.mesh, kind, self.padding, owners)
-        return self.layouts[key]
+        model, mesh, sizes = self.model, self.mesh, kind.sizes
+        shares = shares_of(model, mesh, 0, sizes, kind.axes) if kind.places else {}
+        dealt_by_name = [(axis, index) for axis, index in kind.places if axis in shares and shares[axis].parts > 1]
+        parts = tuple((axis, index * shares[axis].parts // sizes[axis]) for axis, index in dealt_by_name)
+        key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, parts, kind.stages, dealt)
+        if key in self._layouts:
+            return self._layouts[key]
+        ranks = [rank for rank in range(mesh.size) if kind.stages is None or mesh.stage(rank) in kind.stages]
+        if parts:
+            shares_of_ranks = {rank: shares_of(model, mesh, rank, sizes, kind.axes) for rank in ranks}
+            ranks = [r for r in ranks if all(shares_of_ranks[r][axis].index == part for axis, part in parts)]
+        if dealt is not None:
+            families = {**model.architecture.families, "tp": ((dealt,),)}
+            model = replace(model, architecture=replace(model.architecture, families=families))
+        padded, rule, boxes = padded_sizes(sizes, self.padding), kind.rule.unfolded(sizes), dict[int, Box]()
+        for rank in ranks:
+            shares = shares_of(model, mesh, rank, padded, kind.axes)
+            try:
+                runs = [owned(dim, padded, shares) for dim in rule.dims]
+            except NotationError as error:
+                why = f"tensor '{kind.name}' cannot be split over {mesh}: {error.message}"
+                raise PlanError(why, error.hint) from None
+            lengths = iter([sum(run.length for run in dim) for dim in runs])
+            shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in kind.rule.dims)
+            boxes[rank] = Box(tuple(runs), shape)
+        axes = {axis for axis, part in shares_of(model, mesh, 0, padded, kind.axes).items() if part.parts > 1}
+        parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & axes)
+        for dim in kind.rule.dims:
+            if dim.axis is None and (inside := dim.axes & self.padding.keys()):
+                why = f"the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
+                raise PlanError(f"tensor '{kind.name}': {why}")
+        _check_every_element_is_owned(model.architecture, kind, axes)
+        self._layouts[key] = Layout(
+            rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, kind.shape, parallel, len(boxes) < mesh.size
+        )
+        return self._layouts[key]
 
     @property
     def headline(self) -> str:
@@ -158,13 +168,13 @@ class Plan(Result):
         return make_plan(self.model, Mesh(), padding=self.padding)
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
-        """All tensors by their names."""
-        return {tensor.name: self.laid[tensor.kind]._replace(name=tensor.name) for tensor in self.model.tensors}
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each tensor, by its name."""
+        return {name: self.laid[kind] for name, kind, _ in self.model.tensors}
 
     def boxes(self, rank: int) -> dict[Kind, Box]:
         """A rank's part of the tensors of each kind; kinds of which it holds nothing are absent."""
-        return {kind: entry.layout.boxes[rank] for kind, entry in self.laid.items() if rank in entry.layout.boxes}
+        return {kind: layout.boxes[rank] for kind, layout in self.laid.items() if rank in layout.boxes}
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of each axis on a rank."""
@@ -198,70 +208,12 @@ def make_plan(
     model = staged(model, mesh)
     if padding is None:
         padding = padding_for(model, mesh, pad_to) if pad else {}
-    laid: dict[Kind, Entry] = {}
+    laid: dict[Kind, Layout] = {}
     plan = Plan(model, mesh, padding, laid)
     for kind in model.kinds:
-        layout, stated = plan.layout(kind), None
-        _check_whole_bytes(kind, layout)
-        if kind.stated is not None:
-            shape = kind.stated.sizes(model.sizes.of(dict(kind.indices)))
-            stated = plan.layout(replace(kind, rule=kind.stated, shape=shape))
-        laid[kind] = Entry(kind.name, kind.dtype, kind.template, layout, stated)
+        laid[kind] = plan.layout(kind)
+        _check_whole_bytes(kind, laid[kind])
     return plan
-
-
-def owners_of(model: Model, mesh: Mesh, tensor: Kind) -> frozenset[int] | None:
-    """The ranks that hold a tensor of one expert or of some pipeline stages; None if every rank holds it."""
-    if mesh.degrees[0][0] == "tp" and len(mesh.degrees) == 1:
-        return None
-    sizes = model.sizes.of(dict(tensor.indices))
-    ranks = []
-    for rank in range(mesh.size):
-        if tensor.stages is not None and mesh.stage(rank) not in tensor.stages:
-            continue
-        shares = shares_of(model, mesh, rank, sizes, tensor.axes)
-        parts = [
-            (index * shares[axis].parts // sizes[axis], shares[axis].index)
-            for axis, index in tensor.places
-            if axis in shares
-        ]
-        if all(part == coordinate for part, coordinate in parts):
-            ranks.append(rank)
-    return None if len(ranks) == mesh.size else frozenset(ranks)
-
-
-def layout_of(
-    model: Model, mesh: Mesh, tensor: Kind, padding: Mapping[str, int], owners: frozenset[int] | None
-) -> Layout:
-    """How a tensor lies on a mesh; ``owners`` are the ranks that hold any of it (None: all). Raises PlanError."""
-    sizes = model.sizes.of(dict(tensor.indices))
-    padded = padded_sizes(sizes, padding)
-    rule = tensor.rule.unfolded(sizes)
-    boxes: dict[int, Box] = {}
-    for rank in range(mesh.size):
-        if owners is not None and rank not in owners:
-            continue
-        shares = shares_of(model, mesh, rank, padded, tensor.axes)
-        try:
-            runs = [owned(dim, padded, shares) for dim in rule.dims]
-        except NotationError as error:
-            raise PlanError(
-                f"tensor '{tensor.name}' cannot be split over {mesh}: {error.message}", error.hint
-            ) from None
-        lengths = iter([sum(run.length for run in dim) for dim in runs])
-        shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in tensor.rule.dims)
-        boxes[rank] = Box(tuple(runs), shape)
-    dealt = {axis for axis, part in shares_of(model, mesh, 0, padded, tensor.axes).items() if part.parts > 1}
-    parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & dealt)
-    for dim in tensor.rule.dims:
-        if dim.axis is None and (inside := dim.axes & padding.keys()):
-            raise PlanError(
-                f"tensor '{tensor.name}': the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
-            )
-    _check_every_element_is_owned(model.architecture, tensor, dealt)
-    return Layout(
-        rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, tensor.shape, parallel, owners is not None
-    )
 
 
 def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
@@ -89,21 +89,33 @@ def staged(model: Model, mesh: Mesh) -> Model:
         why = f"the rules '{model.architecture.name}' have no [stages]"
         advice = "'reshard plan' saves those of the original"
         raise refused("pp", mesh.pp, why, instead=({"plan_file": "FILE"},), advice=advice)
-    last = mesh.pp - 1
-    ends = [*itertools.accumulate(mesh.stages)][:-1]
-    stage_at = {kind: _stage_at(model, kind, ends, last) for kind in model.kinds}
-    tied = _tied_templates(model, {kind: find for kind, find in stage_at.items() if isinstance(find, int)}, last)
-    layered = set[int]()
+    last, ends = mesh.pp - 1, [*itertools.accumulate(mesh.stages)][:-1]
+    wheres = {kind: _where(model, kind) for kind in model.kinds}
+    fixed = dict[Kind, int]()
+    for kind, where in wheres.items():
+        if where is not None and where.text == "every":
+            raise refused("pp", mesh.pp, f"every stage would need the tensor '{kind.name}'", tensor=kind.name)
+        if where is None or where.text in {"first", "last"}:
+            fixed[kind] = last if where is not None and where.text == "last" else 0
+    tables = [(kind.template, at) for kind, at in fixed.items() if model.architecture.is_table(kind.template)]
+    # the embedding, if the last stage has no head of its own and the config does not say otherwise
+    is_tied = all(at != last for _, at in tables) and _is_tied(model)
+    tied = {template for template, _ in tables if is_tied}
 
-    def stage(tensor: BoundTensor) -> int:
-        where = stage_at[tensor.kind]
-        if isinstance(where, int):
-            return where
-        layered.add(number := where(tensor.at))
-        return number
+    @cache
+    def stage_of(kind: Kind, at: tuple[int, ...]) -> int:
+        where = wheres[kind]
+        if kind in fixed or where is None:
+            return fixed[kind]
+        return bisect_right(ends, model.sizes.evaluate(where, dict(zip(kind.index_axes, at, strict=True))))
 
     both = frozenset({0, last})
-    divided_model = divided(model, stage, lambda kind, at: both if kind.template in tied else frozenset({at}))
+    divided_model = divided(
+        model,
+        lambda tensor: stage_of(tensor.kind, tensor.at),
+        lambda kind, at: both if kind.template in tied else frozenset({at}),
+    )
+    layered = {stage_of(kind, at) for _, kind, at in model.tensors if kind not in fixed}
     if empty := sorted({*range(mesh.pp)} - layered):
         layers = model.architecture.layers.text
         raise refused("pp", mesh.pp, f"stage {empty[0]} would have no layer ('{layers}' in names)")
@@ -140,36 +152,6 @@ def _where(model: Model, kind: Kind) -> Expression | None:
     layers = model.architecture.layers
     is_numbered = layers.text in kind.index_axes
     return model.architecture.stage_of(kind.name) or (layers if is_numbered else None)
-
-
-def _stage_at(model: Model, kind: Kind, ends: Sequence[int], last: int) -> int | Callable[[tuple[int, ...]], int]:
-    """The stage of a kind's tensors, or how it follows from the indices in a name."""
-    where = _where(model, kind)
-    if where is None or where.text == "first":
-        return 0
-    if where.text == "last":
-        return last
-    if where.text == "every":
-        raise refused("pp", last + 1, f"every stage would need the tensor '{kind.name}'", tensor=kind.name)
-    expression = where
-
-    @cache
-    def find(at: tuple[int, ...]) -> int:
-        return bisect_right(ends, model.sizes.evaluate(expression, dict(zip(kind.index_axes, at, strict=True))))
-
-    return find
-
-
-def _tied_templates(model: Model, stages: Mapping[Kind, int], last: int) -> frozenset[str]:
-    """The lines of the embedding, if the last stage has no head of its own and the config does not say otherwise."""
-
-    def tables(stage: int) -> Iterable[str]:
-        of_kind = (kind.template for kind, at in stages.items() if at == stage)
-        return (template for template in of_kind if model.architecture.is_table(template))
-
-    if any(tables(last)) or not _is_tied(model):
-        return frozenset()
-    return frozenset(tables(0))
 
 
 def _is_tied(model: Model) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Share, segments
-from reshard.mesh.plan import Entry, Layout, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import Kind, Model
 from reshard.text import align, human_bytes, plural, shape_text
@@ -76,21 +76,20 @@ class Totals:
         return self.replicated / self.bytes_per_rank if self.bytes_per_rank else 0.0
 
 
-def kind_of(entry: Entry, architecture: Architecture) -> str:
+def kind_of(tensor: Kind, layout: Layout, architecture: Architecture) -> str:
     """``column``, ``row``, ``vocabulary``, ``replicated`` or, dealt expert by expert, ``whole``; for experts ``expert
     column`` and so on.
 
     Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the
     input. Vocabulary: along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
     """
-    kind = _plain_kind(entry, architecture)
+    kind = _plain_kind(tensor, layout, architecture)
     of_experts = {axis for family in architecture.families.get("ep", ()) for axis in family}
-    named = {segment[1:-1] for segment in entry.template.split(".") if segment.startswith("{")}
-    return f"expert {kind}" if of_experts & (named | entry.layout.rule.axes) else kind
+    named = {segment[1:-1] for segment in tensor.template.split(".") if segment.startswith("{")}
+    return f"expert {kind}" if of_experts & (named | layout.rule.axes) else kind
 
 
-def _plain_kind(entry: Entry, architecture: Architecture) -> str:
-    layout = entry.layout
+def _plain_kind(tensor: Kind, layout: Layout, architecture: Architecture) -> str:
     if layout.is_replicated:
         return "replicated"
     if not layout.parallel_dims:
@@ -100,19 +99,19 @@ def _plain_kind(entry: Entry, architecture: Architecture) -> str:
         return "vocabulary"
     if axes <= {axis for family in architecture.families.get("ep", ()) for axis in family}:
         return "whole"
-    is_bias = entry.name.endswith(("_bias", ".bias"))  # of experts, it has two dimensions
+    is_bias = tensor.name.endswith(("_bias", ".bias"))  # of experts, it has two dimensions
     return "row" if layout.rule.input_dims & layout.parallel_dims and not is_bias else "column"
 
 
-def is_summed(entry: Entry, architecture: Architecture) -> bool:
+def is_summed(tensor: Kind, layout: Layout, architecture: Architecture) -> bool:
     """Whether the outputs of a weight are summed over the ranks: it is row-parallel, and neither a bias nor a scale."""
-    is_weight = len(entry.layout.full) > 1 and not entry.name.endswith(_SCALES)
-    return is_weight and _plain_kind(entry, architecture) == "row"
+    is_weight = len(layout.full) > 1 and not tensor.name.endswith(_SCALES)
+    return is_weight and _plain_kind(tensor, layout, architecture) == "row"
 
 
-def output_size(entry: Entry) -> int:
+def output_size(layout: Layout) -> int:
     """The number of outputs of a weight for one token."""
-    layout, rule = entry.layout, entry.layout.rule
+    rule = layout.rule
     sizes = [length * dim.step // dim.per for length, dim in zip(layout.full, rule.dims, strict=True)]
     return math.prod(sizes[rule.arrow :]) if rule.arrow is not None else sizes[min(rule.input_dims) - 1]
 
@@ -123,44 +122,43 @@ def output_size(entry: Entry) -> int:
 def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
     groups: dict[tuple[object, ...], list[Kind]] = {}
-    for kind, entry in plan.laid.items():
-        layout = entry.layout
-        key = (_shown_name(entry), entry.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
+    for kind, layout in plan.laid.items():
+        key = (_shown_name(kind), kind.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
         groups.setdefault(key, []).append(kind)
     # the rank that has the most: the first, but for pipeline stages
     nbytes = bytes_of_ranks(plan) if plan.mesh.pp > 1 else [0]
     largest = nbytes.index(max(nbytes))
     rows = []
     for kinds in groups.values():
-        entry = plan.laid[kinds[0]]
-        layout, rank = entry.layout, min(entry.layout.boxes)
+        first, layout = kinds[0], plan.laid[kinds[0]]
+        rank = min(layout.boxes)
         count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
-        count_there = sum(kind.count for kind in kinds if largest in plan.laid[kind].layout.boxes)
+        count_there = sum(kind.count for kind in kinds if largest in plan.laid[kind].boxes)
         counts = copies_of(layout, rank)
         shared = sum(length for copies, length in counts.items() if copies > 1)
         row = Row(
-            name=_shown_name(entry),
+            name=_shown_name(first),
             rule=str(layout.rule),
-            kind=kind_of(entry, plan.model.architecture),
-            dtype=entry.dtype,
+            kind=kind_of(first, layout, plan.model.architecture),
+            dtype=first.dtype,
             full=layout.stored,
             local=local,
             tensors=count,
             copies=tuple(sorted(counts)),
-            bytes_full=count * tensor_bytes(entry.name, entry.dtype, layout.stored),
-            bytes_per_rank=count_there * tensor_bytes(entry.name, entry.dtype, local),
-            replicated=count_there * shared * DTYPE_BITS[entry.dtype] // 8,
+            bytes_full=count * tensor_bytes(first.name, first.dtype, layout.stored),
+            bytes_per_rank=count_there * tensor_bytes(first.name, first.dtype, local),
+            replicated=count_there * shared * DTYPE_BITS[first.dtype] // 8,
             is_uneven=len({box.shape for box in layout.boxes.values()}) > 1,
         )
         rows.append(row)
     return rows
 
 
-def _shown_name(entry: Entry) -> str:
+def _shown_name(kind: Kind) -> str:
     """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
-    prefix, dot, last = entry.template.rpartition(".")
-    leaf = entry.name.rpartition(".")[2]
-    return entry.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
+    prefix, dot, last = kind.template.rpartition(".")
+    leaf = kind.name.rpartition(".")[2]
+    return kind.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
 
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
@@ -195,8 +193,8 @@ def bytes_of_ranks(plan: Plan) -> list[int]:
     """The bytes of all tensors that each rank has."""
     nbytes = [0] * plan.mesh.size
     alike = Counter[tuple[Layout, str]]()
-    for kind, entry in plan.laid.items():
-        alike[entry.layout, entry.dtype] += kind.count
+    for kind, layout in plan.laid.items():
+        alike[layout, kind.dtype] += kind.count
     for (layout, dtype), count in alike.items():
         for rank, box in layout.boxes.items():
             nbytes[rank] += count * tensor_bytes("", dtype, box.shape)
@@ -222,21 +220,20 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     """
     width, architecture = activation_bytes(plan), plan.model.architecture
     blocks: dict[tuple[str, frozenset[int]], int] = {}
-    tables: dict[str, Entry] = {}
-    for kind_of_entry, entry in plan.laid.items():
-        layout = entry.layout
-        if layout.is_replicated or len(layout.full) < 2 or entry.name.endswith(_SCALES):
+    tables: dict[str, Layout] = {}
+    for kind, layout in plan.laid.items():
+        if layout.is_replicated or len(layout.full) < 2 or kind.name.endswith(_SCALES):
             continue
-        kind = _plain_kind(entry, architecture)
-        if is_summed(entry, architecture):
-            blocks[entry.template, kind_of_entry.layers] = output_size(entry)
-        elif kind == "vocabulary":
-            tables[entry.template] = entry
+        plain = _plain_kind(kind, layout, architecture)
+        if plain == "row":
+            blocks[kind.template, kind.layers] = output_size(layout)
+        elif plain == "vocabulary":
+            tables[kind.template] = layout
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
-    of_text = frozenset().union(*(e.layout.rule.axes for e in tables.values() if "vocab" in e.layout.rule.axes))
+    of_text = frozenset().union(*(table.rule.axes for table in tables.values() if "vocab" in table.rule.axes))
     # Embedding and head have a vocabulary or a width in common. A second embedding (Gemma's, by layers) has neither.
-    first = [_looked_up(e) for e in tables.values() if not of_text or e.layout.rule.axes & of_text]
-    second = [_looked_up(e) for e in tables.values() if of_text and not e.layout.rule.axes & of_text]
+    first = [_looked_up(table) for table in tables.values() if not of_text or table.rule.axes & of_text]
+    second = [_looked_up(table) for table in tables.values() if of_text and not table.rule.axes & of_text]
     body, hidden = sum(sums.values()), max(first, default=0)
     head = hidden if len(first) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
     return (
@@ -245,16 +242,15 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     )
 
 
-def _looked_up(table: Entry) -> int:
+def _looked_up(layout: Layout) -> int:
     """The elements that a vocabulary-parallel table puts out for one token."""
-    layout = table.layout
     return max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
 
 
 def activation_bytes(plan: Plan) -> int:
     """Bytes of one activation: by the config's dtype, else by that of the largest floating-point weight, else 2."""
-    floats = [entry for entry in plan.laid.values() if entry.dtype in DTYPE_NAMES]
-    largest = max(floats, key=lambda entry: math.prod(entry.layout.full), default=None)
+    floats = [kind for kind in plan.laid if kind.dtype in DTYPE_NAMES]
+    largest = max(floats, key=lambda kind: math.prod(plan.laid[kind].full), default=None)
     dtype = stated_dtype(plan.model.sizes.settings) or (largest.dtype if largest else "BF16")
     return DTYPE_BITS[dtype] // 8
 

@@ -191,6 +191,7 @@ def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> 
         index_axes=group.axes,
         rule=rule,
         indices=group.indices,
+        sizes=sizes.of(dict(group.indices)),
         places=tuple((axis, index) for axis, index in match.indices.items() if axis in architecture.dealt),
         shape=shape,
         stated=stated_shape(group.rule.shapes[0]) if belonging and belonging.states_shape else None,

@@ -204,9 +204,10 @@ class Kind:
     """Tensors whose names differ only in indices that affect neither a size nor which rank has the tensor.
 
     ``name`` is the name of the first tensor, ``count`` their number, ``shape`` the full shape. ``indices`` are the
-    indices in the name on which sizes depend, ``places`` the indices along axes that may be split over ranks (experts).
-    ``layers`` has the tensors' indices along the outermost axis of the name that is not split. ``pattern`` is a name
-    with all indices as ``{layer}``, in the architecture's own spelling, and ``index_axes`` are their axes.
+    indices in the name on which sizes depend, ``sizes`` the size of each axis there, ``places`` the indices along axes
+    that may be split over ranks (experts). ``layers`` has the tensors' indices along the outermost axis of the name
+    that is not split. ``pattern`` is a name with all indices as ``{layer}``, in the architecture's own spelling, and
+    ``index_axes`` are their axes.
     """
 
     name: str
@@ -216,6 +217,7 @@ class Kind:
     index_axes: tuple[str, ...]
     rule: Shape
     indices: tuple[tuple[str, int], ...]
+    sizes: Mapping[str, int]
     places: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
     stated: Shape | None
@@ -230,6 +232,11 @@ class Kind:
     def axes(self) -> frozenset[str]:
         """The axes of its shape, and the axes in its name that may be split."""
         return self.rule.axes | {axis for axis, _ in self.places}
+
+    @cached_property
+    def rule_in_rows(self) -> Shape:
+        """The rule with blocks that do not reach into another row counted within each row."""
+        return self.rule.in_rows(self.sizes)
 
 
 class BoundTensor(NamedTuple):
@@ -269,6 +276,11 @@ class Model:
     sizes: AxisSizes
     tensors: tuple[BoundTensor, ...]
     kinds: tuple[Kind, ...]
+
+    @cached_property
+    def kind_of(self) -> Mapping[str, Kind]:
+        """The kind of each tensor, by its name."""
+        return {name: kind for name, kind, _ in self.tensors}
 
     @cached_property
     def used_templates(self) -> frozenset[str]:

@@ -139,10 +139,10 @@ class _Planner:
 
     def _parts(self) -> Iterator[_Part]:
         """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
-        tensors = {tensor.name: tensor.kind for tensor in self.model.tensors}
+        tensors = self.model.kind_of
         kinds_of: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
         first: dict[str, tuple[Kind, tuple[int, ...]]] = {}
-        shapes = {tensor.name: tensor.shape for tensor in self.model.tensors}
+        shapes = {name: kind.shape for name, kind in tensors.items()}
         for name, parameter in placements(self.network, shapes).items():
             sources = [tensors[source] for source in parameter.sources]
             kinds_of[generic(name)] |= {self._kind(source) for source in sources}
@@ -154,12 +154,11 @@ class _Planner:
 
     def _kind(self, tensor: Kind) -> tuple[str, int] | None:
         """Whether a tensor is split along its output, its input, or its only dimension; the number of the family."""
-        sizes = self.model.sizes.of(dict(tensor.indices))
         for number, family in enumerate(self.model.architecture.families.get("tp", ())):
-            present = [axis for axis in family if axis in sizes]
+            present = [axis for axis in family if axis in tensor.sizes]
             dealt = set(present)
             if self.degree is not None and not set(present) <= set(self.model.architecture.pad):
-                parts = deal(present, sizes, self.degree) or {}
+                parts = deal(present, tensor.sizes, self.degree) or {}
                 dealt = {axis for axis in present if parts.get(axis, 1) > 1}
             split = [i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt]
             if split and len(tensor.rule.dims) - self._expert_axis_leads(tensor.rule) == 1:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from formats.errors import NotationError
 from formats.notation.axes import Dim, Run, merge_runs, segments
-from reshard.mesh.plan import Entry, Layout, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered, layers_at
 from reshard.mesh.totals import (
     activation_bytes,
@@ -110,7 +110,7 @@ def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[s
         alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
     shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
     for kinds, layers in alike.items():
-        key = tuple((kind.template, plan.laid[kind].layout.rule, kind.shape, kind.dtype) for kind in kinds)
+        key = tuple((kind.template, plan.laid[kind].rule, kind.shape, kind.dtype) for kind in kinds)
         shapes.setdefault(key, (kinds, []))[1].extend(layers)
     for kinds, layers in shapes.values():
         stages = sorted({min(kind.stages) for kind in kinds if kind.stages})
@@ -130,12 +130,10 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
         return [[*kinds]]
     architecture = plan.model.architecture
     stems = {kind: re.sub(r"[._](weight|bias)$", "", _in_layer(kind)) for kind in kinds}  # of a bias its weight's
-    summed = {stems[kind] for kind in kinds if is_summed(plan.laid[kind], architecture)}
+    summed = {stems[kind] for kind in kinds if is_summed(kind, plan.laid[kind], architecture)}
     modules = {kind: stem.rpartition(".")[0] for kind, stem in stems.items()}
     shared = {module for module in modules.values() if module}
-    whole = {
-        module for module in shared if all(plan.laid[k].layout.is_replicated for k in kinds if modules[k] == module)
-    }
+    whole = {module for module in shared if all(plan.laid[k].is_replicated for k in kinds if modules[k] == module)}
     places = [*dict.fromkeys(modules.values())]
 
     def row(kind: Kind) -> int:
@@ -146,7 +144,7 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
 
     def place(kind: Kind) -> tuple[object, ...]:
         module = modules[kind]
-        is_whole = len(kind.shape) > 1 and plan.laid[kind].layout.is_replicated
+        is_whole = len(kind.shape) > 1 and plan.laid[kind].is_replicated
         is_router = bool(module) and is_whole and stems[kind] not in summed
         return bool(module), module not in whole, places.index(module), stems[kind] in summed, not is_router
 
@@ -163,7 +161,7 @@ def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> list[Kind]:
     """One kind for each rule, shape and cut."""
     first: dict[tuple[object, ...], Kind] = {}
     for kind in kinds:
-        layout = plan.laid[kind].layout
+        layout = plan.laid[kind]
         first.setdefault((kind.template, layout.full, kind.dtype, layout.dealt_by_name), kind)
     return [*first.values()]
 
@@ -225,16 +223,16 @@ class _Picture:
 
     def _row(self, kinds: Sequence[Kind]) -> Iterator[Drawn]:
         plan, architecture = self.plan, self.plan.model.architecture
-        scale = LONGEST / max(side.length for kind in kinds for side in _sides(plan.laid[kind].layout)[0])
-        is_cut = any(plan.laid[kind].layout.parallel_dims for kind in kinds)
+        scale = LONGEST / max(side.length for kind in kinds for side in _sides(plan.laid[kind])[0])
+        is_cut = any(plan.laid[kind].parallel_dims for kind in kinds)
         begin = next((kind for kind in kinds if is_cut and kind.layers and len(kind.shape) > 1), None)
         experts = next((kind for kind in kinds if kind.places), None)
         for kind in kinds:
-            entry, arrows = plan.laid[kind], list[str]()  # they stand before what they lead to, also in a new line
-            what = kind_of(entry, architecture)
-            if what == "whole" and frozenset(entry.layout.boxes) in self.stages:
+            layout, arrows = plan.laid[kind], list[str]()  # they stand before what they lead to, also in a new line
+            what = kind_of(kind, layout, architecture)
+            if what == "whole" and frozenset(layout.boxes) in self.stages:
                 what = "replicated"
-            sums = is_summed(entry, architecture) and plan.mesh.size > 1
+            sums = is_summed(kind, layout, architecture) and plan.mesh.size > 1
             if kind is begin and plan.mesh.size > 1:
                 arrows.append("x →")
             if kind is experts:
@@ -243,16 +241,16 @@ class _Picture:
             if sums:
                 arrows.append("→")
             is_looked_up = what == "vocabulary" and "embed" in kind.name and plan.mesh.size > 1
-            outputs = output_size(entry) if sums else min(entry.layout.full) if is_looked_up else 0
+            outputs = output_size(layout) if sums else min(layout.full) if is_looked_up else 0
             summed = human_bytes(outputs * activation_bytes(plan)) if outputs else None
-            yield self._weight(kind, entry, what, scale) | {"arrows": arrows, "summed": summed}
+            yield self._weight(kind, layout, what, scale) | {"arrows": arrows, "summed": summed}
 
     def _alike(self, kind: Kind) -> dict[Ranks, list[Kind]]:
         """The tensors of a layer that differ from one in the expert alone, by the ranks that hold them."""
         by_ranks: dict[Ranks, list[Kind]] = {}
-        for other, entry in self.plan.laid.items():
+        for other, layout in self.plan.laid.items():
             if other.template == kind.template and other.layers & kind.layers:
-                by_ranks.setdefault(frozenset(entry.layout.boxes), []).append(other)
+                by_ranks.setdefault(frozenset(layout.boxes), []).append(other)
         return by_ranks
 
     def _experts(self, kind: Kind, arrows: Sequence[str]) -> Drawn:
@@ -271,9 +269,8 @@ class _Picture:
         step: Drawn = {"arrows": arrows, "drawings": [drawing], "name": f"{total} experts", "words": words + tail}
         return step | {"rule": None, "summed": None}
 
-    def _weight(self, kind: Kind, entry: Entry, what: str, scale: float) -> Drawn:
+    def _weight(self, kind: Kind, layout: Layout, what: str, scale: float) -> Drawn:
         """A weight; of experts that are dealt by name, one for each set of ranks."""
-        layout = entry.layout
         kinds = [kinds[0] for kinds in self._alike(kind).values()] if layout.dealt_by_name else [kind]
         limit = f", drawn for {MOST_SETS} of {len(kinds)} sets of ranks" if len(kinds) > MOST_SETS else ""
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
@@ -285,7 +282,7 @@ class _Picture:
         return {"drawings": drawings, "name": name, "words": words, "rule": str(layout.rule)}
 
     def _drawing(self, kind: Kind, scale: float) -> Drawn:
-        layout = self.plan.laid[kind].layout
+        layout = self.plan.laid[kind]
         down, right = sides = _sides(layout)[0]
         height, width = (f"{max(THINNEST, side.length * scale):.1f}" for side in sides)
         cells = []

@@ -78,7 +78,7 @@ class Arrangement:
         """The same arrangement, with the tensors of kinds in parts as fine as another side's. Raises PlanError."""
         parts_of = dict(self.parts)
         for kind, other in dict.fromkeys(other_parts):
-            parts_of[kind] = refine(self.plan.model, kind, parts_of[kind], other)
+            parts_of[kind] = refine(kind, parts_of[kind], other)
         return (
             self if parts_of == self.parts else Arrangement(self.plan, parts_of, self.format, self.chunks, self._twice)
         )
@@ -108,9 +108,11 @@ class Arrangement:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""
         if kind.stated is None:
             return None
-        local = self.plan.laid[kind].stated if self.format.plain else None
-        whole = kind.stated.sizes(self.plan.model.sizes.of(dict(kind.indices)))
-        return (lambda holder: whole) if local is None else (lambda holder: local.boxes[holder].shape)
+        whole = kind.stated.sizes(kind.sizes)
+        if not self.format.plain:
+            return lambda holder: whole
+        local = self.plan.layout(replace(kind, rule=kind.stated, shape=whole))
+        return lambda holder: local.boxes[holder].shape
 
     def _stored(self) -> Iterator[Stored]:
         if self.format.plain and all(
@@ -222,7 +224,7 @@ class Arrangement:
         targets = {kind: [use.target for use in rules.uses(kind.pattern) if use.line.also] for kind in model.kinds}
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
-                name, _, part = self._part(tensor, kept_whole(model, tensor.kind, target), None)
+                name, _, part = self._part(tensor, kept_whole(tensor.kind, target), None)
                 if name not in names:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
@@ -278,13 +280,13 @@ class Arrangement:
         alike = (kind, portion, index, laid is self.plan)
         if alike not in self._layouts:
             component, cut, places = portion.component, portion.cut, kind.places
-            rule, sizes = component.shape, laid.model.sizes.of(dict(kind.indices))
+            rule = component.shape
             if component.index:
                 places = (*places, (component.index, index or 0))
             if cut is not None and cut.axis is None:
-                rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(sizes)))
+                rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(kind.sizes)))
             stages = None if portion.line is not None and portion.line.on == "every stage" else kind.stages
-            part = replace(kind, rule=rule, shape=rule.sizes(sizes), places=places, stages=stages)
+            part = replace(kind, rule=rule, shape=rule.sizes(kind.sizes), places=places, stages=stages)
             layout = laid.layout(part, cut.axis if cut is not None else None)
             if cut is not None and cut.dim is not None:
                 layout = _in_ranges(kind.name, layout, portion, laid.mesh)

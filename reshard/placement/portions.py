@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from formats.errors import PlanError
 from formats.notation.architecture import filled
-from formats.notation.axes import Shape
 from formats.notation.components import Component, component_names, components, whole
 from formats.notation.expressions import Expression
 from formats.notation.format import Cut, Format, Line, Use
@@ -86,40 +85,33 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
 
-def kept_whole(model: Model, kind: Kind, target: str | None) -> Portion:
+def kept_whole(kind: Kind, target: str | None) -> Portion:
     """Tensors that are stored as they are, under this name or their own."""
-    component = whole(rule_of(model, kind))
+    component = whole(kind.rule_in_rows)
     order = tuple(range(len(component.factors)))
     return Portion(component, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
 
 
-def rule_of(model: Model, kind: Kind) -> Shape:
-    """The rule of a kind from which components are made: blocks that do not reach into another row are counted within
-    each row.
-    """
-    return kind.rule.in_rows(model.sizes.of(dict(kind.indices)))
-
-
-def refine(model: Model, kind: Kind, one: Parts, other: Parts) -> Parts:
+def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
     """The portions ``one`` of a kind, in atoms and factors as fine as ``other``'s. Elements stay in their places.
 
     Refined by each other, both sides have the same atoms. Raises PlanError if a stored order cannot be expressed so.
     """
     finer = {part.component.label: part.component for part in other}
     if None not in finer and any(part.component.label is None for part in one):
-        one = tuple(part for portion in one for part in _by_label(model, kind, portion))
+        one = tuple(part for portion in one for part in _by_label(kind, portion))
     is_indexed = any(component.index for component in finer.values())
     return tuple(_factored(kind, part, finer.get(part.component.label), is_indexed) for part in one)
 
 
-def _by_label(model: Model, kind: Kind, portion: Portion) -> Iterator[Portion]:
+def _by_label(kind: Kind, portion: Portion) -> Iterator[Portion]:
     """A tensor that is stored whole, as its labelled components."""
     if portion.slots > 1:
         raise _not_in_parts(kind, "joined with others here and stored in parts")
     places = {tuple(portion.component.of_dim(dim)): dim for dim in range(len(portion.component.counts))}
     ends = [*itertools.accumulate(portion.counts, initial=0)]
     dims = [places.get(portion.order[begin:end]) for begin, end in itertools.pairwise(ends)]
-    parts = components(rule_of(model, kind))
+    parts = components(kind.rule_in_rows)
     for slot, part in enumerate(part.at_index() if portion.component.index else part for part in parts):
         of_dims = [part.of_dim(dim) for dim in dims if dim is not None]
         if len(of_dims) < len(dims):
@@ -168,7 +160,7 @@ class _Reading:
 
     def candidates(self, kind: Kind) -> Iterator[Parts]:
         """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
-        rule, name = rule_of(self.model, kind), self.names[kind]
+        rule, name = kind.rule_in_rows, self.names[kind]
         parts, is_whole = self.format.rules.parts_of(name), False
         for use in self._uses(name, kind):
             is_whole = True
@@ -178,7 +170,7 @@ class _Reading:
             if uses and all(use for _, use in uses):
                 yield tuple(self._portion(kind, part, use) for part, use in uses if use)
         if self.format.rules.keep and not parts:
-            yield (kept_whole(self.model, kind, name),)
+            yield (kept_whole(kind, name),)
         elif not is_whole and not {component.label for component in components(rule)} >= {*parts}:
             raise PlanError(f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(parts)}")
 
@@ -206,10 +198,10 @@ class _Reading:
                 yield use
 
     def _portion(self, kind: Kind, component: Component, use: Use) -> Portion:
-        line, sizes = use.line, self.model.sizes.of(dict(kind.indices))
+        line = use.line
         for axes, halves in ((line.pairs, True), (line.halves, False)):
             if axes and (axis := axes[use.source % len(axes)]):  # one is for all sources
-                component = component.in_two(axis, sizes, halves=halves)
+                component = component.in_two(axis, kind.sizes, halves=halves)
         dims = list(range(len(component.counts)))
         if line.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]
@@ -246,7 +238,7 @@ class _Reading:
 def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
     """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
     if format.plain:
-        return {kind: (kept_whole(model, kind, None),) for kind in model.kinds}
+        return {kind: (kept_whole(kind, None),) for kind in model.kinds}
     check_model_type(model, format)
     reading = _Reading(model, format)
     readings = {kind: [*reading.candidates(kind)] for kind in model.kinds}
@@ -272,7 +264,7 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
             )
         reading.check(kind)
     return {
-        kind: tuple(map(reading.named, portions[0])) if portions else (kept_whole(model, kind, None),)
+        kind: tuple(map(reading.named, portions[0])) if portions else (kept_whole(kind, None),)
         for kind, portions in readings.items()
     }
 

@@ -9,9 +9,10 @@ model in another dtype than the published model. Loaders take the dtype of confi
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -87,19 +88,12 @@ def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | N
     Also returns the old dtypes; none if it had the same, or no dtype.
     """
     edited, old_dtypes = copy.deepcopy(dict(config)), set[str]()
-    for part in _parts(edited, section):
+    for part in itertools.accumulate(section, dict.__getitem__, initial=edited):
         for key in _KEYS:
             if dtype is not None and part.get(key) in {*DTYPE_NAMES.values()} - {dtype}:
                 old_dtypes.add(part[key])
                 part[key] = dtype
     return edited, old_dtypes
-
-
-def _parts(config: dict[str, Any], section: Iterable[str]) -> Iterator[dict[str, Any]]:
-    yield config
-    for key in section:
-        config = config[key]
-        yield config
 
 
 def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = True) -> Plan:

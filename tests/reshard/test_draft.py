@@ -42,8 +42,8 @@ def _renamed(name: str, folder: Path) -> tuple[Path, Model]:
 
 
 def _layouts(model: Model, degree: int) -> dict:
-    entries = make_plan(model, Mesh((("tp", degree),))).entries
-    return {name: (entry.layout.boxes, entry.layout.padded) for name, entry in entries.items()}
+    layouts = make_plan(model, Mesh((("tp", degree),))).layouts
+    return {name: (layout.boxes, layout.padded) for name, layout in layouts.items()}
 
 
 @pytest.mark.parametrize("name", one_of_each(NAMES, lambda name: name if name in zoo.KINDS else None))
@@ -55,7 +55,7 @@ def test_a_draft_lays_tensors_out_as_the_rules_do(name: str, tmp_path: Path) -> 
         assert _layouts(made.model, degree) == _layouts(built_in, degree)
     (tmp_path / "draft.toml").write_text(made.text)
     source = open_any(folder, Access(plan_file=tmp_path / "draft.toml"), Weights.HEADERS)
-    assert set(source.plan.entries) == set(source.names)
+    assert set(source.plan.layouts) == set(source.names)
     assert made.checks == made.text.count("  # CHECK: ") == {"olmo2": 2, "cohere": 2}.get(name, 0)
 
 
@@ -68,8 +68,8 @@ def test_where_other_models_have_another_shape_it_is_taken(tmp_path: Path) -> No
 def test_what_a_type_decides_is_whole(tmp_path: Path) -> None:
     """The widths of Mamba's come from its type: what its mixer has cannot be read, so none of it is split."""
     made = draft_of(_renamed("mamba", tmp_path / "mamba")[0])
-    boxes = make_plan(made.model, Mesh((("tp", 2),))).entries
-    assert made.checks and all(boxes[name].layout.is_replicated for name in boxes if "mixer" in name)
+    boxes = make_plan(made.model, Mesh((("tp", 2),))).layouts
+    assert made.checks and all(boxes[name].is_replicated for name in boxes if "mixer" in name)
 
 
 def test_the_command_writes_a_file_that_takes_effect_with_plan_alone(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_weight_whose_numbers_do_not_fit_keeps_its_block_whole() -> None:
     line = '"model.layers.{layer}.self_attn.k_proj.weight" = "30 20"'
     assert f"{line}  # CHECK: 'llama' has '(kv head) (2 hidden)' or '(kv head) hidden'" in made.text
     plan = make_plan(made.model, Mesh((("tp", 2),)))
-    entries = {name: entry.layout.is_replicated for name, entry in plan.entries.items()}
+    entries = {name: layout.is_replicated for name, layout in plan.layouts.items()}
     assert entries["model.layers.0.self_attn.q_proj.weight"] and entries["model.layers.0.self_attn.o_proj.weight"]
     assert not entries["model.layers.0.mlp.up_proj.weight"]
 
@@ -117,7 +117,7 @@ def test_a_weight_that_is_not_known_keeps_its_block_whole() -> None:
     made = draft(LLAMA | {"model_type": "nobody_knows"}, _tensors(rename))
     assert 'mystery.weight" = ' in made.text and "# CHECK: 'llama' does not know it" in made.text
     plan = make_plan(made.model, Mesh((("tp", 2),)))
-    assert plan.entries["model.layers.1.mlp.up_proj.weight"].layout.is_replicated
+    assert plan.layouts["model.layers.1.mlp.up_proj.weight"].is_replicated
 
 
 def test_shapes_that_differ_from_layer_to_layer_are_whole() -> None:

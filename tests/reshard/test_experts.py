@@ -64,13 +64,13 @@ def test_over_the_same_ranks_experts_are_whole_and_all_else_is_cut(tmp_path):
     source = zoo.save("deepseek_v3", tmp_path / "source")
     found = plan(source, tp=2, ep=2, same_ranks=True)
     assert found.mesh.size == 2
-    expert = found.entries["model.layers.1.mlp.experts.4.gate_proj.weight"].layout
+    expert = found.layouts["model.layers.1.mlp.experts.4.gate_proj.weight"]
     assert 0 not in expert.boxes and expert.boxes[1].shape == expert.full
     assert (
-        found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.boxes[0].shape[0] * 2
-        == (found.entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].layout.full[0])
+        found.layouts["model.layers.1.mlp.shared_experts.gate_proj.weight"].boxes[0].shape[0] * 2
+        == (found.layouts["model.layers.1.mlp.shared_experts.gate_proj.weight"].full[0])
     )
-    assert found.entries["model.layers.1.mlp.gate.weight"].layout.is_replicated
+    assert found.layouts["model.layers.1.mlp.gate.weight"].is_replicated
     split(source, tmp_path / "out", tp=2, ep=2, same_ranks=True)
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.is_dir()) == ["rank-00-of-02", "rank-01-of-02"]
     config = json.loads((tmp_path / "out/rank-00-of-02/config.json").read_text())

@@ -18,11 +18,11 @@ def test_a_plan_with_other_padding_computes_its_own_layouts() -> None:
     model = store.source("llama").model
     plan = make_plan(model, mesh_of(2))
     first, second = (arrangement_of(plan, format_of("vllm")) for _ in range(2))
-    assert plan.layouts and {id(each) for each in plan.layouts.values()} >= {
+    assert plan._layouts and {id(each) for each in plan._layouts.values()} >= {
         id(layout) for each in second.stored for layout in getattr(each.geometry, "layouts", ())
     }
     assert [each.geometry.shape(1) for each in first.stored] == [each.geometry.shape(1) for each in second.stored]
-    assert not replace(plan, padding={}).layouts and not replace(plan, padding={}).owners
+    assert not replace(plan, padding={})._layouts
     assert plan.unsplit.mesh == Mesh() and plan.unsplit.padding == plan.padding
 
 

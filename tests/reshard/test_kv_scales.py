@@ -59,9 +59,9 @@ def test_scales_of_heads_go_where_the_heads_go(kind, config, output, keys):
     model = bind(find_architecture(config, Path()), config, tensors)
     plan = make_plan(model, Mesh((("tp", 8),)))
     for name, full in scales.items():
-        runs = plan.entries[name].layout.boxes[5].dims
+        runs = plan.layouts[name].boxes[5].dims
         if len(full) < 3:
-            assert plan.entries[name].layout.is_replicated, name
+            assert plan.layouts[name].is_replicated, name
         else:  # rank 5 has query head 5, which is of KV head 2 where two share one
             assert [(run.offset, run.length) for run in runs[0]] == [(5 * full[0] // 8, 1)], name
 

@@ -98,8 +98,8 @@ def test_the_rules_are_those_of_the_type_of_the_text(towers: str, text: str) -> 
     plan = make_plan(model, mesh_of(2))
     own, whole = rank_config(plan, 1)["text_config"], found.config["text_config"]
     assert own["num_attention_heads"] * 2 == whole["num_attention_heads"]
-    layers = [name for name in plan.entries if ".layers.0." in name and "tower" not in name and "vision" not in name]
-    assert any(plan.entries[name].layout.parallel_dims for name in layers)
+    layers = [name for name in plan.layouts if ".layers.0." in name and "tower" not in name and "vision" not in name]
+    assert any(plan.layouts[name].parallel_dims for name in layers)
 
 
 @pytest.mark.parametrize(("towers", "text"), PAIRS)
@@ -130,7 +130,7 @@ def test_a_type_without_these_tensors_does_not_require_them() -> None:
 def test_any_type_of_text_is_read_within_llava(text: str) -> None:
     model = saved("llava", text).model
     assert not [*missing(model)]
-    assert any(entry.layout.parallel_dims for entry in make_plan(model, mesh_of(2)).entries.values())
+    assert any(layout.parallel_dims for layout in make_plan(model, mesh_of(2)).layouts.values())
 
 
 def _made(towers: str, text: str, folder: Path) -> tuple[Source, Source]:

@@ -31,7 +31,7 @@ def test_a_published_checkpoint_is_planned(name: str):
     assert tuple(valid_degrees(model, "ep", limit=64)) == published.ep
     plan = make_plan(model, Mesh((("tp", published.tp[-1]),)))
     for tensor, shape in (published.held or {}).items():
-        assert plan.entries[tensor].layout.boxes[1].shape == shape, tensor
+        assert plan.layouts[tensor].boxes[1].shape == shape, tensor
 
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight"
@@ -109,7 +109,7 @@ def test_the_answer_is_a_line_of_a_plan_file(chosen: int, rows: list[tuple[int, 
     mine.write_text(tomli_w.dumps(document))
     assert "degrees" in ok("plan", unquantized, "--plan", mine)
     ok("split", unquantized, unquantized.parent / "tp2", "--tp", "2", "--plan", mine)
-    held = open_source(unquantized.parent / "tp2").plan.entries[QKV.format(0)].layout.boxes[1]
+    held = open_source(unquantized.parent / "tp2").plan.layouts[QKV.format(0)].boxes[1]
     assert [(run.offset, run.length) for run in held.dims[0]] == rows
 
 

@@ -134,7 +134,7 @@ def parts(
     plan = make_plan(bind(architecture, config, tensors), Mesh((("tp", degree),), uneven=uneven))
     cut = []
     for rank in range(degree):
-        runs = {name: plan.entries[name].layout.boxes[rank].dims for name in full}
+        runs = {name: plan.layouts[name].boxes[rank].dims for name in full}
         index = {n: [np.r_[tuple(slice(r.offset, r.end) for r in dim)] for dim in dims] for n, dims in runs.items()}
         cut.append({name: whole[np.ix_(*index[name])] for name, whole in full.items()})
     return cut

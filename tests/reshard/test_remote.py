@@ -88,10 +88,10 @@ def test_packed_tensors_are_taken_apart_as_the_model_does(name, tmp_path):
 def test_packed_tensors_that_are_split_state_their_parts(name):
     """Those that their names or their rules call packed. A weight and its bias state them each."""
     model = open_source(saved(name)).plan.model
-    entries = make_plan(model, Mesh((("tp", 2),))).entries
+    layouts = make_plan(model, Mesh((("tp", 2),))).layouts
     found: dict[tuple[str, str], set[str]] = {}
     for tensor in model.tensors:
-        layout = entries[tensor.name].layout
+        layout = layouts[tensor.name]
         split_up = any(box.shape != layout.padded for box in layout.boxes.values())
         if split_up and (PACKED.search(tensor.name) or "+" in str(tensor.kind.rule)):
             found.setdefault((tensor.template, str(tensor.kind.rule)), set()).add(tensor.name)

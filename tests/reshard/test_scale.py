@@ -23,11 +23,11 @@ def test_deepseek_v3_is_planned(tmp_path):
     assert len(tensors) > 90_000
     folder = write_sparse(tmp_path / "source", DEEPSEEK_V3, tensors, files=163)
     found = plan(folder, tp=16)
-    assert len(found.entries) == len(tensors)
+    assert len(found.layouts) == len(tensors)
     assert valid_degrees(found.model) == [1, 2, 4, 8, 16]
     why = refusal(found.model, Mesh((("tp", 32),)))
     assert why is not None and "is 16 blocks of 128, which do not divide by 32" in str(why)
-    box = found.entries["model.layers.7.mlp.experts.200.down_proj.weight_scale_inv"].layout.boxes[3]
+    box = found.layouts["model.layers.7.mlp.experts.200.down_proj.weight_scale_inv"].boxes[3]
     assert box.shape == (56, 1)
 
 

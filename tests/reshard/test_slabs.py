@@ -119,7 +119,7 @@ def carry_out(
     data=st.data(),
 )
 def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, before, after, budget, data):
-    source, target = (make_plan(model, mesh).entries[name].layout for mesh in (before, after))
+    source, target = (make_plan(model, mesh).layouts[name] for mesh in (before, after))
     ranks = data.draw(st.frozensets(st.integers(0, after.size - 1), min_size=1))
     if data.draw(st.booleans()):
         ranks = frozenset(range(after.size))
@@ -139,7 +139,7 @@ def test_any_mesh_to_any_mesh_equals_indexing_the_full_tensor(model, name, befor
 @examples(60)
 def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
     plan = make_plan(model, mesh)
-    source, target = make_plan(model, MESHES[0]).entries[name].layout, plan.entries[name].layout
+    source, target = make_plan(model, MESHES[0]).layouts[name], plan.layouts[name]
     transfer = Transfer(spread(source), spread(target), 32, frozenset({mesh.size - 1}))
     wanted = 0
     for slab in transfer.slabs(1000):
@@ -157,8 +157,8 @@ def test_a_rank_alone_reads_only_what_it_owns(model, name, mesh):
 @given(name=st.sampled_from(sorted(RULES)), mesh=st.sampled_from(MESHES), budget=st.sampled_from([64, 4096]))
 @examples(60)
 def test_slabs_stay_within_the_budget(model, name, mesh, budget):
-    layout = make_plan(model, mesh).entries[name].layout
-    full = make_plan(model, MESHES[0]).entries[name].layout
+    layout = make_plan(model, mesh).layouts[name]
+    full = make_plan(model, MESHES[0]).layouts[name]
     for before, after in ((full, layout), (layout, full)):
         every = frozenset(range(len(after.boxes)))
         transfer = Transfer(spread(before), spread(after), 32, every)
@@ -166,9 +166,9 @@ def test_slabs_stay_within_the_budget(model, name, mesh, budget):
 
 
 def test_elements_that_no_source_holds_are_never_written(model):
-    layout = make_plan(model, Mesh((("tp", 2),))).entries["q"].layout
+    layout = make_plan(model, Mesh((("tp", 2),))).layouts["q"]
     half = replace(layout, boxes={0: layout.boxes[0]})
-    whole = make_plan(model, Mesh()).entries["q"].layout
+    whole = make_plan(model, Mesh()).layouts["q"]
     assert list(Transfer(spread(layout), spread(whole), 32, frozenset({0})).slabs(1000))
     with pytest.raises(PlanError, match="no source holds"):
         list(Transfer(spread(half), spread(whole), 32, frozenset({0})).slabs(1000))

@@ -85,7 +85,7 @@ def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last(tmp_path: Path, 
     if tied:
         write_file(model / "model.safetensors", [tensor for tensor in llama_tensors() if tensor[0] != "lm_head.weight"])
     found = plan(model, pp=3)
-    table = found.entries["model.embed_tokens.weight"].layout
+    table = found.layouts["model.embed_tokens.weight"]
     assert sorted(table.boxes) == ([0, 2] if tied else [0])
     split(model, tmp_path / "out", pp=3)
     merge(tmp_path / "out", tmp_path / "merged")
@@ -222,7 +222,7 @@ def test_rules_that_a_plan_file_says_of_stages_are_followed(llama: Path, tmp_pat
     rules.write_text(text)
     access = {"plan_file": rules}
     found = plan(llama, pp=2, **access)
-    assert sorted(found.entries["model.norm.weight"].layout.boxes) == [0]
+    assert sorted(found.layouts["model.norm.weight"].boxes) == [0]
     split(llama, tmp_path / "out", pp=2, **access)
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(llama), "the manifest says it, too"

@@ -32,18 +32,18 @@ def test_a_sweep_says_what_each_degree_alone_says() -> None:
     found = sweep(model)
     assert found.valid == tuple(valid_degrees(model)) == (1, 2, 4, 5, 8, 10, 20, 40)
     assert found.valid_ep == (1,)
-    assert [attempt.degree for attempt in found.attempts] == [degree for degree in TRIED if degree <= 80]
-    for attempt in found.attempts:
-        alone = refusal(model, Mesh((("tp", attempt.degree),)))
-        assert (attempt.refusal and attempt.refusal.why) == (alone and alone.why)
-        assert (attempt.refusal is None) == (attempt.degree in found.valid)
+    assert [*found.attempts] == [degree for degree in TRIED if degree <= 80]
+    for degree, refused in found.attempts.items():
+        alone = refusal(model, Mesh((("tp", degree),)))
+        assert (refused and refused.why) == (alone and alone.why)
+        assert (refused is None) == (degree in found.valid)
 
 
 def test_degrees_that_are_far_too_large_are_not_tried() -> None:
     small = model_of(LLAMA | {"num_attention_heads": 4}, SHAPES | {"model.layers.0.self_attn.q_proj.weight": (24, 20)})
     found = sweep(small)
     assert found.valid == (1, 2, 4)
-    assert [attempt.degree for attempt in found.attempts] == list(range(1, 17))
+    assert [*found.attempts] == list(range(1, 17))
 
 
 def test_a_vocabulary_that_may_not_be_padded_allows_one_rank() -> None:
@@ -52,9 +52,9 @@ def test_a_vocabulary_that_may_not_be_padded_allows_one_rank() -> None:
 
 def test_the_options_that_allow_a_degree_are_told_and_do() -> None:
     odd = model_of(LLAMA | {"intermediate_size": 81}, SHAPES | {"model.layers.0.mlp.up_proj.weight": (81, 20)})
-    ways = {each.degree: each.refusal.instead for each in sweep(odd).attempts if each.refusal}
+    ways = {degree: refused.instead for degree, refused in sweep(odd).attempts.items() if refused}
     assert 1 not in ways and not ways[3] and ways[4] == ({"uneven": True},)
     uneven = sweep(odd, uneven=True)
     assert uneven.valid == (1, 2, 4, 5, 8), "of 81 units at 10 ranks, nine take 9 and the last one none"
-    assert all(attempt.refusal is None for attempt in uneven.attempts if attempt.degree in uneven.valid)
+    assert all(refused is None for degree, refused in uneven.attempts.items() if degree in uneven.valid)
     check_degrees(odd, Mesh((("tp", 4),), uneven=(("ff", 1),)))

@@ -148,7 +148,7 @@ def test_a_last_unit_that_is_not_full(tmp_path):
     tensors += [FullTensor(f"{layer}{name}.weight_scale_inv", "F32", shape, "here") for name, shape in scales.items()]
     model = bind(open_source(write_checkpoint(tmp_path / "llama")).model.architecture, sizes | settings, tensors)
     found = make_plan(model, unevenly(model, Mesh((("tp", 2),))))
-    down, scale = (found.entries[f"{layer}down_proj.{end}"].layout for end in ("weight", "weight_scale_inv"))
+    down, scale = (found.layouts[f"{layer}down_proj.{end}"] for end in ("weight", "weight_scale_inv"))
     assert [box.shape for box in down.boxes.values()] == [(256, 1536), (256, 1344)]
     assert [box.shape for box in scale.boxes.values()] == [(2, 12), (2, 11)]
 
@@ -193,8 +193,8 @@ def test_experts_over_the_same_ranks_stay_whole(tmp_path):
     mesh = unevenly(model, Mesh((("tp", 8), ("ep", 8)), same_ranks=True))
     assert mesh.uneven == (("shared_ff", 1),)
     found, layer = make_plan(model, mesh), "model.layers.1.mlp"
-    assert found.entries[f"{layer}.experts.7.up_proj.weight"].layout.boxes[7].shape == (27, 80)
-    shared = found.entries[f"{layer}.shared_experts.up_proj.weight"].layout
+    assert found.layouts[f"{layer}.experts.7.up_proj.weight"].boxes[7].shape == (27, 80)
+    shared = found.layouts[f"{layer}.shared_experts.up_proj.weight"]
     assert [box.shape[0] for box in shared.boxes.values()] == [7, 7, 7, 7, 7, 7, 7, 5]
     assert rank_config(found, 7)["moe_intermediate_size"] == 27
 
@@ -256,7 +256,7 @@ def test_the_same_ranks_are_named_where_they_work(tmp_path):
         make_plan(odd, Mesh((("tp", 8),)))
     assert error.value.hint == "valid degrees: 1, 2, or uneven=True, or tp=8 ep=8 same_ranks=True"
     whole = make_plan(odd, Mesh((("tp", 8), ("ep", 8)), same_ranks=True))
-    assert whole.entries["model.layers.0.mlp.experts.down_proj"].layout.boxes[0].shape == (1, 46, 80)
+    assert whole.layouts["model.layers.0.mlp.experts.down_proj"].boxes[0].shape == (1, 46, 80)
 
 
 def bind_without_data(settings: dict, source: Source) -> Model:

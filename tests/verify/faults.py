@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from formats.files.checksum import file_checksum
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.files.sharded import MANIFEST
 from formats.notation.axes import Dim
-from reshard.mesh.plan import Entry
+from reshard.mesh.plan import Layout
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 
@@ -81,6 +81,14 @@ class Damaged:
         sign(self.folder)
 
 
+class Entry(NamedTuple):
+    """A tensor of a split checkpoint."""
+
+    name: str
+    dtype: str
+    layout: Layout
+
+
 class Shards(Damaged):
     """A split checkpoint to be damaged: what the notation says of its tensors."""
 
@@ -88,9 +96,15 @@ class Shards(Damaged):
     def degree(self) -> int:
         return self.source.plan.mesh.size
 
+    @cached_property
+    def tensors(self) -> Mapping[str, Entry]:
+        """All tensors, by their names."""
+        laid = self.source.plan.laid
+        return {t.name: Entry(t.name, t.dtype, laid[t.kind]) for t in self.source.plan.model.tensors}
+
     def entries(self) -> Iterator[Entry]:
         """The tensors of the layer that faults damage."""
-        for entry in self.source.plan.entries.values():
+        for entry in self.tensors.values():
             if self.indices(entry.name).get("layer") == LAYER:
                 yield entry
 
@@ -103,9 +117,6 @@ class Shards(Damaged):
         held = [entry.name for entry in self.entries() if entry.name in self.source.ranks[rank]]
         return sorted({index for name in held if (index := self.indices(name).get("expert")) is not None})
 
-    def entry(self, name: str) -> Entry:
-        return self.source.plan.entries[name]
-
     def sizes(self, name: str, rank: int) -> dict[str, int]:
         """The sizes of the axes of a tensor on a rank."""
         plan = self.source.plan
@@ -113,7 +124,7 @@ class Shards(Damaged):
 
     def full(self, name: str) -> Array:
         """The tensor as it should be, padded."""
-        layout, array = self.entry(name).layout, read(self.original.ranks[0][name])
+        layout, array = self.tensors[name].layout, read(self.original.ranks[0][name])
         return np.pad(array, [(0, p - n) for p, n in zip(layout.padded, layout.full, strict=True)])
 
     # ------------------------------------------------------------------------------------- what the notation says
@@ -269,7 +280,7 @@ def gate_and_up(shards: Shards) -> None:
 def _exchange_by_name(shards: Shards, one: str, other: str) -> None:
     for entry in shards.entries():
         twin = entry.name.replace(f".{one}.", f".{other}.")
-        if twin != entry.name and twin in shards.source.plan.entries:
+        if twin != entry.name and twin in shards.tensors:
             for rank in range(shards.degree):
                 first, second = shards.local(entry.name, rank), shards.local(twin, rank)
                 shards.write(entry.name, rank, second)
@@ -309,7 +320,7 @@ def kv_head_of_wrong_group(shards: Shards) -> None:
 
 def another_ranks_file(shards: Shards) -> None:
     """The content of rank 1 stands in rank 0 too."""
-    for name in shards.source.plan.entries:
+    for name in shards.tensors:
         shards.write(name, 0, shards.local(name, 1))
 
 
@@ -318,7 +329,7 @@ def row_bias_on_every_rank(shards: Shards) -> None:
     for entry in shards.entries():
         for tail in (".weight", ""):
             bias = entry.name.removesuffix(".weight") + (".bias" if tail else "_bias")
-            if entry.name.endswith(tail) and bias in shards.source.plan.entries and shards.is_row_parallel(entry):
+            if entry.name.endswith(tail) and bias in shards.tensors and shards.is_row_parallel(entry):
                 for rank in range(shards.degree):
                     local = shards.local(bias, rank)
                     shards.write(bias, rank, _from_float(_to_float(local, entry.dtype) * shards.degree, entry.dtype))
@@ -395,7 +406,7 @@ def router(shards: Shards) -> None:
 
 def vocabulary_by_one(shards: Shards) -> None:
     """Each rank's rows of the vocabulary begin one too late."""
-    for entry in shards.source.plan.entries.values():
+    for entry in shards.tensors.values():
         dims = entry.layout.rule.dims
         if len(dims) == 2 and dims[0].axis == "vocab":
             shifted = np.roll(shards.full(entry.name), -1, 0)
@@ -411,7 +422,7 @@ def norm_of_neighbour(shards: Shards) -> None:
     for entry in shards.entries():
         neighbour = entry.name.replace(f".{LAYER}.", f".{LAYER + 1}.")
         is_vector = len(entry.layout.full) == 1 and entry.layout.is_replicated and entry.name.endswith(".weight")
-        if is_vector and neighbour in shards.source.plan.entries:
+        if is_vector and neighbour in shards.tensors:
             for rank in range(shards.degree):
                 shards.write(entry.name, rank, shards.local(neighbour, rank))
             return

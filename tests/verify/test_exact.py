@@ -429,7 +429,7 @@ def test_any_layout_and_any_byte(data: st.DataObject, tmp_path_factory: pytest.T
     model = bind(architecture, {}, [FullTensor("w", dtype, shape, "here"), FullTensor("x", "U8", (4,), "here")])
     plan = make_plan(model, Mesh((("tp", data.draw(st.sampled_from([2, 4]))),)))
     folder = tmp_path_factory.mktemp("law")
-    layout, item = plan.entries["w"].layout, {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}[dtype]
+    layout, item = plan.layouts["w"], {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}[dtype]
     full = np.random.default_rng(0).integers(1, 256, (*shape, item), np.uint8)
     padded = np.pad(full, [*((0, p - n) for p, n in zip(layout.padded, shape, strict=True)), (0, 0)])
     one = _saved(folder / "full.safetensors", dtype, full)
@@ -521,7 +521,7 @@ def _index_of(box: Box, element: int) -> tuple[int, ...]:
 
 def test_elements_that_nobody_owns(llama: Pair) -> None:
     """A plan that leaves a hole is an error, not a proof."""
-    rule = open_source(llama.original).plan.entries["lm_head.weight"].layout.rule
+    rule = open_source(llama.original).plan.layouts["lm_head.weight"].rule
     boxes = {rank: Box(((Run(3 * rank, 2),), (Run(0, 4),)), (2, 4)) for rank in range(2)}
     with pytest.raises(PlanError, match="no rank holds"):
         check_all_owned(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({0})))

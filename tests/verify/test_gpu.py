@@ -321,7 +321,7 @@ def test_the_original_is_on_one_device_if_its_gradients_fit_too(
 ) -> None:
     """What this process has and does not use is free, too. It does not show that a fifth more is enough."""
     job = compare._job(*store.pair("llama", tp=2), replace(QUICK, backward=backward))
-    size = 4 * sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
+    size = 4 * sum(math.prod(layout.full) for layout in job.plan.layouts.values())
     unused = int(free * size)
     gpus(1, mem_get_info=lambda _: (1000, 0), memory_reserved=lambda _: unused, memory_allocated=lambda _: 1000)
     assert original._fits(job, torch.float32, torch.device("cuda", 0)) is fits

@@ -148,7 +148,7 @@ def test_what_runs_is_what_the_numbers_mean(
         for weight in set(loaded.sources[name]) & ends.keys():
             whole = method.decode({end: held[tensor] for end, tensor in names_of(weight, ends[weight]).items()})
             whole = whole.swapaxes(-1, -2) if method.fused else whole
-            assert plan.entries[weight].layout.full == whole.shape
+            assert plan.layouts[weight].full == whole.shape
             if len(loaded.sources[name]) == 1:
                 np.testing.assert_allclose(parameter.detach().numpy(), whole, rtol=1e-6)
             else:  # one expert among the others

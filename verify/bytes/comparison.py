@@ -23,7 +23,6 @@ from formats.notation.axes import Run
 from formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
-from reshard.placement.portions import rule_of
 from reshard.placement.stored import Atom, Location, Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
@@ -281,7 +280,7 @@ class Comparison:
             if own.shape != kind.shape:
                 repeats = tuple(a.step // b.step for a, b in zip(own.rule.dims, kind.rule.dims, strict=True))
             plan = self._arrangement.plan
-            sizes, rule = plan.model.sizes.of(dict(kind.indices)), rule_of(plan.model, kind)
+            sizes, rule = kind.sizes, kind.rule_in_rows
             padded_to = {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
             padded = rule.sizes(padded_to)
             parts = self._parts(kind, uses, ((sizes, kind.shape), (padded_to, padded)))
@@ -296,7 +295,7 @@ class Comparison:
 
         Raises PlanError if what is stored has not each element.
         """
-        model, counts = self._arrangement.plan.model, dict[Atom, int]()
+        counts = dict[Atom, int]()
         blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
         for number, (stored, slot, info) in enumerate(uses):
             if stored is None:
@@ -307,7 +306,7 @@ class Comparison:
             layout, portion = geometry.whole.layouts[slot], Location(stored, slot).portion
             check_all_owned(layout)
             counts[atom] = math.prod(layout.full)
-            lines = [line_of(rule_of(model, kind), portion, sizes, shape) for sizes, shape in tensors]
+            lines = [line_of(kind.rule_in_rows, portion, sizes, shape) for sizes, shape in tensors]
             zeros = self._arrangement.atoms[atom].zeros
             says = kind.stated.sizes(tensors[0][0]) if kind.stated is not None else None
             for holder in geometry.holders:

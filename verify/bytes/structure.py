@@ -186,8 +186,8 @@ class Structure:
             yield f"{MANIFEST}: by its rules, {error.message}"
             return
         for tensor in self.shards.plan.model.tensors:
-            layout, laid = self.shards.plan.laid[tensor.kind].layout, by_manifest.entries.get(tensor.name)
-            if laid is None or (layout.padded, layout.boxes) != (laid.layout.padded, laid.layout.boxes):
+            layout, laid = self.shards.plan.laid[tensor.kind], by_manifest.layouts.get(tensor.name)
+            if laid is None or (layout.padded, layout.boxes) != (laid.padded, laid.boxes):
                 yield f"{MANIFEST}: by its rules, ranks have other parts of '{tensor.name}'"
                 return
 

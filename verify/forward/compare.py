@@ -146,7 +146,7 @@ def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype
         return dtypes[options.compute_dtype]
     count: dict[torch.dtype, int] = {}
     for name, tensor in original.ranks[0].items():
-        dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.entries else None
+        dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.layouts else None
         if dtype in dtypes.values() and dtype is not None:
             count[dtype] = count.get(dtype, 0) + tensor.nbytes
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)

@@ -15,7 +15,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.store import local_folder
-from reshard.mesh.plan import Entry, Plan
+from reshard.mesh.plan import Plan
 from verify.ending import temporary_folder
 from verify.forward import adapters
 from verify.forward.job import Job, Reference, Run, dtype_name
@@ -51,8 +51,9 @@ def _key(job: Job, device: torch.device) -> str:
     stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
     how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
     ids = None if job.ids is None else job.ids.tolist()
-    of_tensors = roles(job.plan, {name: (name,) for name in job.plan.entries})
-    places = [(name, _is_layered(role.entry), _is_summed(role)) for name, role in sorted(of_tensors.items())]
+    of_tensors = roles(job.plan, {name: (name,) for name in job.plan.layouts})
+    kinds = job.plan.model.kind_of
+    places = [(name, "layer}" in kinds[name].template, _is_summed(role)) for name, role in sorted(of_tensors.items())]
     text = repr((job.original.model.config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -183,18 +184,16 @@ def _avoided(job: Job) -> int | None:
 
 def places_of(loaded: Loaded, plan: Plan) -> Places:
     """The blocks, and the modules whose outputs are summed over the ranks: there, values are whole again."""
-    entries = plan.entries
-    layered = [name for name, sources in loaded.sources.items() if any(_is_layered(entries[s]) for s in sources)]
+    kinds = plan.model.kind_of
+    layered = [  # {dlayer} of a decoder, too
+        name for name, sources in loaded.sources.items() if any("layer}" in kinds[s].template for s in sources)
+    ]
     summed = {
         name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
         for name, role in roles(plan, loaded.sources).items()
         if _is_summed(role)
     }
     return Places(blocks_of(loaded.model, layered), summed)
-
-
-def _is_layered(entry: Entry) -> bool:
-    return "layer}" in entry.template  # {dlayer} of a decoder, too
 
 
 def _is_summed(role: Role) -> bool:
@@ -259,7 +258,7 @@ def _refusing(job: Job) -> Iterator[None]:
 
 def _fits(job: Job, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the model fits, with its gradients if they are asked for, and a fifth of it for what it computes."""
-    numbers = sum(math.prod(entry.layout.full) for entry in job.plan.entries.values())
+    numbers = sum(math.prod(layout.full) for layout in job.plan.layouts.values())
     return numbers * dtype.itemsize * (2.2 if job.options.backward else 1.2) < free(device)
 
 

@@ -157,10 +157,10 @@ def _backward(
             parameter.grad = None  # the same as another rank's
     gradients = gradients_on_disk(loaded.model, loaded.sources, loaded.experts)
     rows: list[tuple[str, Distance]] = []
-    for name in sorted(job.plan.entries):
+    for name in sorted(job.plan.layouts):
         parts = world().collect(gradients.get(name))
         if name in reference.gradients:
-            layout = job.plan.entries[name].layout
+            layout = job.plan.layouts[name]
             zero = torch.zeros(layout.full, dtype=job.dtype)
             gradient = together(layout, parts) if any(part is not None for part in parts) else zero
             rows.append((name, measure(gradient, reference.gradients[name])))
@@ -235,10 +235,10 @@ def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mappi
     place, tensor, is_gathered = path[-1] if path else "", None, False
     if isinstance(error, UnfitError):
         place, parameter = error.place, error.parameter
-        tensor = next((name for name in plan.entries if name.endswith(parameter)), None) if "." in parameter else None
+        tensor = next((name for name in plan.layouts if name.endswith(parameter)), None) if "." in parameter else None
     if tensor is None:
         tensor, is_gathered = _unfitting(place, plan, sources)
-    rule = str(plan.entries[tensor].layout.rule) if tensor else None
+    rule = str(plan.layouts[tensor].rule) if tensor else None
     message = error.message if isinstance(error, ReshardError) else " ".join(f"{type(error).__name__}: {error}".split())
     return Failure(place, world().rank, message, tensor, rule, is_gathered)
 
@@ -250,7 +250,7 @@ def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -
     while around and (around == place or any(segment.isdigit() for segment in around.split("."))):
         for name, role in role_of.items():
             if name.startswith(f"{around}.") and role.is_gathered and role.kind is Kind.COLUMN:
-                return role.entry.name, True
+                return role.tensor, True
         around = around.rpartition(".")[0]
-    entries = (role.entry.name for name, role in role_of.items() if name.rpartition(".")[0] == place and role.along)
+    entries = (role.tensor for name, role in role_of.items() if name.rpartition(".")[0] == place and role.along)
     return next(entries, None), False

@@ -282,7 +282,7 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
         elif named:
             with _beneath_hook(module):
                 parts += _make_parallel(module, named, rank, groups)
-    by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].entry.layout.dealt_by_name}
+    by_name_on_disk = {name: part for name, part in experts.items() if by_name[name].layout.dealt_by_name}
     return Loaded(model, sources, loaded.unused, (*parts, *split_parts), by_name_on_disk)
 
 
@@ -306,10 +306,10 @@ def _make_parallel(
     whole = [name for name, role in roles.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
     summed = frozenset[str]().union(*(role.summed_along for role in roles.values()))
     vocabulary = roles.get("weight")
-    if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.entry.layout.parallel_dims:
-        first_row = vocabulary.entry.layout.boxes[rank.rank].dims[0][0].offset
+    if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.layout.parallel_dims:
+        first_row = vocabulary.layout.boxes[rank.rank].dims[0][0].offset
         group = groups.along(vocabulary.along)
-        padding_row = _padding_row(module, vocabulary.entry.layout.full[0], rank)
+        padding_row = _padding_row(module, vocabulary.layout.full[0], rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
     elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in roles.values())):
         elsewhere = [name for name in whole if not groups.is_first(roles[name].along)]
@@ -319,14 +319,14 @@ def _make_parallel(
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
     elif columns := [role for role in roles.values() if role.is_gathered and role.kind is Kind.COLUMN]:
         role = columns[0]
-        dim = min(role.entry.layout.parallel_dims)
-        if role.is_taken_whole and role.entry.layout.rule.dims[dim].axis is None:
+        dim = min(role.layout.parallel_dims)
+        if role.is_taken_whole and role.layout.rule.dims[dim].axis is None:
             raise PlanError(
-                f"no forward of {rank.plan.mesh} is known: '{role.entry.name}' is cut, but no weight takes its parts"
+                f"no forward of {rank.plan.mesh} is known: '{role.tensor}' is cut, but no weight takes its parts"
             )
-        boxes = [role.entry.layout.boxes[peer] for peer in rank.plan.mesh.peers(rank.rank, role.along)]
+        boxes = [role.layout.boxes[peer] for peer in rank.plan.mesh.peers(rank.rank, role.along)]
         parts = [[i for run in box.dims[dim] for i in range(run.offset, run.end)] for box in boxes]
-        gather_logits(module, groups.along(role.along), places_among(parts, role.entry.layout.full[dim]))
+        gather_logits(module, groups.along(role.along), places_among(parts, role.layout.full[dim]))
     elif kinds == {Kind.VECTOR} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(roles.values())).along))
     elif kinds == {Kind.VECTOR}:
@@ -337,9 +337,9 @@ def _make_parallel(
         }
         if added:
             group = groups.along(next(iter(added.values())).along)
-            without_padding(module, {name: role.entry.layout.full for name, role in added.items()}, group)
+            without_padding(module, {name: role.layout.full for name, role in added.items()}, group)
     elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
-        layouts = {name: role.entry.layout for name, role in roles.items()}
+        layouts = {name: role.layout for name, role in roles.items()}
         if padded := {name: layout.full for name, layout in layouts.items() if layout.padded != layout.full}:
             without_padding(module, padded)
     return []

@@ -101,11 +101,11 @@ def load_original(
     """
     loaded = from_pretrained(model_class(config), folder, dtype, {**place, **dequantizing(config)})
     scheme = scheme_of(config)
-    scales = [name for name in loaded.unused if name not in plan.entries and scheme.companion(name)]
+    scales = [name for name in loaded.unused if name not in plan.layouts and scheme.companion(name)]
     lost = [name for name in scales if not is_of_activations(name)]
     if lost:
         raise CheckpointError(f"{folder}: transformers does not dequantize with '{lost[0]}' ({len(lost)} such tensors)")
-    tensors = placements(loaded.model, {name: entry.layout.full for name, entry in plan.entries.items()})
+    tensors = placements(loaded.model, {name: layout.full for name, layout in plan.layouts.items()})
     return Loaded(loaded.model, {name: p.sources for name, p in tensors.items()}, loaded.unused)
 
 

@@ -12,7 +12,7 @@ from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Shape, Share
-from reshard.mesh.plan import Entry, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.model.model import Kind as Alike
 from reshard.model.model import padded_sizes, shares_of, sizes_of_parts
 
@@ -44,10 +44,10 @@ class Rank:
     def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor would have here if this rank had all experts."""
         model, shapes = self.plan.model, {}
-        for kind, entry in self.plan.laid.items():
+        for kind, layout in self.plan.laid.items():
             sizes, shares = sizes_and_shares(self.plan, kind, self.rank)
             others = {axis: share for axis, share in shares.items() if axis not in model.expert_axes}
-            shapes[kind] = entry.layout.rule.sizes(sizes_of_parts(sizes, others))
+            shapes[kind] = layout.rule.sizes(sizes_of_parts(sizes, others))
         return {tensor.name: shapes[tensor.kind] for tensor in model.tensors}
 
     @property
@@ -67,7 +67,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """The kind of a parameter, the plan's entry of a tensor in it, and what the plan says of all that it is made of.
+    """The kind of a parameter, a tensor in it with its layout, and what the plan says of all that it is made of.
 
     ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that deal
     its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered;
@@ -75,7 +75,8 @@ class Role:
     """
 
     kind: Kind
-    entry: Entry
+    tensor: str
+    layout: Layout
     along: frozenset[str]
     experts_along: frozenset[str]
     is_gathered: bool
@@ -89,7 +90,7 @@ class Role:
 
 def sizes_and_shares(plan: Plan, alike: Alike, rank: int) -> tuple[dict[str, int], dict[str, Share]]:
     """The padded size of each axis for tensors that are alike, and what a rank has of each that is dealt."""
-    sizes = padded_sizes(plan.model.sizes.of(dict(alike.indices)), plan.padding)
+    sizes = padded_sizes(alike.sizes, plan.padding)
     return sizes, shares_of(plan.model, plan.mesh, rank, sizes, alike.axes)
 
 
@@ -117,25 +118,26 @@ def kind_of(rule: Shape, dealt: frozenset[str], experts: frozenset[str]) -> Kind
 
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
-    """The role of each parameter, from the plan's entries of the tensors that it is made of."""
-    experts, of_tensor = plan.model.expert_axes, {tensor.name: tensor.kind for tensor in plan.model.tensors}
+    """The role of each parameter, from the plan's layouts of the tensors that it is made of."""
+    experts, of_tensor = plan.model.expert_axes, plan.model.kind_of
     dealt = {alike: dealt_axes(plan, alike) for alike in plan.laid}
-    rules = {alike: entry.layout.rule for alike, entry in plan.laid.items()}
+    rules = {alike: layout.rule for alike, layout in plan.laid.items()}
     kinds = {alike: kind_of(rule, dealt[alike], experts) for alike, rule in rules.items()}
     consumed = frozenset[str]().union(*(dealt[alike] for alike, kind in kinds.items() if kind is Kind.ROW))
     inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in {*rules.values()} for dim in rule.input_dims))
     roles_of = {}
     for parameter, names in sources.items():
-        alike, entry = of_tensor[names[0]], plan.entries[names[0]]
+        alike, layout = of_tensor[names[0]], plan.layouts[names[0]]
         kind, axes = kinds[alike], dealt[alike]
         if any(kinds[of_tensor[name]] is not kind for name in names):
             raise PlanError(
                 f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
             )
-        along = plan.mesh.varying([entry.layout.boxes.get(rank) for rank in range(plan.mesh.size)])
+        along = plan.mesh.varying([layout.boxes.get(rank) for rank in range(plan.mesh.size)])
         along_experts = experts_along(plan.mesh) if axes & experts else frozenset()
         is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not axes & consumed
-        roles_of[parameter] = Role(kind, entry, along, along_experts, is_gathered, is_gathered and bool(axes & inputs))
+        is_whole = is_gathered and bool(axes & inputs)
+        roles_of[parameter] = Role(kind, names[0], layout, along, along_experts, is_gathered, is_whole)
     return roles_of
 
 
@@ -147,9 +149,8 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
     """What a rank has of the experts in each parameter of which it has not all."""
     plan, experts, shares_of_rank = rank.plan, rank.plan.model.expert_axes, dict[str, Share]()
-    of_tensor = {tensor.name: tensor.kind for tensor in plan.model.tensors if experts & tensor.kind.axes}
     for parameter, names in sources.items():
-        if (alike := of_tensor.get(names[0])) is not None:
+        if (alike := plan.model.kind_of.get(names[0])) is not None:
             for axis in dealt_axes(plan, alike) & experts:
                 shares_of_rank[parameter] = sizes_and_shares(plan, alike, rank.rank)[1][axis]
     return shares_of_rank

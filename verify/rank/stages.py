@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from formats.errors import ReshardError
 from formats.torch_internals import own_buffers, own_parameters, tree_leaves, tree_map
 from formats.transformers_internals import has_first_values, placements, tied_weights
-from reshard.mesh.plan import Entry, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered
 from reshard.model.model import Kind
 from verify.rank.collectives import Groups
@@ -33,14 +33,13 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     """What the ranks of one pipeline stage have among themselves, numbered from 0."""
     if plan.mesh.pp == 1:
         return plan
-    mesh, laid = plan.mesh.of_a_stage, dict[Kind, Entry]()
+    mesh, laid = plan.mesh.of_a_stage, dict[Kind, Layout]()
     first = stage * mesh.size
-    for kind, entry in plan.laid.items():
-        boxes = {rank - first: box for rank, box in entry.layout.boxes.items() if first <= rank < first + mesh.size}
+    for kind, layout in plan.laid.items():
+        boxes = {rank - first: box for rank, box in layout.boxes.items() if first <= rank < first + mesh.size}
         if boxes:
             by_name = len(boxes) < mesh.size
-            layout = replace(entry.layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
-            laid[kind] = entry._replace(layout=layout)
+            laid[kind] = replace(layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
     tensors = tuple(tensor for tensor in plan.model.tensors if tensor.kind in laid)
     return replace(plan, model=replace(plan.model, tensors=tensors, kinds=tuple(laid)), mesh=mesh, laid=laid)
 
@@ -94,9 +93,8 @@ class Pipeline:
 
     def cut(self, model: Any) -> None:
         """Take the weights of other stages out of a model that is not loaded yet. Raises ReshardError."""
-        kinds = {tensor.name: tensor.kind for tensor in self._plan.model.tensors}
-        parameters = placements(model, {name: entry.layout.full for name, entry in self._plan.entries.items()})
-        kind_of = {name: kinds[place.sources[0]] for name, place in parameters.items()}
+        parameters = placements(model, {name: layout.full for name, layout in self._plan.layouts.items()})
+        kind_of = {name: self._plan.model.kind_of[place.sources[0]] for name, place in parameters.items()}
         stages = {name: kind.stages or frozenset() for name, kind in kind_of.items()}
         layered = {name for name, kind in kind_of.items() if is_layered(self._plan.model, kind)}
         self._blocks = {

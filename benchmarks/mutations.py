@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation("reshard", "if dimension not in compared:", "if False:", VLLM),
     Mutation("tools", "(BITS * place) & (2**BITS - 1)", "BITS & (2**BITS - 1)", VLLM),
     # what a plan keeps for its arrangements, and the memory that a degree needs
-    Mutation("reshard", "DTYPE_BITS[kind.dtype] % 8, owners, dealt)", "DTYPE_BITS[kind.dtype] % 8, dealt)",
+    Mutation("reshard", "DTYPE_BITS[kind.dtype] % 8, parts, kind.stages,", "DTYPE_BITS[kind.dtype] % 8, kind.stages,",
              ("tests/programs/test_oracles.py", "tests/programs/test_megatron.py")),
     # recognising, and reading what lies elsewhere
     Mutation("reshard", "max([count, *counts, mesh.size if mesh else 0])", "max([count, *counts])",
@@ -240,7 +240,7 @@ MUTATIONS = (
     Mutation("reshard/live", "if move.dtype == stored and function is None:", "if move.dtype == stored:", ROUTES),
     # live: a push of what changed
     Mutation("reshard/live", "self._sent.copy_(new)", "pass", CHANGES),
-    Mutation("reshard/live", "if int(_sum(new)) != total:", "if False:", CHANGES),
+    Mutation("reshard/live", "if not _sum(new).equal(room[:_SUM].view(torch.int64)[0]):", "if False:", CHANGES),
     Mutation("reshard/live", " for part in parts) if is_plain else None", " for part in parts)", CHANGES),
     Mutation("reshard/live", "        self._base = None  # until", "        # until", CHANGES),
     Mutation("reshard/live", "        if not has_base:\n", "        if True:\n", CHANGES),

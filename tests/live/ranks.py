@@ -22,6 +22,8 @@ BUCKET = 4 << 20
 JOIN = 4.0
 PATIENCE = 30.0
 """Seconds that a process may take to start: many do, at the same time."""
+LATE = 10.0
+"""Seconds by which a busy machine may be late; who waits for the wrong limit is later."""
 
 
 @dataclass(frozen=True)

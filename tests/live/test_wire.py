@@ -16,7 +16,7 @@ from formats.errors import LiveError, PlanError
 from reshard.live import wire as wire_module
 from reshard.live.fence import Fence
 from reshard.live.wire import Message, Stats, Wire
-from tests.live.ranks import JOIN, NAMES, TIMEOUT, Plot, Ranks
+from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks
 from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
 
@@ -151,7 +151,7 @@ def test_ring(sizes: list[int]) -> None:
 # ------------------------------------------------------------------------------------------ ranks that are processes
 
 
-def check(ranks: Ranks, victim: int, when: float, *words: str, within: float = TIMEOUT + 2) -> None:
+def check(ranks: Ranks, victim: int, when: float, *words: str, within: float = TIMEOUT + LATE) -> None:
     """All others name the victim and the cause, in time, and in the same words unless rank 0 cannot tell them."""
     told = ranks.told(victim)
     errors = {str(each.error) for each in told.values()}
@@ -198,7 +198,7 @@ def test_killed_before_it_joined(store: str, victim: int) -> None:
                 f"{NAMES[rank]} could not join trainer 0 at " if victim == 0 else "receiver 1 did not join within 4 s"
             )
             assert told.error is not None and told.error.startswith(late)
-            assert told.when - when < JOIN + 2
+            assert told.when - when < JOIN + LATE
         ranks.start(victim, Plot())
         ranks.again(*{0, 1, 2, 3} - {victim})
         check_again(ranks)

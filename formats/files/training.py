@@ -134,11 +134,9 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
     if not models:
         why = f"{folder} has the states of an optimizer, and no model"
         raise CheckpointError(why, "bring the model's files back")
-    for what, files in (("model", models), ("optimizer", optimizers)):  # a name can say any number of ranks
-        missing = next(
-            (rank for rank in range(world) if files and rank not in files), None
-        )  # a name can say any number
-        if missing is not None:
+    for what, files in (("model", models), ("optimizer", optimizers)):
+        # a name can say any number of ranks: no list of them all is made
+        if files and (missing := next((rank for rank in range(world) if rank not in files), None)) is not None:
             why = f"{folder}: the {what}'s file of rank {missing} of {world} is missing"
             raise CheckpointError(why, "bring all ranks' files together")
     pairs = [(models[rank], optimizers.get(rank)) for rank in range(world)]

@@ -97,7 +97,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         store.end()
 
 
-LONG = ("test_forward", "test_faults", "test_routes", "test_encoder_decoder", "test_cli", "test_experts", "test_wire",
+LONG = ("test_forward", "test_faults", "test_encoder_decoder", "test_cli", "test_experts", "test_wire",
         "test_stages_forward", "test_programs", "test_launch", "test_output", "test_readme", "test_help", "test_how_to",
         "test_resuming", "test_replacing", "test_own_plans", "test_hub", "test_fuzz", "test_quantized_forward",
         "test_tp_plan", "test_uneven_forward", "test_limits", "test_ranges", "test_combinations",
@@ -105,14 +105,15 @@ LONG = ("test_forward", "test_faults", "test_routes", "test_encoder_decoder", "t
 """Files with tests of many seconds: run first, so that at the end no process waits long for another's last test."""
 
 
-def _place(item: pytest.Item) -> tuple[bool, int]:
+def _place(item: pytest.Item) -> tuple[bool, bool, int]:
     is_of_ranks = "fork_server" in getattr(item, "fixturenames", ())
-    return not is_of_ranks, LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
+    place = LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
+    return item.path.stem != "test_routes", not is_of_ranks, place
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those of ranks first, then the long ones, then the others as they come.
+    """The routes first (10 s each), then those of ranks, then the long ones, then the others as they come.
 
     Each of pytest's processes gets a part of the list as it stands, so that most of them start no fork server.
     Each law is thorough as well: there it has all its examples.

@@ -177,5 +177,6 @@ def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[dict[str,
         for step in STEPS:
             if not as_json:
                 print_lines(f"$ reshard {' '.join(step)}")
-            group.main([*step, *(["--quiet"] if as_json else [])], standalone_mode=False)
+            with group.make_context("reshard", [*step, *(["--quiet"] if as_json else [])]) as context:
+                group.invoke(context)
         return compare(Path("model"), Path("merged"))

@@ -27,7 +27,15 @@ from reshard.cli.options import (
     rank,
     request_of,
 )
-from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path, resumable, work_is_done
+from reshard.cli.printing import (
+    UnprintableError,
+    fields_of,
+    print_json,
+    print_lines,
+    print_note,
+    print_path,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     from reshard.writing.rewrite import Summary, WriteRequest
@@ -47,17 +55,19 @@ def carry_out(
     """Write what the options request, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
     as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
     started, is_silent = time.monotonic(), quiet or as_json
-    with resumable(), Progress(command.__name__, how="none" if is_silent else progress) as display:
+    with progress_of(command.__name__, how="none" if is_silent else progress) as display:
         asked = request_of(request, options, **fields, quiet=is_silent, progress=lambda state: display(*state))
         summary = command(asked)
     seconds = time.monotonic() - started
-    with work_is_done():
+    try:
         if as_json:
             print_json(_document(summary, seconds))
         elif quiet:
             print_path(summary.out)
         else:
             print_lines(str(dataclasses.replace(summary, source=str(asked.source))))  # as it was given
+    except UnprintableError as error:  # on a full disk: no failure, the work is done
+        print_note(f"Warning: this has been done, but {error.message}")
 
 
 def _document(summary: Summary, seconds: float) -> dict[str, Any]:

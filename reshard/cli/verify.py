@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import click
 from formats.errors import CheckpointError, ReshardError
 from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import (
-    Progress,
     bars_are_wanted,
     print_answer,
     print_error,
@@ -26,6 +25,7 @@ from reshard.cli.printing import (
     print_lines,
     print_note,
     print_traceback,
+    progress_of,
     tracebacks_are_wanted,
     write_report,
 )
@@ -172,9 +172,9 @@ _TICK = 1.0  # seconds between two looks at the clock
 class _Display:
     """How far the proof is, on stderr."""
 
-    def bytes(self) -> Progress:
+    def bytes(self) -> AbstractContextManager[Callable[..., None]]:
         print_note("comparing bytes")
-        return Progress("comparing bytes", how="auto")
+        return progress_of("comparing bytes", how="auto")
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str], None]]:

@@ -41,7 +41,8 @@ def models_command(name: str | None, as_json: bool) -> None:
     rules': they have a model of another type, which has the same rules.
     """
     files = built_in_architectures()
-    names = [name] if name in files else [type_of for type_of in files if _has(name or "", type_of)]
+    part, words = (name or "").lower(), {type_of: f"{type_of} {file.stem}".lower() for type_of, file in files.items()}
+    names = [type_of for type_of in files if type_of == name] or [each for each in files if part in words[each]]
     if not names:
         draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
         raise PlanError(f"no model type has '{name}' in its name", with_hint(nearest(str(name), files), draft))
@@ -58,11 +59,6 @@ def models_command(name: str | None, as_json: bool) -> None:
         which = f" with '{name}' in their name or in that of their rules" if name else ""
         count = f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail."
         print_lines(*align(cells, right=(), width=None), "", count)
-
-
-def _has(part: str, name: str) -> bool:
-    """Whether a model type has this in its name or in the name of its rules."""
-    return any(part.lower() in word.lower() for word in (name, built_in_architectures()[name].stem))
 
 
 def _tested(name: str) -> dict[str, Any]:

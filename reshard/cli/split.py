@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import click
 
@@ -38,10 +37,7 @@ from reshard.cli.printing import (
 )
 
 if TYPE_CHECKING:
-    from reshard.writing.rewrite import Summary, WriteRequest
-
-
-_Request = TypeVar("_Request", bound="WriteRequest")
+    from reshard.writing.rewrite import Summary
 
 
 def without_numpys_threads() -> None:
@@ -49,10 +45,15 @@ def without_numpys_threads() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def carry_out(
-    command: Callable[[_Request], Summary], request: Callable[..., _Request], options: dict[str, Any], **fields: Any
-) -> None:
-    """Write what the options request, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
+def carry_out(options: dict[str, Any], **fields: Any) -> None:
+    """Have the function of the command's name write what the options request, show how far it is, and print what was
+    done.
+    """
+    without_numpys_threads()
+    from reshard.commands import split as commands
+
+    command = getattr(commands, str(click.get_current_context().info_name))
+    request = get_type_hints(command)["request"]
     as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
     started, is_silent = time.monotonic(), quiet or as_json
     with progress_of(command.__name__, how="none" if is_silent else progress) as display:
@@ -126,11 +127,9 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")
-    without_numpys_threads()
-    from reshard.commands.split import SplitRequest, split
     from reshard.system import share_of_launcher
 
-    carry_out(split, SplitRequest, options, ranks=share_of_launcher() if None in ranks else ranks or None)
+    carry_out(options, ranks=share_of_launcher() if None in ranks else ranks or None)
 
 
 @click.command(
@@ -161,11 +160,7 @@ def merge_command(into: str | None, **options: Any) -> None:
     """
     if into is not None:
         options |= {"source": into, "adapter": options["source"]}
-    without_numpys_threads()
-    from reshard.commands.split import merge
-    from reshard.writing.rewrite import WriteRequest
-
-    carry_out(merge, WriteRequest, options)
+    carry_out(options)
 
 
 @click.command(
@@ -192,10 +187,7 @@ def patch_command(**options: Any) -> None:
     'reshard split BASE OUT --patch DELTA' writes B in any form, without a copy in between; 'reshard verify BASE OUT
     --patch DELTA --exact-only' proves it.
     """
-    without_numpys_threads()
-    from reshard.commands.split import PatchRequest, patch
-
-    carry_out(patch, PatchRequest, options)
+    carry_out(options)
 
 
 @click.command(
@@ -225,8 +217,5 @@ def average_command(sources: tuple[str, ...], **options: Any) -> None:
     if len(sources) < 3:
         raise click.UsageError("give two checkpoints or more, and OUT")
     check_degrees(options)
-    without_numpys_threads()
-    from reshard.commands.split import AverageRequest, average
-
     first, *others, place = sources
-    carry_out(average, AverageRequest, options, source=first, others=others, out=NewFolder().convert(place, None, None))
+    carry_out(options, source=first, others=others, out=NewFolder().convert(place, None, None))

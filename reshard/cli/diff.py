@@ -62,7 +62,7 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
 
         write_report(report, diff_page(result))
     if as_json:
-        tensors = [fields_of(tensor) for tensor in result.tensors]
+        tensors = [fields_of(tensor, squares="") | {"rms": tensor.rms} for tensor in result.tensors]
         print_json({**fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")

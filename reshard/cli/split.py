@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import click
 
@@ -36,9 +36,6 @@ from reshard.cli.printing import (
     progress_of,
 )
 
-if TYPE_CHECKING:
-    from reshard.writing.rewrite import Summary
-
 
 def without_numpys_threads() -> None:
     """Have numpy start none for linear algebra: they are not used, and would spin beside the work."""
@@ -62,31 +59,22 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
     seconds = time.monotonic() - started
     try:
         if as_json:
-            print_json(_document(summary, seconds))
+            keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
+            spent, error = summary.spent._asdict() if summary.spent else {}, summary.error
+            document = {
+                **fields_of(summary, **keys, tried_again="requests_tried_again"),
+                "part": [summary.part.index, summary.part.count] if summary.part else None,
+                "seconds": round(seconds, 3),
+                "time": {key: round(value, 3) for key, value in spent.items()} or None,
+                "quantization_error": {"weight": error[0], "relative": error[1]} if error else None,
+            }
+            print_json(document)
         elif quiet:
             print_path(summary.out)
         else:
             print_lines(str(dataclasses.replace(summary, source=str(asked.source))))  # as it was given
     except UnprintableError as error:  # on a full disk: no failure, the work is done
         print_note(f"Warning: this has been done, but {error.message}")
-
-
-def _document(summary: Summary, seconds: float) -> dict[str, Any]:
-    keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
-    return {
-        **fields_of(summary, **keys, tried_again="requests_tried_again"),
-        "part": [summary.part.index, summary.part.count] if summary.part else None,
-        "seconds": round(seconds, 3),
-        "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
-        "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
-    }
-
-
-def _is_for_any_mesh(form: str) -> bool:
-    """Whether a format's files are loaded on any mesh, so that none need be given."""
-    from formats.notation.format_file import adapter_format_names, format_of
-
-    return form in {"huggingface", *adapter_format_names()} or format_of(form).container.chunks
 
 
 @click.command(
@@ -123,7 +111,10 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     says which ranks or part.
     """
     check_degrees(options)
-    if not has_degree(options) and not (options["format"] and _is_for_any_mesh(options["format"])):
+    from formats.notation.format_file import adapter_format_names, format_of
+
+    any_mesh, name = {"huggingface", *adapter_format_names()}, options["format"]
+    if not has_degree(options) and not (name in any_mesh or (name and format_of(name).container.chunks)):
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")

@@ -97,7 +97,6 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
         is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # by torchrun, say
         if not is_launched or (exact_only and os.environ["RANK"] == "0"):
             attempt(answer, request, SILENT if request.quiet else _Display())
-            _print_traceback(answer)
             return finish()
         if exact_only:
             return 0  # the first rank compares the bytes and speaks
@@ -124,7 +123,6 @@ def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[],
         return answer.error or failed
 
     def report(end: Any) -> int:
-        _print_traceback(answer)
         if isinstance(end, ReshardError):
             answer.error = end
         elif end is not None:
@@ -134,14 +132,11 @@ def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[],
     crew.run(work, report)
 
 
-def _print_traceback(answer: Answer) -> None:
-    if answer.error is not None and tracebacks_are_wanted():
-        print_traceback(answer.error)
-
-
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:
     """Write the page, print the answer, and return the exit code: 2 also for a page that could not be written."""
     if answer.error is not None:
+        if tracebacks_are_wanted():
+            print_traceback(answer.error)
         answer.error = with_option_names(answer.error, verify_command)
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code

@@ -93,14 +93,12 @@ def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
 
 def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[str, list[Kind]]]:
     """One layer of each kind of a stack."""
-    alike: dict[tuple[Kind, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], tuple[list[Kind], list[int]]] = {}
     for layer in sorted({layer for kind in laid for layer in kind.layers}):
-        alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
-    shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
-    for kinds, layers in alike.items():
+        kinds = [kind for kind in laid if layer in kind.layers]
         key = tuple((kind.template, plan.laid[kind].rule, kind.shape, kind.dtype) for kind in kinds)
-        shapes.setdefault(key, (kinds, []))[1].extend(layers)
-    for kinds, layers in shapes.values():
+        alike.setdefault(key, (kinds, []))[1].append(layer)
+    for kinds, layers in alike.values():
         stages = sorted({min(kind.stages) for kind in kinds if kind.stages})
         where = f", as on stage {stages[0]}" if stages else ""
         yield f"{_layers(stack, layers)}{where}", _one_of_each(plan, kinds)

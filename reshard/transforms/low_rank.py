@@ -60,20 +60,13 @@ LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
 T = TypeVar("T", bound=np.generic)
 
 
-class Pair(NamedTuple):
-    """A and B of a parameter, whose names begin with ``place``."""
-
-    place: str
-    target: Adapted
-    a: BoundTensor
-    b: BoundTensor
-
-
+Pairs = list[tuple[str, Adapted, BoundTensor, BoundTensor]]
+"""A and B of parameters, behind what their names begin with and the parameter."""
 Others = list[tuple[BoundTensor, Adapted | None, str]]
 """Tensors of an adapter, each with its parameter and the end of its name, if it has one."""
 
 
-def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[list[Pair], Others]:
+def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[Pairs, Others]:
     """Each A with its B, and the other tensors of an adapter to a model. Raises MismatchError for one alone."""
     lines = {line: (target, end) for line, target, end, _ in belongings(base, adapter.config, lora)}
     rest = Others()
@@ -87,7 +80,7 @@ def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[list[P
     for (place, _), pair in factors.items():
         if len(pair) == 1:
             raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
-    return [Pair(place, target, pair["a"], pair["b"]) for (place, target), pair in factors.items()], rest
+    return [(place, target, pair["a"], pair["b"]) for (place, target), pair in factors.items()], rest
 
 
 class Product(NamedTuple):

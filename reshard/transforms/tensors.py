@@ -246,14 +246,14 @@ def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -
         buffer, count = np.empty(end - begin, np.uint8), 0
         for number, job in enumerate(jobs):
             base, steps = job.target(0).offset, _steps_of(job.transfer)
-            for step in steps[bisect_right(steps, begin - base, key=lambda entry: entry.end) :]:
-                if step.begin + base >= end:
+            for low, high, slab in steps[bisect_right(steps, begin - base, key=lambda step: step[1]) :]:
+                if low + base >= end:
                     break
-                if step.slab.is_flat and not step.slab.checks:
-                    count += _stream(job, step.slab, fill_from, buffer, begin - base)
+                if slab.is_flat and not slab.checks:
+                    count += _stream(job, slab, fill_from, buffer, begin - base)
                 else:
-                    block = _BLOCKS.get((read, number, step.end), partial(_block, job, step.slab, fill_from))
-                    count += _take(step.slab, block, buffer, begin - base)
+                    block = _BLOCKS.get((read, number, high), partial(_block, job, slab, fill_from))
+                    count += _take(slab, block, buffer, begin - base)
         if count != buffer.size:  # what no part has must not pass
             raise RuntimeError(f"{count} of {buffer.size} bytes of tensor '{name}' were put together")
         return buffer.data
@@ -265,23 +265,15 @@ _BLOCKS = ArrayCache(8 << 20)
 """What was put together last: the next range may begin within it."""
 
 
-class _Step(NamedTuple):
-    """A slab that writes between these bytes of a tensor, from a part's first byte on."""
-
-    begin: int
-    end: int
-    slab: Slab
-
-
 @lru_cache(maxsize=64)
-def _steps_of(way: Route) -> Sequence[_Step]:
-    """The steps of a way in the order of the tensor."""
+def _steps_of(way: Route) -> Sequence[tuple[int, int, Slab]]:
+    """The steps of a way in the order of the tensor, and between which bytes each writes, from a part's first on."""
     steps = []
     for slab in way(_STEP):
         at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
         if at:
-            steps.append(_Step(min(at), max(at) + 1, slab))
-    return sorted(steps, key=lambda step: step.end)
+            steps.append((min(at), max(at) + 1, slab))
+    return sorted(steps, key=lambda step: step[1])
 
 
 def _block(job: Job, slab: Slab, read: Filling) -> NDArray[np.uint8]:

@@ -192,7 +192,8 @@ def differences(
     of_a, of_b = ({tensor.name: tensor for tensor in side.model.tensors} for side in (a, b))
     for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
-    alike = {name: diff for name, tensor in of_a.items() if (diff := _known(tensor, of_b.get(name))).kind == SAME}
+    known = {name: _known(tensor, of_b.get(name)) for name, tensor in of_a.items()}
+    alike = [name for name, tensor in known.items() if tensor.kind == SAME]
     sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
     total, moved = sum(sizes.values()), 0
     opened, elsewhere = Opened(), a.is_remote or b.is_remote
@@ -200,7 +201,7 @@ def differences(
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
-            dtype, tensor = of_a[name].dtype, alike[name]
+            dtype, tensor = of_a[name].dtype, known[name]
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
                 whole = pair.left.size // 8 * 8  # words first: that is faster
@@ -213,22 +214,21 @@ def differences(
                     wrong = left_codes != right_codes
                     tensor = tensor.plus(left_codes[wrong], right_codes[wrong])
                 report(pair.left.size)
-            alike[name] = tensor
+            known[name] = tensor
 
     def compared(nbytes: int) -> None:
         nonlocal moved
         moved += nbytes
         progress(moved, total)
 
-    names = Shared([*alike])
+    names = Shared(alike)
     work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
-    tensors = [alike.get(name) or _known(tensor, of_b.get(name)) for name, tensor in of_a.items()]
-    tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
+    there = [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()
     config_a, config_b = ({key: json.dumps(value) for key, value in side.model.config.items()} for side in (a, b))
     config = tuple(sorted({key for key, _ in config_a.items() ^ config_b.items()}))
-    return Diff(a.display_name, b.display_name, tuple(tensors), total, config)
+    return Diff(a.display_name, b.display_name, (*known.values(), *there), total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:

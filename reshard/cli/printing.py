@@ -249,7 +249,7 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 
 
 def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
-    if "_RESHARD_COMPLETE" in os.environ:  # a shell asks what a word may become
+    if os.environ.get("_RESHARD_COMPLETE"):  # a shell asks what a word may become
         group.main(prog_name="reshard")
     try:
         # not by main: click would drop the words of a KeyboardInterrupt, and exit by itself for a closed pipe

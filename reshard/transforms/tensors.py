@@ -128,36 +128,33 @@ class ArrayCache:
     """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit, self.nbytes = limit, 0
         self._lock = threading.Lock()
-        self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
-        self._making = dict[object, Future[NDArray[Any]]]()
-        self.nbytes = 0
+        self._arrays: OrderedDict[object, Future[NDArray[Any]]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """The array of this key, made unless it is kept: who asks first makes it, the others wait."""
-        future = Future[NDArray[Any]]()
+        own = Future[NDArray[Any]]()
         with self._lock:
-            if key in self._arrays:
-                self._arrays.move_to_end(key)
-                return self._arrays[key]
-            making = self._making.setdefault(key, future)
-        if making is not future:
-            return making.result()
+            future = self._arrays.setdefault(key, own)
+            self._arrays.move_to_end(key)
+        if future is not own:
+            return future.result()
         try:
             array = make()
         except BaseException as error:
             with self._lock:
-                del self._making[key]
-            future.set_exception(error)
+                del self._arrays[key]
+            own.set_exception(error)
             raise
+        own.set_result(array)
         with self._lock:
-            del self._making[key]
-            self._arrays[key] = array
             self.nbytes += array.nbytes
-            while len(self._arrays) > 1 and self.nbytes > self.limit:
-                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
-        future.set_result(array)
+            while self.nbytes > self.limit and (oldest := next(iter(self._arrays))) != key:
+                if self._arrays[oldest].done():
+                    self.nbytes -= self._arrays.pop(oldest).result().nbytes
+                else:  # another thread is making it
+                    self._arrays.move_to_end(oldest)
         return array
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.source.source import Source
 
 
-Row = tuple[str, str | None, str, str | None]
+Row = tuple[str, str, str, str]
 """A format's name, what loads it, the names of its files, and the command."""
 
 
@@ -46,8 +46,8 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
     def row(entry: Format) -> Row:
         return entry.name, entry.loading.program, entry.files.name, entry.loading.command
 
-    own, *loaded = row(HUGGING_FACE)
-    rows = [(own, loaded[0], f"{loaded[1]}, or model-00001-of-0000N.safetensors", loaded[2])]
+    name, program, file, load = row(HUGGING_FACE)
+    rows = [(name, program, f"{file}, or model-00001-of-0000N.safetensors", load)]
     rows += [row(entry) for name, entry in all_formats().items() if name in names_to_write()]
     rows += [(of.name, of.loaded_by, ADAPTER, of.load) for of in map(adapter_format, adapter_format_names())]
     if format is not None:
@@ -98,7 +98,7 @@ def _why_not(source: Source, name: str) -> str | None:
 def _print_formats(rows: Sequence[Row], as_json: bool) -> None:
     keys = ("name", "loaded_by", "files", "load")
     # with names in the place of what a split decides
-    loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command or "") for *_, command in rows]
+    loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command) for *_, command in rows]
     if len(rows) == 1:
         ((name, program, files, _),) = rows
         lines = [name, *pair_lines(("loaded by", program), ("files", files), ("load it", loads[0]))]

@@ -74,7 +74,10 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
             raise PlanError(f"{rank} is set, but {sizes[-1]} is not", f"set {sizes[-1]} to the number of processes")
         try:
             share = Share(int(environment[rank]), int(environment[size]))
-            share = _in_array(share, environment) if rank == _SLURM else share
+            if rank == _SLURM and f"{_ARRAY}_ID" in environment:  # one of the jobs of an array
+                first, step = int(environment.get(f"{_ARRAY}_MIN", 0)), int(environment.get(f"{_ARRAY}_STEP", 1))
+                number = (int(environment[f"{_ARRAY}_ID"]) - first) // step
+                share = Share(number * share.count + share.index, int(environment[f"{_ARRAY}_COUNT"]) * share.count)
         except (ValueError, KeyError, ZeroDivisionError):
             share = Share(-1, 0)
         if not 0 <= share.index < share.count:
@@ -84,15 +87,6 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
         return share
     names = ", ".join(rank for _, rank, _ in _LAUNCHERS)
     raise PlanError(f"'auto' needs a launcher's variable, and none is set: {names}", "start it with srun or torchrun")
-
-
-def _in_array(share: Share, environment: Mapping[str, str]) -> Share:
-    """A process of a Slurm job among those of all jobs of its array, if it is in one. Raises ValueError."""
-    if f"{_ARRAY}_ID" not in environment:
-        return share
-    first, step = int(environment.get(f"{_ARRAY}_MIN", "0")), int(environment.get(f"{_ARRAY}_STEP", "1"))
-    number = (int(environment[f"{_ARRAY}_ID"]) - first) // step
-    return Share(number * share.count + share.index, int(environment[f"{_ARRAY}_COUNT"]) * share.count)
 
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

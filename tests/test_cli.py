@@ -352,7 +352,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_is_one_line(model: Path, tmp_path: Path) -> None:
     code = (
-        "import reshard.commands.split as command; command.split = lambda request: 1 / 0; "
+        "import reshard.commands.split as command; command.start = lambda request: 1 / 0; "
         "from reshard.cli.commands import main; main()"
     )
     command = [sys.executable, "-c", code, "split", str(model), str(tmp_path / "out"), "--tp", "2"]

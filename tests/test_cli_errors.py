@@ -11,7 +11,7 @@ import pytest
 
 from formats.errors import MismatchError, PlanError
 from reshard.cli.commands import COMMANDS, cli
-from reshard.cli.printing import CLOSED_PIPE, FAILED, INTERRUPTED, NO, StoppedError, run_to_exit_code
+from reshard.cli.printing import CLOSED_PIPE, FAILED, INTERRUPTED, NO, run_to_exit_code
 
 FAILING = [
     ("split", "./none", "out", "--tp", "2"),
@@ -51,8 +51,7 @@ def test_a_wrong_option_leads_to_the_help_of_the_command(name: str, capsys) -> N
         (MismatchError("they differ"), NO, "Error: they differ"),
         (PlanError("no", "do this"), FAILED, "Hint: do this"),
         (KeyboardInterrupt(), INTERRUPTED, "reshard: interrupted"),
-        (StoppedError("1 of 2 files is kept"), INTERRUPTED, "reshard: interrupted: 1 of 2 files is kept"),
-        (StoppedError(), INTERRUPTED, "reshard: interrupted"),
+        (KeyboardInterrupt("1 of 2 files is kept"), INTERRUPTED, "reshard: interrupted: 1 of 2 files is kept"),
         (OSError(28, "No space left on device", "there"), FAILED, "Error: there: No space left on device"),
         (MemoryError(), FAILED, "Error: there is not enough memory"),
         (BrokenPipeError(), CLOSED_PIPE, None),
@@ -63,7 +62,7 @@ def test_what_a_command_raises_decides_how_it_ends(raised, code, last, capfd, mo
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("reshard.cli.models._all", fail)
+    monkeypatch.setattr("reshard.cli.models.built_in_architectures", fail)
     monkeypatch.setattr(
         "reshard.cli.printing._closed_pipe", lambda: CLOSED_PIPE
     )  # it would close the tests' own stdout

@@ -154,7 +154,18 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
         raise CheckpointError(f"{folder} exists and is not an empty folder", hint)
     temporary = tempfile.TemporaryDirectory(prefix="reshard-demo-") if folder is None else None
     with temporary or contextlib.nullcontext(folder) as place:
-        compared = _run_in(Path(str(place)), context.find_root().command, as_json)
+        home, group = Path(str(place)), context.find_root().command
+        if not as_json:
+            print_lines(f"A Llama with random weights, 4 KV heads and a vocabulary of 1003, in {home / 'model'}", "")
+        home.mkdir(parents=True, exist_ok=True)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), contextlib.chdir(home):
+            write_model(Path("model"))
+            for step in STEPS:
+                if not as_json:
+                    print_lines(f"$ reshard {' '.join(step)}")
+                with group.make_context("reshard", [*step, *(["--quiet"] if as_json else [])]) as of_step:
+                    group.invoke(of_step)
+            compared = compare(Path("model"), Path("merged"))
     is_same = all(file["identical"] for file in compared)
     cells = [("sha256 of", "model", "merged", "")]
     for file in compared:
@@ -165,17 +176,3 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
     lines = ["", *align(cells, right=(), width=None), "", count, *([gone] if folder is None and is_same else [])]
     print_answer(as_json, {"folder": folder, "identical": is_same, "files": compared}, *lines)
     return is_same
-
-
-def _run_in(folder: Path, group: click.Command, as_json: bool) -> list[dict[str, Any]]:
-    """Make a model in ``folder``, run the steps there, and compare all files."""
-    if not as_json:
-        print_lines(f"A Llama with random weights, 4 KV heads and a vocabulary of 1003, in {folder / 'model'}", "")
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), contextlib.chdir(folder):
-        write_model(Path("model"))
-        for step in STEPS:
-            if not as_json:
-                print_lines(f"$ reshard {' '.join(step)}")
-            group.main([*step, *(["--quiet"] if as_json else [])], standalone_mode=False)
-        return compare(Path("model"), Path("merged"))

@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
-from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_note, terminal_width, write_report
+from reshard.cli.printing import (
+    fields_of,
+    print_json,
+    print_lines,
+    print_note,
+    progress_of,
+    terminal_width,
+    write_report,
+)
 from reshard.cli.split import without_numpys_threads
 from reshard.text import human_bytes
 
@@ -47,14 +55,14 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     without_numpys_threads()
     from reshard.commands.diff import DiffRequest, diff
 
-    with Progress("diff", how="none" if quiet or as_json else progress) as display:
+    with progress_of("diff", how="none" if quiet or as_json else progress) as display:
         result = diff(request_of(DiffRequest, options, quiet=quiet or as_json, progress=display))
     if report is not None:
         from reshard.pages.diff_page import diff_page
 
         write_report(report, diff_page(result))
     if as_json:
-        tensors = [fields_of(tensor) for tensor in result.tensors]
+        tensors = [fields_of(tensor, squares="") | {"rms": tensor.rms} for tensor in result.tensors]
         print_json({**fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
     elif quiet:
         print_lines("same" if result.same else "different")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from formats.errors import ReshardError
-from formats.notation.format_file import HUGGING_FACE
+from formats.notation.format_file import HUGGING_FACE, adapter_format, adapter_format_names
 from reshard.cli.options import ACCESS, PLACE, Command, changed, given_options, request_of
 from reshard.cli.printing import pair_lines, print_answer, terminal_width
 from reshard.text import align
@@ -19,6 +18,10 @@ from reshard.text import align
 if TYPE_CHECKING:
     from formats.notation.format import Format
     from reshard.source.source import Source
+
+
+Row = tuple[str, str, str, str]
+"""A format's name, what loads it, the names of its files, and the command."""
 
 
 @click.command(
@@ -37,71 +40,65 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
 
     With SOURCE: which of them it can be written in, and which tensor is in the way of the others.
     """
+    from formats.files.checkpoint import ADAPTER
     from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
-    programs = [entry for name, entry in all_formats().items() if name in names_to_write()]
-    names = f"{HUGGING_FACE.files.name}, or model-00001-of-0000N.safetensors"
-    chosen = [replace(HUGGING_FACE, files=replace(HUGGING_FACE.files, name=names)), *programs, *_of_adapters()]
+    def row(entry: Format) -> Row:
+        return entry.name, entry.loading.program, entry.files.name, entry.loading.command
+
+    name, program, file, load = row(HUGGING_FACE)
+    rows = [(name, program, f"{file}, or model-00001-of-0000N.safetensors", load)]
+    rows += [row(entry) for name, entry in all_formats().items() if name in names_to_write()]
+    rows += [(of.name, of.loaded_by, ADAPTER, of.load) for of in map(adapter_format, adapter_format_names())]
     if format is not None:
-        chosen = [entry for entry in chosen if entry.name == format] or [format_of(format)]
+        rows = [entry for entry in rows if entry[0] == format] or [row(format_of(format))]
     if source is not None and source in format_names() and not Path(source).exists():
         raise click.UsageError(f"'{source}' is a format, not a SOURCE: give 'reshard formats --as {source}'")
     if source is None:
         if further := given_options() - {"--as", "--json", "--debug"}:
             raise click.UsageError(f"{min(further)} goes with a SOURCE")
-        _print_formats(chosen, as_json)
+        _print_formats(rows, as_json)
         return
     from reshard.source.opening import Access
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
     opened = open_any(source, request_of(Access, options, quiet=as_json), Weights.HEADERS)
-    reasons = {entry.name: _why_not(opened, entry) for entry in chosen}
+    reasons = {name: _why_not(opened, name) for name, *_ in rows}
     answers = {name: {"possible": why is None, "reason": why} for name, why in reasons.items()}
-    rows = [("--as", "possible", ""), *((name, "no" if why else "yes", why or "") for name, why in reasons.items())]
-    print_answer(as_json, {"source": source, "formats": answers}, *align(rows, right=(), width=None))
+    cells = [("--as", "possible", ""), *((name, "no" if why else "yes", why or "") for name, why in reasons.items())]
+    print_answer(as_json, {"source": source, "formats": answers}, *align(cells, right=(), width=None))
 
 
-def _of_adapters() -> Iterator[Format]:
-    """The formats of adapters, beside those of models."""
-    from formats.files.checkpoint import ADAPTER
-    from formats.notation.format import Files, Format, Loading, Rules
-    from formats.notation.format_file import adapter_format, adapter_format_names
-
-    for layout in map(adapter_format, adapter_format_names()):
-        yield Format(layout.name, Loading(layout.loaded_by, layout.load), Files(ADAPTER), Rules())
-
-
-def _why_not(source: Source, format: Format) -> str | None:
+def _why_not(source: Source, name: str) -> str | None:
     """Why a source cannot be written in a format; None if it can."""
     from formats.mesh import Mesh
     from formats.notation.architecture import SETTINGS
-    from formats.notation.format_file import adapter_format, adapter_format_names
+    from formats.notation.format_file import format_of
     from reshard.placement.portions import uses_of
     from reshard.placement.program_plan import check_demands
     from reshard.transforms.convert import convert
 
-    if format.name == HUGGING_FACE.name:
+    if name == HUGGING_FACE.name:
         return None if source.is_split else "it is one full checkpoint already"
-    is_of_adapters = format.name in adapter_format_names()
+    is_of_adapters = name in adapter_format_names()
     if is_of_adapters and SETTINGS not in source.model.config:
         return "it is for adapters"
     try:
         if is_of_adapters:
-            convert(source, adapter_format(format.name))
+            convert(source, adapter_format(name))
         else:
-            check_demands(source.model, format, Mesh())
-            uses_of(source.model, format)
+            check_demands(source.model, format_of(name), Mesh())
+            uses_of(source.model, format_of(name))
     except ReshardError as error:
         return error.message
     return None
 
 
-def _print_formats(chosen: Sequence[Format], as_json: bool) -> None:
-    rows = [(entry.name, entry.loading.program, entry.files.name, entry.loading.command) for entry in chosen]
+def _print_formats(rows: Sequence[Row], as_json: bool) -> None:
     keys = ("name", "loaded_by", "files", "load")
     # with names in the place of what a split decides
-    loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command or "") for *_, command in rows]
+    loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command) for *_, command in rows]
     if len(rows) == 1:
         ((name, program, files, _),) = rows
         lines = [name, *pair_lines(("loaded by", program), ("files", files), ("load it", loads[0]))]

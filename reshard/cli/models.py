@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,27 +14,12 @@ from reshard.cli.options import Command, Value, model_types
 from reshard.cli.printing import pair_lines, print_json, print_lines
 from reshard.text import align, plural
 
-if TYPE_CHECKING:
-    from verify.coverage import Tested
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """A model type, the file of its rules, and what the tests do with it (None: only with types of the same rules)."""
-
-    model_type: str
-    file: Path
-    tested: Tested | None
-
-    @property
-    def rules(self) -> str:
-        return self.file.stem
-
-    @property
-    def verified(self) -> str:
-        if self.tested is None:
-            return "same rules"
-        return "bytes, forward" if self.tested.forward else "bytes"
+_VERIFIED = {
+    None: ("same rules", "not by itself: the tests have other types with the same rules"),
+    "bytes": ("bytes", "bytes, not forward; the tests have a small model of it, for --tp {}"),
+    "forward": ("bytes, forward", "bytes and forward; the tests have a small model of it, for --tp {}"),
+}
+"""What the tests verify of a type, in a list of types and of one alone."""
 
 
 @click.command(
@@ -58,84 +40,62 @@ def models_command(name: str | None, as_json: bool) -> None:
     'verified' says what the tests verify on a small model of that type: the bytes, or the forward pass too. 'same
     rules': they have a model of another type, which has the same rules.
     """
-    everything = _all()
-    chosen = everything if name is None else _matching(name, everything)
+    files = built_in_architectures()
+    part, words = (name or "").lower(), {type_of: f"{type_of} {file.stem}".lower() for type_of, file in files.items()}
+    names = [type_of for type_of in files if type_of == name] or [each for each in files if part in words[each]]
+    if not names:
+        draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
+        raise PlanError(f"no model type has '{name}' in its name", with_hint(nearest(str(name), files), draft))
+    chosen = [_tested(type_of) for type_of in sorted(names, key=str.lower)]
     if as_json:
-        print_json({"models": [_document(listed) for listed in chosen]})
+        print_json({"models": [found | _ruled(found["model_type"]) for found in chosen]})
     elif len(chosen) == 1:
-        _print_one(chosen[0], everything)
+        _print_one(**chosen[0])
     else:
         cells = [("model type", "rules", "verified", "--tp tried")]
-        for listed in chosen:
-            tried = ", ".join(map(str, listed.tested.degrees)) if listed.tested else ""
-            cells.append((listed.model_type, listed.rules, listed.verified, tried))
+        for found in chosen:
+            tried, (verified, _) = ", ".join(map(str, found["tp_tried"])), _VERIFIED[found["verified"]]
+            cells.append((found["model_type"], found["rules"], verified, tried))
         which = f" with '{name}' in their name or in that of their rules" if name else ""
         count = f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail."
         print_lines(*align(cells, right=(), width=None), "", count)
 
 
-def _all() -> list[_Listed]:
+def _tested(name: str) -> dict[str, Any]:
+    """A model type, the name of its rules, and what the tests verify of it (None: only types of the same rules)."""
     from verify.coverage import coverage
 
-    files, tested = built_in_architectures(), coverage()
-    return [_Listed(name, files[name], tested.get(name)) for name in sorted(files, key=str.lower)]
-
-
-def _matching(name: str, everything: Sequence[_Listed]) -> list[_Listed]:
-    """The type of that name, else those with the name in their own or in that of their rules.
-
-    Raises PlanError with the nearest names if there is none.
-    """
-    exact = [listed for listed in everything if listed.model_type == name]
-    if exact:
-        return exact
-    part = name.lower()
-    matches = [listed for listed in everything if part in listed.model_type.lower() or part in listed.rules.lower()]
-    if not matches:
-        near = nearest(name, [listed.model_type for listed in everything])
-        draft = "'reshard plan SOURCE --draft FILE' writes a draft of rules for a new one"
-        raise PlanError(f"no model type has '{name}' in its name", with_hint(near, draft))
-    return matches
-
-
-def _print_one(listed: _Listed, everything: Sequence[_Listed]) -> None:
-    architecture = _load(listed.file)
-    others = [other for other in everything if other != listed]
-    alike = [other.model_type for other in others if other.file == listed.file]
-    similar = [
-        other.model_type for other in others if listed.model_type in other.model_type and other.file != listed.file
-    ]
-    verified = "not by itself: the tests have other types with the same rules"
-    if listed.tested is not None:
-        how, degrees = "bytes and forward" if listed.tested.forward else "bytes, not forward", listed.tested.degrees
-        verified = f"{how}; the tests have a small model of it, for --tp {', '.join(map(str, degrees))}"
-
-    def families(dim: str) -> str:  # each takes the whole degree
-        axes = [" x ".join(family) for family in architecture.families.get(dim, ())]
-        return f"splits {', '.join(axes)}" if axes else ""
-
-    pairs = [
-        ("rules", f"{listed.rules} (formats/architectures/{listed.file.name})"),
-        ("same rules", ", ".join(alike) or "no other type"),
-        ("--tp", families("tp") or "not possible"),
-        ("--ep", families("ep") or "not possible: the rules name no experts"),
-        ("padded", ", ".join(architecture.pad) or "nothing"),
-        ("verified", verified),
-        *([("see also", ", ".join(similar))] if similar else []),
-    ]
-    print_lines(listed.model_type, *pair_lines(*pairs))
+    tested = coverage().get(name)
+    verified = None if tested is None else "forward" if tested.forward else "bytes"
+    degrees = [*tested.degrees] if tested else []
+    return {"model_type": name, "rules": built_in_architectures()[name].stem, "verified": verified, "tp_tried": degrees}
 
 
 _load = lru_cache(load_architecture)
 
 
-def _document(listed: _Listed) -> dict[str, Any]:
-    architecture = _load(listed.file)
-    return {
-        "model_type": listed.model_type,
-        "rules": listed.rules,
-        "families": {dim: [list(family) for family in families] for dim, families in architecture.families.items()},
-        "padded": list(architecture.pad),
-        "verified": None if listed.tested is None else "forward" if listed.tested.forward else "bytes",
-        "tp_tried": list(listed.tested.degrees) if listed.tested else [],
-    }
+def _ruled(name: str) -> dict[str, Any]:
+    """What the rules of a model type say: the families of axes that are split, and the axes that are padded."""
+    architecture = _load(built_in_architectures()[name])
+    families = {dim: [[*family] for family in families] for dim, families in architecture.families.items()}
+    return {"families": families, "padded": [*architecture.pad]}
+
+
+def _print_one(model_type: str, rules: str, verified: str | None, tp_tried: list[int]) -> None:
+    files, ruled = built_in_architectures(), _ruled(model_type)
+    others = [other for other in sorted(files, key=str.lower) if other != model_type]
+    alike = [other for other in others if files[other].stem == rules]
+    similar = [other for other in others if model_type in other and other not in alike]
+    # each family takes the whole degree
+    families = {dim: ", ".join(map(" x ".join, families)) for dim, families in ruled["families"].items() if families}
+    splits = {dim: f"splits {axes}" for dim, axes in families.items()}
+    pairs = [
+        ("rules", f"{rules} (formats/architectures/{files[model_type].name})"),
+        ("same rules", ", ".join(alike) or "no other type"),
+        ("--tp", splits.get("tp", "not possible")),
+        ("--ep", splits.get("ep", "not possible: the rules name no experts")),
+        ("padded", ", ".join(ruled["padded"]) or "nothing"),
+        ("verified", _VERIFIED[verified][1].format(", ".join(map(str, tp_tried)))),
+        *([("see also", ", ".join(similar))] if similar else []),
+    ]
+    print_lines(model_type, *pair_lines(*pairs))

@@ -149,13 +149,8 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 NUMBERS = Value("numbers", numbers)
-
-
-def _programs() -> Iterable[str]:
-    return [f"{name}:" for name in ("fsdp2", "torchtitan", "megatron", "vllm", "sglang", "transformers")]
-
-
-RANKS = Value("ranks", str, _programs)
+_PROGRAMS = ("fsdp2", "torchtitan", "megatron", "vllm", "sglang", "transformers")
+RANKS = Value("ranks", known=lambda: [f"{name}:" for name in _PROGRAMS])
 """A program and its degrees, such as ``fsdp2:8`` (``reshard.live.meshes.target_of`` reads it)."""
 
 

@@ -16,9 +16,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import click
@@ -82,15 +81,6 @@ def _print(content: str | bytes) -> None:
     except OSError as error:
         _drop(sys.stdout)
         raise UnprintableError(error) from None
-
-
-@contextlib.contextmanager
-def work_is_done() -> Iterator[None]:
-    """In this block the work is done: that its summary cannot be printed (a full disk) is said, and is no failure."""
-    try:
-        yield
-    except UnprintableError as error:
-        print_note(f"Warning: this has been done, but {error.message}")
 
 
 def fields_of(result: Any, **keys: str) -> dict[str, Any]:
@@ -181,68 +171,50 @@ INTERVAL = 60.0
 """Seconds between two plain lines."""
 
 
-class Progress:
-    """A context manager that any thread calls with how far it is.
+@contextlib.contextmanager
+def progress_of(title: str, *, how: str) -> Iterator[Callable[..., None]]:
+    """What any thread calls with the bytes that are done, the total, and the number of requests made a second time.
 
     ``how`` is ``bar``, ``log`` (plain lines), ``none``, or ``auto``: a bar where stderr is a terminal, else lines.
     """
+    lock, bar, began, last = threading.Lock(), None, None, 0.0
+    has_bar = how == "bar" or (how == "auto" and bars_are_wanted())
 
-    def __init__(self, title: str, *, how: str) -> None:
-        self._title, self._quiet = title, how == "none"
-        self._has_bar = how == "bar" or (how == "auto" and bars_are_wanted())
-        self._lock = threading.Lock()
-        self._bar: Any = None
-        self._began: tuple[float, int] | None = None
-        self._last = 0.0
+    def draw(moved: int, total: int, again: int) -> None:
+        nonlocal bar
+        if bar is None:
+            from tqdm import tqdm
 
-    def __enter__(self) -> Progress:
-        return self
+            tqdm.monitor_interval = 0  # it would start a thread, for nothing
+            form: Any = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False}
+            bar = tqdm(desc=title, total=total, initial=moved, file=sys.stderr, **form)
+        if again:
+            bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
+        bar.total = total
+        bar.update(max(0, moved - bar.n))
 
-    def __call__(self, moved: int, total: int, again: int = 0) -> None:
-        """Show that ``moved`` of ``total`` bytes are done, and that ``again`` requests were made a second time."""
-        if self._quiet:
-            return
-        with self._lock:
+    def show(moved: int, total: int, again: int = 0) -> None:
+        nonlocal began, last
+        with lock:
             now = time.monotonic()
-            if self._began is None:
-                self._began, self._last = (now, moved), now
-            if self._has_bar:
+            if began is None:
+                began, last = (now, moved), now
+            if has_bar:
                 with contextlib.suppress(OSError):  # a terminal that has gone ends no work
-                    self._draw(moved, total, again)
-            elif now - self._last >= INTERVAL:
-                self._last = now
-                started, first = self._began
-                rate = (moved - first) / max(now - started, 1e-9)
-                text = f"{self._title}: {human_bytes(moved)} of {human_bytes(total)} "
+                    draw(moved, total, again)
+            elif now - last >= INTERVAL:
+                last = now
+                rate = (moved - began[1]) / max(now - began[0], 1e-9)
+                text = f"{title}: {human_bytes(moved)} of {human_bytes(total)} "
                 text += f"({moved / total if total else 1.0:.0%}), {human_bytes(rate)}/s"
                 text += f", {human_seconds((total - moved) / rate)} left" if rate > 0 else ""
                 print_note(text + (f"; {plural(again, 'request')} tried again" if again else ""))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.close()
-
-    def _draw(self, moved: int, total: int, again: int) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # it would start a thread, for nothing
-            self._bar = tqdm(
-                desc=self._title,
-                total=total,
-                initial=moved,
-                unit="B",
-                unit_scale=True,
-                dynamic_ncols=True,
-                file=sys.stderr,
-            )
-        if again:
-            self._bar.set_postfix_str(f"tried again: {again:,}", refresh=False)
-        self._bar.total = total
-        self._bar.update(max(0, moved - self._bar.n))
+    try:
+        yield (lambda *_: None) if how == "none" else show
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 # ------------------------------------------------------------------------------------------------- how a command ends
@@ -257,19 +229,6 @@ def show_tracebacks(context: click.Context, _: click.Parameter, value: bool) -> 
 def tracebacks_are_wanted() -> bool:
     """Whether the command that is running was given ``--debug``."""
     return bool(click.get_current_context().ensure_object(dict).get("tracebacks"))
-
-
-class StoppedError(Exception):
-    """Ctrl-C in a command that says what is kept of its work; click would drop the text of KeyboardInterrupt."""
-
-
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
-    """In this block, Ctrl-C ends the command with the text of the KeyboardInterrupt."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        raise StoppedError(*stop.args) from None
 
 
 def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
@@ -290,11 +249,17 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 
 
 def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
+    if os.environ.get("_RESHARD_COMPLETE"):  # a shell asks what a word may become
+        group.main(prog_name="reshard")
     try:
-        code = group.main(list(arguments), prog_name="reshard", standalone_mode=False, obj=run)
+        # not by main: click would drop the words of a KeyboardInterrupt, and exit by itself for a closed pipe
+        with group.make_context("reshard", [*arguments], obj=run) as context:
+            code = group.invoke(context)
         if isinstance(code, bool):
             return DONE if code else NO
         return code if isinstance(code, int) else DONE
+    except click.exceptions.Exit as end:  # of --help and --version
+        return end.exit_code
     except click.NoSuchOption as error:
         return _no_such_option(error, group, arguments)
     except click.UsageError as error:
@@ -304,17 +269,11 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> 
     except ReshardError as error:
         code = NO if isinstance(error, MismatchError) else FAILED
         return _fail(error.message, error.hint, code=code, traceback="tracebacks" in run)
-    except (StoppedError, KeyboardInterrupt, click.Abort) as stop:
-        has_words = isinstance(stop, StoppedError) and stop.args
-        print_note(f"reshard: interrupted: {stop}" if has_words else "reshard: interrupted")
+    except KeyboardInterrupt as stop:  # it says what is kept
+        print_note(f"reshard: interrupted: {stop}" if stop.args else "reshard: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return _closed_pipe()
-    except SystemExit as stop:
-        # Outside of shell completion click exits by itself for a closed pipe alone, with a code that means "no".
-        if stop.code and "_RESHARD_COMPLETE" not in os.environ:
-            return _closed_pipe()
-        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", traceback="tracebacks" in run)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, get_type_hints
 
 import click
 
@@ -27,13 +26,15 @@ from reshard.cli.options import (
     rank,
     request_of,
 )
-from reshard.cli.printing import Progress, fields_of, print_json, print_lines, print_path, resumable, work_is_done
-
-if TYPE_CHECKING:
-    from reshard.writing.rewrite import Summary, WriteRequest
-
-
-_Request = TypeVar("_Request", bound="WriteRequest")
+from reshard.cli.printing import (
+    UnprintableError,
+    fields_of,
+    print_json,
+    print_lines,
+    print_note,
+    print_path,
+    progress_of,
+)
 
 
 def without_numpys_threads() -> None:
@@ -41,41 +42,39 @@ def without_numpys_threads() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def carry_out(
-    command: Callable[[_Request], Summary], request: Callable[..., _Request], options: dict[str, Any], **fields: Any
-) -> None:
-    """Write what the options request, show how far it is, and print what was done. After Ctrl-C, say what is kept."""
+def carry_out(options: dict[str, Any], **fields: Any) -> None:
+    """Have the function of the command's name write what the options request, show how far it is, and print what was
+    done.
+    """
+    without_numpys_threads()
+    from reshard.commands import split as commands
+
+    command = getattr(commands, str(click.get_current_context().info_name))
+    request = get_type_hints(command)["request"]
     as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
     started, is_silent = time.monotonic(), quiet or as_json
-    with resumable(), Progress(command.__name__, how="none" if is_silent else progress) as display:
+    with progress_of(command.__name__, how="none" if is_silent else progress) as display:
         asked = request_of(request, options, **fields, quiet=is_silent, progress=lambda state: display(*state))
         summary = command(asked)
     seconds = time.monotonic() - started
-    with work_is_done():
+    try:
         if as_json:
-            print_json(_document(summary, seconds))
+            keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
+            spent, error = summary.spent._asdict() if summary.spent else {}, summary.error
+            document = {
+                **fields_of(summary, **keys, tried_again="requests_tried_again"),
+                "part": [summary.part.index, summary.part.count] if summary.part else None,
+                "seconds": round(seconds, 3),
+                "time": {key: round(value, 3) for key, value in spent.items()} or None,
+                "quantization_error": {"weight": error[0], "relative": error[1]} if error else None,
+            }
+            print_json(document)
         elif quiet:
             print_path(summary.out)
         else:
             print_lines(str(dataclasses.replace(summary, source=str(asked.source))))  # as it was given
-
-
-def _document(summary: Summary, seconds: float) -> dict[str, Any]:
-    keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
-    return {
-        **fields_of(summary, **keys, tried_again="requests_tried_again"),
-        "part": [summary.part.index, summary.part.count] if summary.part else None,
-        "seconds": round(seconds, 3),
-        "time": {key: round(value, 3) for key, value in summary.spent._asdict().items()} if summary.spent else None,
-        "quantization_error": {"weight": summary.error[0], "relative": summary.error[1]} if summary.error else None,
-    }
-
-
-def _is_for_any_mesh(form: str) -> bool:
-    """Whether a format's files are loaded on any mesh, so that none need be given."""
-    from formats.notation.format_file import adapter_format_names, format_of
-
-    return form in {"huggingface", *adapter_format_names()} or format_of(form).container.chunks
+    except UnprintableError as error:  # on a full disk: no failure, the work is done
+        print_note(f"Warning: this has been done, but {error.message}")
 
 
 @click.command(
@@ -112,15 +111,16 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     says which ranks or part.
     """
     check_degrees(options)
-    if not has_degree(options) and not (options["format"] and _is_for_any_mesh(options["format"])):
+    from formats.notation.format_file import adapter_format_names, format_of
+
+    any_mesh, name = {"huggingface", *adapter_format_names()}, options["format"]
+    if not has_degree(options) and not (name in any_mesh or (name and format_of(name).container.chunks)):
         raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")
-    without_numpys_threads()
-    from reshard.commands.split import SplitRequest, split
     from reshard.system import share_of_launcher
 
-    carry_out(split, SplitRequest, options, ranks=share_of_launcher() if None in ranks else ranks or None)
+    carry_out(options, ranks=share_of_launcher() if None in ranks else ranks or None)
 
 
 @click.command(
@@ -151,11 +151,7 @@ def merge_command(into: str | None, **options: Any) -> None:
     """
     if into is not None:
         options |= {"source": into, "adapter": options["source"]}
-    without_numpys_threads()
-    from reshard.commands.split import merge
-    from reshard.writing.rewrite import WriteRequest
-
-    carry_out(merge, WriteRequest, options)
+    carry_out(options)
 
 
 @click.command(
@@ -182,10 +178,7 @@ def patch_command(**options: Any) -> None:
     'reshard split BASE OUT --patch DELTA' writes B in any form, without a copy in between; 'reshard verify BASE OUT
     --patch DELTA --exact-only' proves it.
     """
-    without_numpys_threads()
-    from reshard.commands.split import PatchRequest, patch
-
-    carry_out(patch, PatchRequest, options)
+    carry_out(options)
 
 
 @click.command(
@@ -215,8 +208,5 @@ def average_command(sources: tuple[str, ...], **options: Any) -> None:
     if len(sources) < 3:
         raise click.UsageError("give two checkpoints or more, and OUT")
     check_degrees(options)
-    without_numpys_threads()
-    from reshard.commands.split import AverageRequest, average
-
     first, *others, place = sources
-    carry_out(average, AverageRequest, options, source=first, others=others, out=NewFolder().convert(place, None, None))
+    carry_out(options, source=first, others=others, out=NewFolder().convert(place, None, None))

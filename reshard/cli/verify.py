@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import click
 from formats.errors import CheckpointError, ReshardError
 from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import (
-    Progress,
     bars_are_wanted,
     print_answer,
     print_error,
@@ -26,6 +25,7 @@ from reshard.cli.printing import (
     print_lines,
     print_note,
     print_traceback,
+    progress_of,
     tracebacks_are_wanted,
     write_report,
 )
@@ -97,7 +97,6 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
         is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # by torchrun, say
         if not is_launched or (exact_only and os.environ["RANK"] == "0"):
             attempt(answer, request, SILENT if request.quiet else _Display())
-            _print_traceback(answer)
             return finish()
         if exact_only:
             return 0  # the first rank compares the bytes and speaks
@@ -124,7 +123,6 @@ def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[],
         return answer.error or failed
 
     def report(end: Any) -> int:
-        _print_traceback(answer)
         if isinstance(end, ReshardError):
             answer.error = end
         elif end is not None:
@@ -134,14 +132,11 @@ def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[],
     crew.run(work, report)
 
 
-def _print_traceback(answer: Answer) -> None:
-    if answer.error is not None and tracebacks_are_wanted():
-        print_traceback(answer.error)
-
-
 def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) -> int:
     """Write the page, print the answer, and return the exit code: 2 also for a page that could not be written."""
     if answer.error is not None:
+        if tracebacks_are_wanted():
+            print_traceback(answer.error)
         answer.error = with_option_names(answer.error, verify_command)
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code
@@ -172,9 +167,9 @@ _TICK = 1.0  # seconds between two looks at the clock
 class _Display:
     """How far the proof is, on stderr."""
 
-    def bytes(self) -> Progress:
+    def bytes(self) -> AbstractContextManager[Callable[..., None]]:
         print_note("comparing bytes")
-        return Progress("comparing bytes", how="auto")
+        return progress_of("comparing bytes", how="auto")
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str], None]]:

@@ -18,7 +18,7 @@ from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, n
 from reshard.move.mover import Steps, fill, requested
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
-from reshard.move.slabs import Region, Slab
+from reshard.move.slabs import Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import Access, Place
@@ -74,7 +74,7 @@ def _tensors_of(target: Arrangement, rank: int) -> Tensors:
 
 def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     """Each tensor as if it were a file of its own."""
-    return {rank: {name: TargetPlace(TargetFile(Path(name), b"", 0), 0) for name in kinds}}
+    return {rank: {name: TargetPlace(TargetFile(Path(), b"", 0, name=name), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -114,23 +114,18 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
 
 
 def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
-    """Fill what a slab writes of tensors; their names, and the bytes."""
-    places = [job.target(region.rank) for region in slab.writes]
-    data = [memory[place.file.path.as_posix()][place.offset :] for place in places]
-    blocks = [_block(tensor, region) for tensor, region in zip(data, slab.writes, strict=True)]
-    fill(job, slab, reader, blocks)
+    """Fill what a slab writes of tensors, in place where it lies there in one piece; their names, and the bytes."""
+    places, blocks = [job.target(region.rank) for region in slab.writes], list[Bytes]()
+    data = [memory[place.file.name][place.offset :] for place in places]
+    for tensor, region in zip(data, slab.writes, strict=True):
+        begin = region.rows.offset + region.offset
+        block = np.empty(region.nbytes, np.uint8) if region.rows.outer else tensor[begin : begin + region.nbytes]
+        blocks.append(block.reshape(region.shape))
+    fill(job, slab, reader.fill, blocks)
     for place, tensor, region, block in zip(places, data, slab.writes, blocks, strict=True):
         for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
             tensor[offset : offset + length] = block.reshape(-1)[at : at + length]
-        yield place.file.path.as_posix(), region.nbytes
-
-
-def _block(tensor: Bytes, region: Region) -> Bytes:
-    """The memory of a region: of the tensor, if it lies there in one piece."""
-    if region.rows.outer:
-        return np.empty(region.shape, np.uint8)
-    begin = region.rows.offset + region.offset
-    return tensor[begin : begin + region.nbytes].reshape(region.shape)
+        yield place.file.name, region.nbytes
 
 
 def _device(name: str) -> str:

@@ -9,14 +9,13 @@ from typing import Any
 
 from formats.errors import CheckpointError, PlanError, refused
 from formats.files.sharded import MANIFEST, read_manifest
-from formats.mesh import Mesh
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
-from reshard.source.source import UNSPLIT, Source
+from reshard.source.source import UNSPLIT
 from reshard.store.selection import Weights
 from reshard.system import Share
 from reshard.transforms.opening import open_any, open_converted
@@ -86,8 +85,20 @@ def split(request: SplitRequest) -> Summary:
     if request.part is not None and request.ranks is not None:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
     began, opened = start(request), open_any(request.source, request)
-    plan = _refined(opened, request) if request.refine_blocks else plan_for(opened.model, format, request)
-    chosen = _chosen_ranks(request.ranks, plan.mesh, None if request.overwrite else began.folder)
+    if request.refine_blocks:  # so that no rank's boundary cuts a scale block
+        mesh = unevenly(opened.model, request.mesh) if request.uneven else request.mesh
+        finer = finer_blocks(opened.model, mesh)
+        model = with_blocks(opened.model, finer) if finer else opened.model
+        plan = make_plan(model, mesh, pad=request.pad_vocab, pad_to=request.pad_vocab_to)
+    else:
+        plan = plan_for(opened.model, format, request)
+    chosen: tuple[int, ...] | None = None
+    if isinstance(request.ranks, Share):  # of the ranks that are not in OUT already
+        manifest = began.folder / MANIFEST
+        present = read_manifest(manifest).ranks if manifest.is_file() and not request.overwrite else {}
+        chosen = tuple(rank for rank in request.ranks.of(plan.mesh.size) if rank not in present)
+    elif request.ranks is not None:
+        chosen = plan.mesh.check_ranks(request.ranks, "ranks")
     part_of: dict[str, Any] = {}
     if chosen is not None and format is OWN and began.bucket is None:
         part_of = {"ranks": chosen, "added_to": began.folder}
@@ -104,24 +115,6 @@ _NOT_OF_ADAPTERS = {
     "max_shard_size": "it has one file",
     "plan_file": "its rules follow from those of the model",
 }
-
-
-def _chosen_ranks(ranks: Sequence[int] | Share | None, mesh: Mesh, out: Path | None) -> tuple[int, ...] | None:
-    """The ranks that are asked for, if not all; a share of them without those that are in ``out`` already."""
-    if ranks is None:
-        return None
-    if not isinstance(ranks, Share):
-        return mesh.check_ranks(ranks, "ranks")
-    present = read_manifest(out / MANIFEST).ranks if out is not None and (out / MANIFEST).is_file() else {}
-    return tuple(rank for rank in ranks.of(mesh.size) if rank not in present)
-
-
-def _refined(source: Source, degrees: Degrees) -> Plan:
-    """The plan of reshard's own form, with scale blocks that no rank's boundary cuts. Raises PlanError."""
-    mesh = unevenly(source.model, degrees.mesh) if degrees.uneven else degrees.mesh
-    finer = finer_blocks(source.model, mesh)
-    model = with_blocks(source.model, finer) if finer else source.model
-    return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
 
 
 def merge(request: WriteRequest) -> Summary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,52 +52,6 @@ _VALUES: Mapping[str, Callable[[Codes], NDArray[Any]]] = {
 """The dtypes of sign and magnitude: what their bits mean. Others (packed integers, scales) have no difference here."""
 
 
-@dataclass(frozen=True)
-class Distance:
-    """What lies between changed elements and the elements that they were.
-
-    ``changed`` is their number, ``largest`` the largest difference, ``squares`` the sum of squares, ``ulps`` the
-    largest difference in units of the last place, counted over the numbers of the dtype; it leaves out elements that
-    cross zero, and is None without others. ``other`` elements are, before or after, infinite or NaN, and have no
-    difference. Without numbers only ``changed`` counts.
-    """
-
-    changed: int = 0
-    largest: float = 0.0
-    squares: float = 0.0
-    ulps: int | None = None
-    other: int = 0
-
-    def plus(self, part: Distance) -> Distance:
-        """The distance of both together."""
-        return replace(
-            self, changed=self.changed + part.changed, largest=max(self.largest, part.largest),
-            squares=self.squares + part.squares, ulps=largest_ulps(self.ulps, part.ulps), other=self.other + part.other,
-        )  # fmt: skip
-
-
-def distance(a: Codes, b: Codes, dtype: str) -> Distance:
-    """The distance of elements that differ."""
-    if dtype not in _VALUES:
-        return Distance(a.size)
-    with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
-        old, new = (_VALUES[dtype](codes).astype(np.float64) for codes in (a, b))
-    finite = np.isfinite(old) & np.isfinite(new)
-    if not finite.all():
-        old, new, a, b = old[finite], new[finite], a[finite], b[finite]
-    if not old.size:
-        return Distance(finite.size, other=finite.size)
-    with np.errstate(over="ignore"):
-        difference = np.abs(new - old)
-        difference = np.minimum(difference, np.finfo(np.float64).max)  # of two float64 of opposite signs
-        squares = min(float(np.dot(difference, difference)), float(np.finfo(np.float64).max))
-    magnitude = a.dtype.type((1 << (8 * a.itemsize - 1)) - 1)
-    has_crossed = np.sign(old) * np.sign(new) < 0
-    first, second = ((codes & magnitude)[~has_crossed] for codes in (a, b))
-    ulps = int((np.maximum(first, second) - np.minimum(first, second)).max()) if first.size else None
-    return Distance(finite.size, float(difference.max()), squares, ulps, finite.size - old.size)
-
-
 def largest_ulps(*ulps: int | None) -> int | None:
     """The largest of those that are known."""
     return max((ulp for ulp in ulps if ulp is not None), default=None)
@@ -113,9 +68,9 @@ class TensorDiff:
     """A tensor, by Hugging Face's name. ``kind``: same, changed, other dtype, other shape, only here, only there.
 
     ``dtypes`` and ``shapes`` are those of both sides. Of a changed tensor, ``changed`` of ``elements`` differ in a bit
-    (bytes count as elements where a byte holds several); ``largest`` is the largest difference, ``rms`` the root mean
-    square over all elements, ``ulps`` the largest in units of the dtype's last place of an element that does not cross
-    zero; None without numbers. ``other`` changed elements are infinite or NaN on a side, and not in these.
+    (bytes count as elements where a byte holds several); ``largest`` is the largest difference, ``squares`` the sum of
+    squares, ``ulps`` the largest in units of the dtype's last place, counted over its numbers, of an element that does
+    not cross zero; None without numbers. ``other`` changed elements are infinite or NaN on a side, and not in these.
     """
 
     name: str
@@ -125,7 +80,7 @@ class TensorDiff:
     elements: int = 0
     changed: int = 0
     largest: float | None = None
-    rms: float | None = None
+    squares: float | None = None
     ulps: int | None = None
     other: int = 0
 
@@ -133,6 +88,35 @@ class TensorDiff:
     def share(self) -> float:
         """The share of elements that differ."""
         return self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def rms(self) -> float | None:
+        """The root mean square of the differences over all elements."""
+        return None if self.squares is None else math.sqrt(self.squares / self.elements)
+
+    def plus(self, a: Codes, b: Codes) -> TensorDiff:
+        """The same with some more elements that differ: ``a`` on the one side, ``b`` on the other."""
+        tensor, dtype = replace(self, kind=CHANGED, changed=self.changed + a.size), str(self.dtypes[0])
+        if dtype not in _VALUES:
+            return tensor
+        with np.errstate(invalid="ignore"):  # a NaN of the checkpoint's own
+            old, new = (_VALUES[dtype](codes).astype(np.float64) for codes in (a, b))
+        finite = np.isfinite(old) & np.isfinite(new)
+        if not finite.all():
+            old, new, a, b = old[finite], new[finite], a[finite], b[finite]
+        with np.errstate(over="ignore"):
+            difference = np.abs(new - old)
+            difference = np.minimum(difference, sys.float_info.max)  # of two float64 of opposite signs
+            squares = (self.squares or 0.0) + float(np.dot(difference, difference))
+        magnitude = a.dtype.type((1 << (8 * a.itemsize - 1)) - 1)
+        has_crossed = np.sign(old) * np.sign(new) < 0
+        first, second = ((codes & magnitude)[~has_crossed] for codes in (a, b))
+        ulps = int((np.maximum(first, second) - np.minimum(first, second)).max()) if first.size else None
+        return replace(
+            tensor, largest=max(self.largest or 0.0, float(difference.max(initial=0.0))),
+            squares=min(squares, sys.float_info.max), ulps=largest_ulps(self.ulps, ulps),
+            other=self.other + finite.size - old.size,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,7 +192,8 @@ def differences(
     of_a, of_b = ({tensor.name: tensor for tensor in side.model.tensors} for side in (a, b))
     for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
-    alike = {name: diff for name, tensor in of_a.items() if (diff := _known(tensor, of_b.get(name))).kind == SAME}
+    known = {name: _known(tensor, of_b.get(name)) for name, tensor in of_a.items()}
+    alike = [name for name, tensor in known.items() if tensor.kind == SAME]
     sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
     total, moved = sum(sizes.values()), 0
     opened, elsewhere = Opened(), a.is_remote or b.is_remote
@@ -216,7 +201,7 @@ def differences(
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
-            dtype, distant = of_a[name].dtype, Distance()
+            dtype, tensor = of_a[name].dtype, known[name]
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
             for pair in pairs(both, sizes[name], opened, piece):
                 whole = pair.left.size // 8 * 8  # words first: that is faster
@@ -227,29 +212,23 @@ def differences(
                 if not same:
                     left_codes, right_codes = codes_of(pair.left, dtype), codes_of(pair.right, dtype)
                     wrong = left_codes != right_codes
-                    distant = distant.plus(distance(left_codes[wrong], right_codes[wrong], dtype))
+                    tensor = tensor.plus(left_codes[wrong], right_codes[wrong])
                 report(pair.left.size)
-            elements, has_numbers = sizes[name] // unit_of(dtype), bool(distant.changed) and dtype in _VALUES
-            alike[name] = replace(
-                alike[name], kind=CHANGED if distant.changed else SAME, elements=elements, changed=distant.changed,
-                largest=distant.largest if has_numbers else None, ulps=distant.ulps, other=distant.other,
-                rms=math.sqrt(distant.squares / elements) if has_numbers else None,
-            )  # fmt: skip
+            known[name] = tensor
 
     def compared(nbytes: int) -> None:
         nonlocal moved
         moved += nbytes
         progress(moved, total)
 
-    names = Shared([*alike])
+    names = Shared(alike)
     work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
-    tensors = [alike.get(name) or _known(tensor, of_b.get(name)) for name, tensor in of_a.items()]
-    tensors += [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
+    there = [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()
     config_a, config_b = ({key: json.dumps(value) for key, value in side.model.config.items()} for side in (a, b))
     config = tuple(sorted({key for key, _ in config_a.items() ^ config_b.items()}))
-    return Diff(a.display_name, b.display_name, tuple(tensors), total, config)
+    return Diff(a.display_name, b.display_name, (*known.values(), *there), total, config)
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
@@ -257,7 +236,8 @@ def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
     if other is None:
         return TensorDiff(tensor.name, HERE, (tensor.dtype, None), (tensor.shape, None))
     kind = DTYPE if tensor.dtype != other.dtype else SHAPE if tensor.shape != other.shape else SAME
-    return TensorDiff(tensor.name, kind, (tensor.dtype, other.dtype), (tensor.shape, other.shape))
+    elements = tensor_bytes(tensor.name, tensor.dtype, tensor.shape) // unit_of(tensor.dtype) if kind == SAME else 0
+    return TensorDiff(tensor.name, kind, (tensor.dtype, other.dtype), (tensor.shape, other.shape), elements)
 
 
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
@@ -284,7 +264,7 @@ def rows_of(tensors: Sequence[TensorDiff]) -> list[tuple[str, ...]]:
             cells[0] += f" ({other:,} inf or NaN)" if other else ""
             cells[1] = percent_text(share_of(alike))
             if alike[0].largest is not None:
-                rms = math.sqrt(sum((tensor.rms or 0.0) ** 2 * tensor.elements for tensor in alike) / elements)
+                rms = math.sqrt(sum(tensor.squares or 0.0 for tensor in alike) / elements)
                 ulps = largest_ulps(*(tensor.ulps for tensor in alike))
                 largest = max(tensor.largest or 0.0 for tensor in alike)
                 cells[2:] = f"{largest:.3g}", f"{rms:.3g}", "" if ulps is None else f"{ulps:,}"

@@ -25,7 +25,7 @@ from reshard.mesh.degrees import check_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
 from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of, sizes_of_parts
-from reshard.text import Result
+from reshard.text import Result, align
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,12 @@ class Plan(Result):
 
     def to_text(self, width: int | None = None, source: str | None = None, download: int | None = None) -> str:
         """The table and the totals of ``reshard plan --tp N``, with a ``source``'s name and what is fetched of it."""
-        from reshard.mesh.totals import format_table, rows_of, title, totals_lines, totals_of
+        from reshard.mesh.totals import format_table, rows_of, title, totals_of, totals_pairs
 
         rows = rows_of(self)
         head = self.headline if source is None else f"{source}: {title(self.model)}"
-        return "\n".join(
-            [head, "", *format_table(rows, width), "", *totals_lines(self, totals_of(self, rows), download)]
-        )
+        totals = align(totals_pairs(self, totals_of(self, rows), download), right=(), width=None)
+        return "\n".join([head, "", *format_table(rows, width), "", *totals])
 
     @cached_property
     def unsplit(self) -> Plan:

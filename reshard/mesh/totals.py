@@ -305,8 +305,10 @@ def uneven_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def totals_lines(plan: Plan, totals: Totals, download: int | None = None) -> list[str]:
-    """The totals, one a line; ``download`` is what is fetched for one rank (bytes), if the source lies elsewhere."""
+def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> list[tuple[str, str]]:
+    """The totals for people, each with its label; ``download`` is what is fetched for one rank (bytes), if the source
+    lies elsewhere.
+    """
     ranks, width = plan.mesh.size, activation_bytes(plan)
     share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
     exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes)"
@@ -333,5 +335,4 @@ def totals_lines(plan: Plan, totals: Totals, download: int | None = None) -> lis
         for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
             count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
             pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
-    wide = max(len(label) for label, _ in pairs)
-    return [f"{label.ljust(wide)}  {text}" for label, text in pairs]
+    return pairs

@@ -419,14 +419,14 @@ _Place = tuple[_Run, int, Region]
 """A region in a run, from a byte of it on."""
 
 
-def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
-    """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
+def fill(job: Job, slab: Slab, read: Callable[[Bytes, SourceFile, int], None], blocks: Sequence[Bytes]) -> None:
+    """Fill the regions that a slab writes; ``read`` is a reader's ``fill``. Raises CheckpointError, MismatchError."""
     is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
     sources: list[Bytes] = []
     for region in () if is_direct else slab.reads:
         place, data = job.source(region.rank), np.empty(region.nbytes, np.uint8)
         for offset, at, length in ranges_of(place, region):
-            reader.fill(data[at : at + length], place.file, place.offset + offset)
+            read(data[at : at + length], place.file, place.offset + offset)
         sources.append(data.reshape(region.shape))
     check_slab(job, slab, sources)
     for copy in slab.copies:
@@ -437,4 +437,4 @@ def fill(job: Job, slab: Slab, reader: Reader, blocks: Sequence[Bytes]) -> None:
         region = slab.reads[copy.source]
         place = job.source(region.rank)
         for offset, at, length in region.ranges(copy.source_slices[0].start, block.size):
-            reader.fill(block[at : at + length], place.file, place.offset + offset)
+            read(block[at : at + length], place.file, place.offset + offset)

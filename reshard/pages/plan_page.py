@@ -23,10 +23,11 @@ from reshard.mesh.totals import (
     output_size,
     rows_of,
     totals_of,
+    totals_pairs,
 )
 from reshard.model.model import Kind
 from reshard.pages.markup import html_page
-from reshard.text import human_bytes, plural
+from reshard.text import human_bytes, plural, shape_text
 
 LONGEST = 176
 """Units of the drawing for the longest side of the weights of one row: the width of a caption (11rem)."""
@@ -54,24 +55,11 @@ def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]]) 
     picture = _Picture(plan)
     return html_page(
         "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", command="plan",
-        totals=_totals(plan), blocks=[(name, picture.rows(kinds)) for name, kinds in _blocks(plan)],
+        totals=[("rules", plan.model.architecture.name), *totals_pairs(plan, totals_of(plan, rows_of(plan)))],
+        blocks=[(name, [[*picture.row(row)] for row in _modules(plan, kinds)]) for name, kinds in _blocks(plan)],
         patterns=[*picture.patterns()], legend=[*picture.legend()], ranks=plan.mesh.size, is_padded=bool(plan.padding),
         stages=_stages(plan), degrees=degrees,
     )  # fmt: skip
-
-
-def _totals(plan: Plan) -> list[tuple[str, str]]:
-    totals = totals_of(plan, rows_of(plan))
-    pairs = [
-        ("rules", plan.model.architecture.name),
-        ("all weights", human_bytes(totals.bytes_full)),
-        ("a rank holds", human_bytes(totals.bytes_per_rank)),
-        ("of that on other ranks too", f"{human_bytes(totals.replicated)} ({totals.share_replicated:.1%})"),
-    ]
-    if plan.mesh.size > 1:
-        for name, one in (("forward", totals.forward), ("backward", totals.backward)):
-            pairs.append((name, f"{human_bytes(one.nbytes)} a token in {plural(one.count, 'all-reduce')}"))
-    return pairs
 
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:
@@ -105,14 +93,12 @@ def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
 
 def _layers_of(plan: Plan, stack: str, laid: Sequence[Kind]) -> Iterator[tuple[str, list[Kind]]]:
     """One layer of each kind of a stack."""
-    alike: dict[tuple[Kind, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], tuple[list[Kind], list[int]]] = {}
     for layer in sorted({layer for kind in laid for layer in kind.layers}):
-        alike.setdefault(tuple(kind for kind in laid if layer in kind.layers), []).append(layer)
-    shapes: dict[tuple[object, ...], tuple[tuple[Kind, ...], list[int]]] = {}
-    for kinds, layers in alike.items():
+        kinds = [kind for kind in laid if layer in kind.layers]
         key = tuple((kind.template, plan.laid[kind].rule, kind.shape, kind.dtype) for kind in kinds)
-        shapes.setdefault(key, (kinds, []))[1].extend(layers)
-    for kinds, layers in shapes.values():
+        alike.setdefault(key, (kinds, []))[1].append(layer)
+    for kinds, layers in alike.values():
         stages = sorted({min(kind.stages) for kind in kinds if kind.stages})
         where = f", as on stage {stages[0]}" if stages else ""
         yield f"{_layers(stack, layers)}{where}", _one_of_each(plan, kinds)
@@ -217,11 +203,8 @@ class _Picture:
             elif len(self.shared) <= 12:
                 yield f"url(#{name})", f"on ranks {', '.join(map(str, sorted(ranks)))}"
 
-    def rows(self, kinds: Sequence[Kind]) -> list[list[Drawn]]:
-        """The weights of a block in their order: arrows to the row-parallel ones, a mark at each all-reduce."""
-        return [[*self._row(weights)] for weights in _modules(self.plan, kinds)]
-
-    def _row(self, kinds: Sequence[Kind]) -> Iterator[Drawn]:
+    def row(self, kinds: Sequence[Kind]) -> Iterator[Drawn]:
+        """The weights of a module in their order: arrows to the row-parallel ones, a mark at each all-reduce."""
         plan, architecture = self.plan, self.plan.model.architecture
         scale = LONGEST / max(side.length for kind in kinds for side in _sides(plan.laid[kind])[0])
         is_cut = any(plan.laid[kind].parallel_dims for kind in kinds)
@@ -276,7 +259,7 @@ class _Picture:
         times = f", {kind.count} of them" if kind.count > max(1, len(kind.layers)) else ""
         copies = max(copies_of(layout, min(layout.boxes)))
         shared = f", parts on {copies} ranks" if 1 < copies < len(layout.boxes) else ""
-        words = f"{what} · {_shape(layout.stored)}{_sides(layout)[1]}{times}{shared}{limit} "
+        words = f"{what} · {shape_text(layout.stored)}{_sides(layout)[1]}{times}{shared}{limit} "
         drawings = [self._drawing(drawn, scale) for drawn in kinds[:MOST_SETS]]
         name = _in_layer(kind).removesuffix(".weight")
         return {"drawings": drawings, "name": name, "words": words, "rule": str(layout.rule)}
@@ -294,13 +277,13 @@ class _Picture:
             if rows.offset >= down.full or columns.offset >= right.full:
                 words, look = f"padding with zeros, {place}", "padding"
             else:
-                shapes = f"{_shape(layout.stored)}; {_shape(layout.boxes[min(ranks)].shape)} on {_ranks(ranks)}"
+                shapes = f"{shape_text(layout.stored)}; {shape_text(layout.boxes[min(ranks)].shape)} on {_ranks(ranks)}"
                 words, fill = f"{place}\n{kind.name}\n{layout.rule}\n{shapes}", self.fill(ranks)
                 look = "thin cell" if min(wide, high) < 4 else "cell"
             box = [f"{number:.2f}" for number in (x, y, wide, high)]
             cells.append({"words": words, "box": box, "fill": fill, "kind": look})
         lines, names = self._packed(layout, down, scale)
-        words = f"{kind.name}\n{layout.rule}\n{_shape(layout.stored)}"
+        words = f"{kind.name}\n{layout.rule}\n{shape_text(layout.stored)}"
         return {"words": words, "width": width, "height": height, "cells": cells, "lines": lines, "names": names}
 
     def _packed(self, layout: Layout, down: _Side, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
@@ -347,7 +330,7 @@ def _sides(layout: Layout) -> tuple[Sequence[_Side], str]:
     first, arrow = sides[0].dim, layout.rule.arrow
     if arrow is not None and first is not None and first < arrow:
         sides.reverse()  # the input is stored first, but drawn from left to right as always
-    return sides, f", drawn once for {_shape(outer)}" if outer else ""
+    return sides, f", drawn once for {shape_text(outer)}" if outer else ""
 
 
 def _segments(side: _Side) -> list[tuple[Run, Ranks]]:
@@ -363,10 +346,6 @@ def _drawn(side: _Side, run: Run, scale: float) -> tuple[float, float]:
     if side.length * scale <= THINNEST:
         return 0.0, THINNEST
     return run.offset * scale, max(0.5, run.length * scale)
-
-
-def _shape(lengths: Sequence[int]) -> str:
-    return "x".join(map(str, lengths)) or "one number"
 
 
 def _extent(what: str, run: Run) -> str:

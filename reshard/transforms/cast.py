@@ -14,7 +14,7 @@ from formats.files.sharded import SourceRecord
 from formats.hints import synonym
 from formats.notation.architecture import SETTINGS
 from formats.store import StoredPath
-from reshard.model.model import AxisSizes, Kind, Model
+from reshard.model.model import AxisSizes, Kind
 from reshard.source.source import Cast, Source
 from reshard.text import plural
 from reshard.transforms.tensors import changed, tensors_of
@@ -50,13 +50,11 @@ def cast(source: Source, name: str) -> Source:
     sides = dict(source.side_files)
     if CONFIG in sides and (own := _restated(stated := source.read_config(), DTYPE_NAMES[dtype])) != stated:
         sides[CONFIG] = json_bytes(own) + b"\n"
-    found = Model(
-        model.architecture, config, AxisSizes(model.architecture, config, model.sizes.measured),
-        tuple(tensor._replace(kind=new.get(tensor.kind, tensor.kind)) for tensor in model.tensors),
-        tuple(new.get(kind, kind) for kind in model.kinds),
-    )  # fmt: skip
+    tensors = tuple(tensor._replace(kind=new.get(tensor.kind, tensor.kind)) for tensor in model.tensors)
+    sizes, kinds = AxisSizes(model.architecture, config, model.sizes.measured), (new.get(k, k) for k in model.kinds)
+    model = replace(model, config=config, sizes=sizes, tensors=tensors, kinds=tuple(kinds))
     made = Cast(word, source, lambda: _record(source, opened, word))
-    opened = replace(source, model=found, side_files=sides, note="; ".join(notes), cast=made)
+    opened = replace(source, model=model, side_files=sides, note="; ".join(notes), cast=made)
     return opened
 
 

@@ -52,12 +52,14 @@ from reshard.transforms.low_rank import (
     B_ENDS,
     LINEAR,
     Product,
-    Scales,
     Term,
+    alpha_of,
     by_expert,
+    divisor_of,
     layout_of,
     pairs_of,
     rows_of,
+    scale_of,
     shape_of,
 )
 from reshard.transforms.tensors import (
@@ -73,12 +75,8 @@ Indices = tuple[tuple[str, int], ...]
 Numbers = NDArray[Any]
 
 
-class Weight(NamedTuple):
-    """A matrix of the checkpoint: the line of its tensor, the indices in its name without the expert's, the expert."""
-
-    line: str
-    indices: Indices
-    expert: int
+Weight = tuple[str, Indices, int]
+"""A matrix of the checkpoint: the line of its tensor, the indices in its name without the expert's, the expert."""
 
 
 class Matrices(NamedTuple):
@@ -197,7 +195,6 @@ class _Conversion:
     def __post_init__(self) -> None:
         self.config = self.model.config
         self.lora = settings_of(self.config[SETTINGS], ADAPTER)
-        self.scales = Scales(self.lora)
         self.of_modules = [*module_tensors(self.base, self.config)]
         self.expert_axes = expert_axes(self.base, self.config)
         self.rows_of = cache(lambda part, indices: rows_of(self.base, self.model, part, dict(indices)))
@@ -217,7 +214,7 @@ class _Conversion:
                     name, module = self._renamed(tensor, target, tensor.name.removeprefix(place))
                     self.out[name] = self.tensors[tensor.name]
                 self.modules.append(module)
-                self.numbers.append((module, a.shape[0], self.scales.alpha(key)))
+                self.numbers.append((module, a.shape[0], alpha_of(self.lora, key)))
                 continue
             whole = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
             axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.expert_axes))
@@ -226,7 +223,7 @@ class _Conversion:
             form = layout_of(target, a, b)
             experts = self._sizes(matrices)["expert"]
             product = Product(self.tensors[a.name], self.tensors[b.name], form, experts, ("out", "in"), 1.0)
-            product = product._replace(scale=self.scales.of(key, product.sizes["rank"]))
+            product = product._replace(scale=scale_of(self.lora, key, product.sizes["rank"]))
             for weight, number, rows, at in self._rows(matrices):
                 terms[weight].append(Term(product, number, 0, 0, rows, at))
         results: dict[Matrices, list[Block]] = {matrices: [] for matrices in self._asked(terms)}
@@ -265,7 +262,7 @@ class _Conversion:
             rows = self.rows_of(Part(part.source, part.label), matrices.indices)
             for number in range(experts):
                 expert = number if matrices.expert is None else matrices.expert
-                yield Weight(part.source, matrices.indices, expert), number, rows, at
+                yield (part.source, matrices.indices, expert), number, rows, at
             at += len(rows)
 
     def _asked(self, weights: Iterable[Weight]) -> Iterable[Matrices]:
@@ -274,21 +271,23 @@ class _Conversion:
         Raises PlanError if the format has no place for one.
         """
         weights, asked = [*weights], dict[tuple[str, Indices, int | None], Matrices]()
-        places: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
-        beside: dict[str, list[tuple[Adapted, ModuleTensor]]] = defaultdict(list)
-        for target in self._targets({weight.line for weight in weights}):
-            if self.format.since is not None:
-                beside[target.module].append((target, target.tensors[0]))
-            for tensor in target.tensors:
-                for part in tensor.parts:
-                    places[part.source].append((target, tensor))
-        for line, indices, expert in weights:
-            if line not in places:
+        lines = {line for line, *_ in weights}
+        having: dict[str, list[tuple[Adapted, ModuleTensor]]] = {line: [] for line in lines}
+        targets = [*self._targets(lines)]
+        for target in targets:
+            for tensor, part in ((one, part) for one in target.tensors for part in one.parts):
+                if part.source in lines and (target, tensor) not in having[part.source]:
+                    having[part.source].append((target, tensor))
+        for line, places in having.items():
+            if not places:
                 raise PlanError(f"'{line}' has no place in the format '{self.format.name}'")
-            for target, tensor in dict.fromkeys(places[line]):
-                for other, made_of in [(target, tensor), *beside[target.module]]:
-                    matrices = Matrices(other, made_of, indices, None if target.is_stack else expert)
-                    asked.setdefault((other.name, indices, matrices.expert), matrices)
+            if self.format.since is not None:
+                modules = {target.module for target, _ in places}
+                places += [(target, target.tensors[0]) for target in targets if target.module in modules]
+        for line, indices, expert in weights:
+            for target, tensor in having[line]:
+                one = None if target.is_stack else expert
+                asked.setdefault((target.name, indices, one), Matrices(target, tensor, indices, one))
         return asked.values()
 
     def _targets(self, lines: set[str]) -> Iterator[Adapted]:
@@ -336,8 +335,11 @@ class _Conversion:
             name = f"{PREFIX}{place}{factor.name if matrices.target.is_stack else end}"
             self.out[name] = _converted(factor, sizes, dtype, [*factors], placed)
         name = self._named(matrices, matrices.target.name).removesuffix(".weight")
-        scale = next(iter(scales), None)  # none: it is zero
-        alpha = self.scales.alpha_for(scale, rank) if scale is not None else self.config[SETTINGS]["lora_alpha"]
+        usual, divisor = self.config[SETTINGS].get("lora_alpha"), divisor_of(self.lora, rank)
+        scale = next(iter(scales), usual / divisor)  # none: it is zero
+        near = scale * divisor
+        tried = (usual, round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
+        alpha = next((alpha for alpha in tried if alpha / divisor == scale), None)
         if alpha is None:
             raise PlanError(f"no alpha gives '{name}' of rank {rank} its factor {scale}", _MERGE_IT)
         self.numbers.append((name, rank, alpha))
@@ -397,7 +399,7 @@ class _Conversion:
     def _settings(self) -> dict[str, Any]:
         """The entries of ``adapter_config.json`` that differ."""
         settings, format = self.config[SETTINGS], self.format
-        ranks, alphas = self._patterns(1, settings["r"]), self._patterns(2, settings["lora_alpha"])
+        ranks, alphas = self._patterns(1, settings["r"]), self._patterns(2, settings.get("lora_alpha"))
         if format.one_scale and (ranks or alphas):
             own = next(iter(ranks or alphas))
             raise PlanError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, NotationError, PlanError
+from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import CONFIG, MODELOPT
 from formats.files.safetensors import tensor_bytes
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Shape
 from formats.quantization.dequantizing import DTYPE, Grid, Stored, scaled_weights
 from formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
@@ -45,8 +43,8 @@ def _dequantized(weight: Tensor, scale: Tensor, grid: Grid) -> Tensor:
 def dequantize(source: Source) -> RangeStore:
     """A checkpoint as if its weights were in bfloat16: a store.
 
-    Raises CheckpointError if it is not quantized, PlanError for a tensor that cannot be dequantized, MismatchError if a
-    file changes meanwhile.
+    Raises CheckpointError if it is not quantized, PlanError for a tensor that cannot be dequantized and for a model in
+    float16, whose weights would be in bfloat16 beside float16, MismatchError if a file changes meanwhile.
     """
     tensors, config = tensors_of(source), source.model.config
     sizes = AxisSizes(source.model.architecture, config, {})
@@ -54,14 +52,17 @@ def dequantize(source: Source) -> RangeStore:
     scaled, gone = scaled_weights(config, kinds, partial(_input_first, source.model.architecture, sizes))
     if not scaled:
         raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave --dequantize out")
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if name not in scaled and name not in gone}
-    _refuse_float16(dtypes, sizes.settings)
-    contents: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in scaled:
-            tensor = _dequantized(tensor, tensors[scaled[name].scale], scaled[name].grid)
-        if name not in gone:
-            contents[name] = tensor
+    contents = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    problem = next((f"tensor '{name}' is F16" for name, kept in contents.items() if kept.dtype == "F16"), None)
+    if problem is None and "float16" in {sizes.settings.get("dtype"), sizes.settings.get("torch_dtype")}:
+        problem = "config.json says float16"
+    if problem is not None:
+        raise PlanError(
+            f"{problem}, but dequantized weights would be {DTYPE}: not one dtype",
+            f"--dequantize is for models of which the other weights are {DTYPE} or F32",
+        )
+    for name, how in scaled.items():
+        contents[name] = _dequantized(tensors[name], tensors[how.scale], how.grid)
     sides = {name: content for name, content in source.side_files.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
     return changed(source, f"{source.location} (dequantized)", contents, sides)
@@ -73,24 +74,6 @@ def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shap
     rule = sizes.holds(match) if match else None
     if match is None or rule is None:
         return {False, True}
-    axis_sizes = sizes.of(match.indices)
-    return {layout.arrow is not None for layout in rule.shapes if _may_be(layout, axis_sizes, shape)}
-
-
-def _may_be(layout: Shape, sizes: Mapping[str, int], shape: tuple[int, ...]) -> bool:
-    try:
-        return layout.sizes(sizes) == shape
-    except NotationError:  # a size that is measured
-        return True
-
-
-def _refuse_float16(dtypes: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Raise PlanError for a model in float16: its weights would be in bfloat16 beside float16."""
-    problem = next((f"tensor '{name}' is F16" for name, dtype in dtypes.items() if dtype == "F16"), None)
-    if problem is None and "float16" in {settings.get("dtype"), settings.get("torch_dtype")}:
-        problem = "config.json says float16"
-    if problem is not None:
-        raise PlanError(
-            f"{problem}, but dequantized weights would be {DTYPE}: not one dtype",
-            f"--dequantize is for models of which the other weights are {DTYPE} or F32",
-        )
+    known = sizes.of(match.indices)  # not a size that is measured
+    fitting = (layout for layout in rule.shapes if not layout.axes <= known.keys() or layout.sizes(known) == shape)
+    return {layout.arrow is not None for layout in fitting}

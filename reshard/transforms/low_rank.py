@@ -60,20 +60,13 @@ LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
 T = TypeVar("T", bound=np.generic)
 
 
-class Pair(NamedTuple):
-    """A and B of a parameter, whose names begin with ``place``."""
-
-    place: str
-    target: Adapted
-    a: BoundTensor
-    b: BoundTensor
-
-
+Pairs = list[tuple[str, Adapted, BoundTensor, BoundTensor]]
+"""A and B of parameters, behind what their names begin with and the parameter."""
 Others = list[tuple[BoundTensor, Adapted | None, str]]
 """Tensors of an adapter, each with its parameter and the end of its name, if it has one."""
 
 
-def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[list[Pair], Others]:
+def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[Pairs, Others]:
     """Each A with its B, and the other tensors of an adapter to a model. Raises MismatchError for one alone."""
     lines = {line: (target, end) for line, target, end, _ in belongings(base, adapter.config, lora)}
     rest = Others()
@@ -87,7 +80,7 @@ def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[list[P
     for (place, _), pair in factors.items():
         if len(pair) == 1:
             raise MismatchError(f"{ADAPTER}: '{place}' has only one of lora_A and lora_B")
-    return [Pair(place, target, pair["a"], pair["b"]) for (place, target), pair in factors.items()], rest
+    return [(place, target, pair["a"], pair["b"]) for (place, target), pair in factors.items()], rest
 
 
 class Product(NamedTuple):
@@ -205,7 +198,7 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
             for tensor, factor in ((a, form.a), (b, form.b))
         ):
             raise _does_not_fit(a, b, parts[0][0])
-        product = product._replace(scale=Scales(lora).of(lora.key_of(place, target), sizes["rank"]))
+        product = product._replace(scale=scale_of(lora, lora.key_of(place, target), sizes["rank"]))
         for part, weights in zip(whole.parts, parts, strict=True):
             rows = rows_of(rules, adapter, part, indices) if part.label is not None else range(0)
             rows = rows or range(weights[0].shape[-2:][along])
@@ -257,33 +250,24 @@ def _does_not_fit(a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> Mismat
     )  # fmt: skip
 
 
-class Scales:
-    """The factor of each module's product."""
+def alpha_of(lora: Settings, key: str) -> float:
+    """The alpha of what a name covers. Raises PlanError without one."""
+    if lora.alpha is None:
+        raise PlanError(f"{ADAPTER_CONFIG} has no lora_alpha")
+    return of_pattern(lora.alphas, key, lora.alpha)
 
-    def __init__(self, lora: Settings) -> None:
-        if lora.alpha is None:
-            raise PlanError(f"{ADAPTER_CONFIG} has no lora_alpha")
-        self._lora, self._alpha = lora, lora.alpha
 
-    def of(self, key: str, rank: int) -> float:
-        """The factor for what a name covers. Raises MismatchError if its rank is not that of the settings."""
-        stated = of_pattern(self._lora.ranks, key, self._lora.rank)
-        if stated != rank:
-            raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {stated}")
-        return self.alpha(key) / self._root(rank)
+def scale_of(lora: Settings, key: str, rank: int) -> float:
+    """The factor of the product of what a name covers. Raises MismatchError if its rank is not that of the settings."""
+    stated = of_pattern(lora.ranks, key, lora.rank)
+    if stated != rank:
+        raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {stated}")
+    return alpha_of(lora, key) / divisor_of(lora, rank)
 
-    def alpha(self, key: str) -> float:
-        """The alpha of what a name covers."""
-        return of_pattern(self._lora.alphas, key, self._alpha)
 
-    def alpha_for(self, scale: float, rank: int) -> float | None:
-        """The alpha with which the factor is ``scale`` to the last bit; None if there is none."""
-        near = scale * self._root(rank)
-        tried = (self._alpha, round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
-        return next((alpha for alpha in tried if alpha / self._root(rank) == scale), None)
-
-    def _root(self, rank: int) -> float:
-        return math.sqrt(rank) if self._lora.stabilised else rank
+def divisor_of(lora: Settings, rank: int) -> float:
+    """What alpha is divided by."""
+    return math.sqrt(rank) if lora.stabilised else rank
 
 
 def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> range:

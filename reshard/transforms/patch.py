@@ -143,7 +143,9 @@ def patch(source: Source, path: FilePath) -> RangeStore:
 
     def check(job: tuple[Content, int, str, MismatchError]) -> None:
         content, nbytes, expected, error = job
-        if _sum(content, nbytes, expected, opened) != expected:
+        pieces = (content.read(opened, begin, min(begin + PIECE, nbytes)) for begin in range(0, nbytes, PIECE))
+        kind, is_slimes, _ = expected.partition(":")
+        if (f"{kind}:{checksum_of(kind, pieces)}" if is_slimes else checksum(pieces)) != expected:
             raise error
 
     with Threads(_WORKERS) as threads:
@@ -179,10 +181,3 @@ def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) ->
             raise refuse(f"has an element {max(last, -int(indices[0]))} of {elements}")
         counts[1:] += np.bincount(indices // STRETCH, minlength=counts.size - 1)
     return Places(places.offset, values.offset, wide, tuple(np.cumsum(counts).tolist()))
-
-
-def _sum(content: Content, nbytes: int, expected: str, opened: Opened) -> str:
-    """The checksum of a tensor, of the kind that is wanted."""
-    pieces = (content.read(opened, begin, min(begin + PIECE, nbytes)) for begin in range(0, nbytes, PIECE))
-    kind, is_slimes, _ = expected.partition(":")
-    return f"{kind}:{checksum_of(kind, pieces)}" if is_slimes else checksum(pieces)

@@ -37,7 +37,6 @@ from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace
 from reshard.move.mover import fill
 from reshard.move.moves import Change, jobs_of
-from reshard.move.reading import Reader
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile
@@ -88,10 +87,6 @@ class LocalFile(Remote):
         """The folder of the checkpoint, and the file."""
         return self.root, self.path
 
-    def over_network(self, nbytes: int) -> int:
-        """Nothing is fetched."""
-        return 0
-
     def check_unchanged(self) -> None:
         """Raise MismatchError if the file has changed since it was found."""
         check_unchanged({self.path: self.stamp})
@@ -133,36 +128,33 @@ class ArrayCache:
     """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit, self.nbytes = limit, 0
         self._lock = threading.Lock()
-        self._arrays: OrderedDict[object, NDArray[Any]] = OrderedDict()
-        self._making = dict[object, Future[NDArray[Any]]]()
-        self.nbytes = 0
+        self._arrays: OrderedDict[object, Future[NDArray[Any]]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """The array of this key, made unless it is kept: who asks first makes it, the others wait."""
-        future = Future[NDArray[Any]]()
+        own = Future[NDArray[Any]]()
         with self._lock:
-            if key in self._arrays:
-                self._arrays.move_to_end(key)
-                return self._arrays[key]
-            making = self._making.setdefault(key, future)
-        if making is not future:
-            return making.result()
+            future = self._arrays.setdefault(key, own)
+            self._arrays.move_to_end(key)
+        if future is not own:
+            return future.result()
         try:
             array = make()
         except BaseException as error:
             with self._lock:
-                del self._making[key]
-            future.set_exception(error)
+                del self._arrays[key]
+            own.set_exception(error)
             raise
+        own.set_result(array)
         with self._lock:
-            del self._making[key]
-            self._arrays[key] = array
             self.nbytes += array.nbytes
-            while len(self._arrays) > 1 and self.nbytes > self.limit:
-                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
-        future.set_result(array)
+            while self.nbytes > self.limit and (oldest := next(iter(self._arrays))) != key:
+                if self._arrays[oldest].done():
+                    self.nbytes -= self._arrays.pop(oldest).result().nbytes
+                else:  # another thread is making it
+                    self._arrays.move_to_end(oldest)
         return array
 
 
@@ -190,6 +182,13 @@ class Opened:
             if file not in self.reads:
                 self.reads[file] = file.open(self) if isinstance(file, ComputedFile) else file.open()
             return self.reads[file]
+
+    def fill(self, data: NDArray[np.uint8], file: Remote, offset: int) -> None:
+        """Fill ``data`` from ``offset`` of a file, from any thread. Raises CheckpointError."""
+        if isinstance(file, LocalFile):
+            file.fill(offset, data.data)
+        elif data.size:
+            data[:] = np.frombuffer(self(file)(offset, offset + data.size), np.uint8)  # without Python's lock
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,21 +229,28 @@ def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: in
     return Content(read, files, (compute.__qualname__, [content.plain for content in inputs], what))
 
 
+Filling = Callable[[NDArray[np.uint8], SourceFile, int], None]
+"""Fills an array from an offset of a file."""
+
+
 def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -> Content:
     """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would, and compare replicas."""
 
     def read(opened: Opened, begin: int, end: int) -> Bytes:
-        buffer, count, reader = np.empty(end - begin, np.uint8), 0, _Gathering(opened, files)
+        def fill_from(data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
+            opened.fill(data, files[file.path], offset)
+
+        buffer, count = np.empty(end - begin, np.uint8), 0
         for number, job in enumerate(jobs):
             base, steps = job.target(0).offset, _steps_of(job.transfer)
-            for step in steps[bisect_right(steps, begin - base, key=lambda entry: entry.end) :]:
-                if step.begin + base >= end:
+            for low, high, slab in steps[bisect_right(steps, begin - base, key=lambda step: step[1]) :]:
+                if low + base >= end:
                     break
-                if step.slab.is_flat and not step.slab.checks:
-                    count += _stream(job, step.slab, reader, buffer, begin - base)
+                if slab.is_flat and not slab.checks:
+                    count += _stream(job, slab, fill_from, buffer, begin - base)
                 else:
-                    block = _BLOCKS.get((read, number, step.end), partial(_block, job, step.slab, reader))
-                    count += _take(step.slab, block, buffer, begin - base)
+                    block = _BLOCKS.get((read, number, high), partial(_block, job, slab, fill_from))
+                    count += _take(slab, block, buffer, begin - base)
         if count != buffer.size:  # what no part has must not pass
             raise RuntimeError(f"{count} of {buffer.size} bytes of tensor '{name}' were put together")
         return buffer.data
@@ -256,31 +262,23 @@ _BLOCKS = ArrayCache(8 << 20)
 """What was put together last: the next range may begin within it."""
 
 
-class _Step(NamedTuple):
-    """A slab that writes between these bytes of a tensor, from a part's first byte on."""
-
-    begin: int
-    end: int
-    slab: Slab
-
-
 @lru_cache(maxsize=64)
-def _steps_of(way: Route) -> Sequence[_Step]:
-    """The steps of a way in the order of the tensor."""
+def _steps_of(way: Route) -> Sequence[tuple[int, int, Slab]]:
+    """The steps of a way in the order of the tensor, and between which bytes each writes, from a part's first on."""
     steps = []
     for slab in way(_STEP):
         at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
         if at:
-            steps.append(_Step(min(at), max(at) + 1, slab))
-    return sorted(steps, key=lambda step: step.end)
+            steps.append((min(at), max(at) + 1, slab))
+    return sorted(steps, key=lambda step: step[1])
 
 
-def _block(job: Job, slab: Slab, reader: Reader) -> NDArray[np.uint8]:
+def _block(job: Job, slab: Slab, read: Filling) -> NDArray[np.uint8]:
     """All that a slab writes, one region after the other."""
     buffer = np.empty(sum(region.nbytes for region in slab.writes), np.uint8)
     ends = [*accumulate(region.nbytes for region in slab.writes)]
     parts = zip(slab.writes, np.split(buffer, ends[:-1]), strict=True)
-    fill(job, slab, reader, [part.reshape(region.shape) for region, part in parts])
+    fill(job, slab, read, [part.reshape(region.shape) for region, part in parts])
     return buffer
 
 
@@ -295,7 +293,7 @@ def _take(slab: Slab, block: NDArray[np.uint8], buffer: NDArray[np.uint8], first
     return nbytes
 
 
-def _stream(job: Job, slab: Slab, reader: Reader, buffer: NDArray[np.uint8], first: int) -> int:
+def _stream(job: Job, slab: Slab, read: Filling, buffer: NDArray[np.uint8], first: int) -> int:
     """Read what a flat slab writes of the bytes from ``first`` on into ``buffer``. Returns their number."""
     nbytes = 0
     for copy in slab.copies:
@@ -308,7 +306,7 @@ def _stream(job: Job, slab: Slab, reader: Reader, buffer: NDArray[np.uint8], fir
             region, begin = slab.reads[copy.source], copy.source_slices[0].start + skip
             place = job.source(region.rank)
             for offset, position, count in region.ranges(begin, into.size):
-                reader.fill(into[position : position + count], place.file, place.offset + offset)
+                read(into[position : position + count], place.file, place.offset + offset)
     return nbytes
 
 
@@ -320,23 +318,6 @@ def _within(
         low, high = max(at, first), min(at + length, first + into.size)
         if low < high:
             yield into[low - first : high - first], skip + low - at
-
-
-class _Gathering(Reader):
-    """Reads regions of files that are open already, from any thread."""
-
-    def __init__(self, opened: Opened, files: Mapping[FilePath, Remote]) -> None:
-        super().__init__()
-        self._opened, self._files = opened, files
-
-    def fill(self, data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
-        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError."""
-        remote = self._files[file.path]
-        if isinstance(remote, LocalFile):
-            remote.fill(offset, data.data)
-        elif data.size:
-            content = self._opened(remote)(offset, offset + data.size)
-            data[:] = np.frombuffer(content, np.uint8)  # without Python's lock
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -500,23 +481,19 @@ class ComputedFile(Remote):
     def open(self, opened: Opened | None = None) -> Read:
         """Open it; the files that it is made of are opened when they are needed."""
         np.empty(_KEPT, np.uint8)
-        ends, files = [piece.end for piece in self.pieces], opened or Opened()
+        header = Content(lambda _, begin, end: self.header[begin:end], (), None)
+        pieces, files = [Piece(0, len(self.header), header), *self.pieces], opened or Opened()
 
         def read(start: int, stop: int) -> memoryview:
-            first = bisect_right(ends, start)
-            if first < len(ends) and self.pieces[first].begin <= start and stop <= ends[first]:  # most often
-                begin, _, content = self.pieces[first]
-                return memoryview(content.read(files, start - begin, stop - begin))
-            parts = np.zeros(stop - start, np.uint8)  # numpy copies without Python's lock
-            if start < len(self.header):
-                parts[: len(self.header) - start] = np.frombuffer(self.header[start:stop], np.uint8)
-            for piece in self.pieces[first:]:
-                if piece.begin >= stop:
+            parts = list[Bytes]()
+            for begin, end, content in pieces[bisect_right(pieces, start, key=lambda piece: piece.end) :]:
+                if begin >= stop:
                     break
-                begin, end = max(start, piece.begin) - piece.begin, min(stop, piece.end) - piece.begin
-                at = piece.begin + begin - start
-                parts[at : at + end - begin] = np.frombuffer(piece.content.read(files, begin, end), np.uint8)
-            return parts.data
+                parts.append(content.read(files, max(start, begin) - begin, min(stop, end) - begin))
+            if len(parts) == 1:  # most often
+                return memoryview(parts[0])
+            arrays = (np.frombuffer(part, np.uint8) for part in parts)
+            return np.concatenate([np.empty(0, np.uint8), *arrays]).data  # without Python's lock
 
         return read
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError
 from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
-from reshard.delta.differences import Diff, TensorDiff, distance, rows_of
+from reshard.delta.differences import SAME, Diff, TensorDiff, rows_of
 from reshard.pages.diff_page import diff_page
 from tests.golden import source
 from tests.marks import one_of_each
@@ -209,6 +209,11 @@ def test_a_row_for_a_kind() -> None:
     ]
 
 
+def distance(left: np.ndarray, right: np.ndarray, dtype: str) -> TensorDiff:
+    """What lies between elements that differ."""
+    return TensorDiff("", SAME, (dtype, dtype), (left.shape, right.shape), left.size).plus(left, right)
+
+
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=20))
 def test_differences_of_what_is_finite(pairs: list[tuple[float, float]]) -> None:
     left, right = (np.array(values, "<f4") for values in zip(*pairs, strict=True))
@@ -227,6 +232,13 @@ def test_ulps_count_the_numbers_between(number: float, steps: int) -> None:
     for _ in range(steps):
         last = np.nextafter(last, np.float32(np.inf))
     assert distance(first.view("<u4"), last.view("<u4"), "F32").ulps == (None if first[0] < 0 < last[0] else steps)
+
+
+def test_the_largest_differences_are_finite() -> None:
+    """JSON has no infinity: neither one difference nor the sum of their squares, over several pieces, becomes one."""
+    left = np.full(3, np.finfo("<f8").max).view("<u8")
+    found = distance(left, left | np.uint64(1 << 63), "F64").plus(left, left | np.uint64(1 << 63))
+    assert np.isfinite([found.largest, found.rms]).all()
 
 
 @given(st.floats(-1, 0, width=32, exclude_max=True))

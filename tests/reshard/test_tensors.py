@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from formats.errors import MismatchError, ReshardError
@@ -55,6 +56,15 @@ def test_it_goes_as_the_source_does_and_reads_as_it_is_asked(tmp_path: Path) -> 
     change_tensor(tmp_path / "model/model-00002-of-00002.safetensors", "lm_head.weight")
     with pytest.raises(MismatchError, match="changed"):
         list(stream)
+
+
+def test_a_name_is_no_path(tmp_path: Path) -> None:
+    """Of a tower any name is taken, also one that is no path as Python writes it."""
+    model, name = shutil.copytree(store.checkpoint("aria"), tmp_path / "model"), "model.vision_tower.a//./b/"
+    weights_of, tensor = load_file(model / "model.safetensors"), torch.arange(4, dtype=torch.bfloat16)
+    save_file(weights_of | {name: tensor}, model / "model.safetensors", {"format": "pt"})
+    assert torch.equal(dict(tensors(model))[name], tensor)
+    assert torch.equal(load(model, tp=2, rank=1)[name], tensor)
 
 
 def test_copies_that_differ_are_refused(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numpy as np
 import pytest
 
 from formats.errors import MismatchError
 from reshard.store.threads import Shared, StoppedError, work_together
+from reshard.transforms.tensors import ArrayCache
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -154,3 +158,31 @@ def test_ctrl_c_that_comes_just_before_a_wait_ends_it(imported: str, call: str) 
     program = INTERRUPTED.format(imported=imported, call=call)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) < 10
+
+
+def test_a_cache_makes_an_array_once_and_keeps_those_used_last() -> None:
+    cache, made, slow, begun = ArrayCache(limit=24), list[str](), threading.Event(), threading.Event()
+
+    def make(name: str, wait: threading.Event | None = None) -> np.ndarray:
+        begun.set()
+        assert wait is None or wait.wait(10)
+        made.append(name)
+        return np.full(8, ord(name), np.uint8)
+
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(cache.get, "s", lambda: make("s", slow)) for _ in range(2)]
+        assert begun.wait(10)
+        for name in "abacd":  # while the oldest is being made
+            assert cache.get(name, partial(make, name))[0] == ord(name)
+        slow.set()
+        assert both[0].result() is both[1].result()
+    for name in "cb":  # of a to d and s, the last three were kept
+        cache.get(name, partial(make, name))
+    assert made == [*"abcdsb"] and cache.nbytes == 24
+
+
+def test_what_a_cache_cannot_make_is_made_again() -> None:
+    cache = ArrayCache(limit=24)
+    with pytest.raises(ZeroDivisionError):
+        cache.get("a", lambda: np.empty(1 // 0))
+    assert cache.get("a", lambda: np.zeros(8, np.uint8)).sum() == 0 and cache.nbytes == 8

@@ -105,10 +105,8 @@ def view_of(part: Part, side: Side, *, sends: bool) -> View:
     """A part's box on one side."""
     (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
     offset = stored.geometry.first(at.holder, number) + at.base
-    place = (stored.name_on(at.holder), 0)
-    if side.parts is not None:
-        place = (stored.name, side.parts[stored.name][at.holder])
-    return View(offset, part.box.shape, at.strides, *place)
+    which, rank = divmod(at.holder, side.ranks)
+    return View(offset, part.box.shape, at.strides, stored.name_on(rank), which)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -61,10 +61,10 @@ class Case:
 
     def tensor(self, holder: int) -> np.ndarray:
         """What a holder has, as the program stores it."""
-        if self.geometry.chunks is None:
+        if self.geometry.parts is None:
             return self._on(holder)
-        at = self.geometry.chunks[holder]
-        return self._on(0)[tuple(slice(a, b) for a, b in zip(at.offset, at.end, strict=True))]
+        runs = self.geometry.parts[holder].runs
+        return self._on(0)[np.ix_(*([i for run in dim for i in range(run.offset, run.end)] for dim in runs))]
 
     def _on(self, rank: int) -> np.ndarray:
         slots, found = len(self.geometry.portions), []
@@ -200,7 +200,7 @@ def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None
                 for index, where in (each for piece in pieces for each in elements(piece)):
                     assert tensor[first + where] == atom[index]
                     seen[index] += 1
-            assert (seen >= 1).all() and (geometry.chunks is None or (seen == 1).all())
+            assert (seen >= 1).all() and (geometry.parts is None or (seen == 1).all())
 
 
 @examples(300)

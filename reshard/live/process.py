@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from formats.documents import json_bytes, read_config
+from formats.documents import read_config
 from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
@@ -196,8 +196,7 @@ class _Process:
         self, fence: Fence, what: str, work: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
         """What all processes say. Raises LiveError on all ranks if one has a problem."""
-        replies: list[dict[str, Any]]
-        replies = [json.loads(r) for r in fence.gather(what, json_bytes(_attempt(work), indent=None), patience)]
+        replies: list[dict[str, Any]] = fence.gather(what, _attempt(work), patience)
         problems = [(reply.get("problem"), reply.get("hint")) for reply in replies]
         for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
             if problem:  # without a name if all have the same

@@ -10,7 +10,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
@@ -92,12 +92,13 @@ class _Process:
     """One process of a push. It meets the others when it first needs them, and again after a failure.
 
     ``read`` gives what it holds; None: tensors are made for what the rules say that it has. ``description`` is what it
-    says of itself besides. ``witness`` is asked before it agrees to a plan.
+    says of itself besides. ``witness`` is asked before it agrees to a plan; ``keep`` and ``poison`` are a receiver's.
     """
 
     def __init__(
         self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
-        description: Mapping[str, Any], witness: Witness | None = None,
+        description: Mapping[str, Any], witness: Witness | None = None, *, keep: bool = True,
+        poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
         self.meeting, self.rank, self.device, self._sends = meeting, rank, device, rank < meeting.trainers
         self.routes: Routes | None = None
@@ -106,6 +107,7 @@ class _Process:
         self._base: int | None = None
         """The version of which it has all that changes are added to, or compared with."""
         self._read, self._description, self._witness = read, description, witness
+        self._keep, self._poison = keep, poison
         self._planned: list[Slice] = []
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
@@ -115,6 +117,8 @@ class _Process:
         """Of a receiver that keeps what comes, or has no tensors of its own: room for it, kept between pushes."""
         self._padded: set[str] | None = None
         """The tensors of a receiver of which no rank sends a part."""
+        self._open: tuple[Fence, int] | None = None
+        """A receiver's push that is not committed, with its version."""
 
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
@@ -313,15 +317,6 @@ class Pull(_Process):
     ``poisoned``.
     """
 
-    def __init__(
-        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
-        description: Mapping[str, Any], witness: Witness | None, *, keep: bool = True,
-        poison: Callable[[str | None], None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(meeting, meeting.number("receivers", rank), device, read, description, witness)
-        self._keep, self._poison = keep, poison
-        self._open: tuple[Fence, int] | None = None
-
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
 
@@ -402,19 +397,17 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
             )
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    ends, beyond = target_of(first["target"]), frozenset[str]()
+    ends = target_of(first["target"])
 
-    def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
+    def state(answers: Sequence[Mapping[str, Any]]) -> LiveState:
         format = format_of(answers[0]["format"])
         ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
         return of_checkpoints(LiveState(format, ranks), first["config"])
 
     try:
-        live, _ = state(trainers)
+        live = state(trainers)
         model = bound(live, first["config"], dtype=first["dtype"])
-        goal: LiveState | Target = ends
-        if receivers[0]["held"] is not None:
-            goal, beyond = state(receivers)
+        goal = state(receivers) if receivers[0]["held"] is not None else ends
         plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
     except ReshardError as error:
         names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
@@ -424,7 +417,7 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
         raise
     if plan.target.ranks != meeting.receivers:
         raise PlanError(f"{ends} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
-    return replace(plan, beyond=tuple(sorted(beyond)))
+    return plan
 
 
 def push(
@@ -479,11 +472,11 @@ def pull(
     of ``Meeting``. Raises PlanError.
     """
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
-    description = {"format": TRAINERS.get(program, program)}
+    number, description = meeting.number("receivers", rank), {"format": TRAINERS.get(program, program)}
     if model is None:
-        return Pull(meeting, rank, device, None, description, witness, poison=poison)
+        return Pull(meeting, number, device, None, description, witness, poison=poison)
     read, poison = reader(model, program), poison or partial(poisoned, model)
-    return Pull(meeting, rank, device, read, description, witness, keep=keep, poison=poison)
+    return Pull(meeting, number, device, read, description, witness, keep=keep, poison=poison)
 
 
 def poisoned(model: torch.nn.Module, why: str | None) -> None:

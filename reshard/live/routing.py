@@ -111,10 +111,7 @@ def view_of(part: Part, side: Side, *, sends: bool) -> View:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routes(Result):
-    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket.
-
-    ``beyond`` has the receivers' buffers that no checkpoint has: they are left alone.
-    """
+    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
 
     source: Side
     target: Side
@@ -122,7 +119,6 @@ class Routes(Result):
     ends: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    beyond: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -157,7 +153,8 @@ class Routes(Result):
         cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", self.received)]
         most = "sends" if max(self.sent) > max(self.received) else "receives"
         least = f"At least {human_time(self.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s."
-        alone = [f"Left alone, as no checkpoint has them: {listed(self.beyond, 4)}."] if self.beyond else []
+        beyond = self.target.live.beyond if self.target.live is not None else ()
+        alone = [f"Left alone, as no checkpoint has them: {listed(beyond, 4)}."] if beyond else []
         return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least, *alone])
 
     def bound(self, link: float) -> float:

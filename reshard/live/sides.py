@@ -80,10 +80,14 @@ _WHERE = Path("the live model")
 
 
 class LiveState(NamedTuple):
-    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors."""
+    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors.
+
+    ``beyond`` are the names of buffers that no checkpoint has: they are not among these, and are left alone.
+    """
 
     format: Format
     ranks: Ranks
+    beyond: tuple[str, ...] = ()
 
 
 def unstacked(format: Format, part: Slice) -> Slice:
@@ -97,15 +101,14 @@ def unstacked(format: Format, part: Slice) -> Slice:
     return part
 
 
-def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
-    """What ranks hold, without buffers that no checkpoint of the model has, and the names of these. Raises
-    CheckpointError.
-    """
+def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> LiveState:
+    """What ranks hold, without buffers that no checkpoint of the model has. Raises CheckpointError."""
     architecture = find_architecture(dict(config), _WHERE)
     origins = NameInverse(live.format, architecture, config)
     names = {part.name for parts in live.ranks for part in parts if part.is_buffer}
-    beyond = frozenset(name for name in names if not origins.knows(name))
-    return LiveState(live.format, [[part for part in parts if part.name not in beyond] for parts in live.ranks]), beyond
+    beyond = {name for name in names if not origins.knows(name)}
+    ranks = [[part for part in parts if part.name not in beyond] for parts in live.ranks]
+    return LiveState(live.format, ranks, tuple(sorted(beyond)))
 
 
 @dataclass(frozen=True, eq=False)

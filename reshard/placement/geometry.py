@@ -127,9 +127,7 @@ class Geometry:
         """
         place, slot = divmod(number, len(self.portions))
         layouts = self.layouts[place * len(self.portions) :][: len(self.portions)]
-        key: tuple[Any, ...] = (slot, layouts, frozenset(without))
-        if self.parts is not None:
-            key = (*key, tuple((holder, self._part(holder)) for holder in self._holders[place]))
+        key = slot, layouts, frozenset(without), () if self.parts is None else self._holders[place]
         if key not in self._spreads:
             holders = (holder for holder in self._holders[place] if holder not in without)
             pieces = {holder: own for holder in holders if (own := tuple(self._pieces(holder, slot, layouts)))}
@@ -154,13 +152,13 @@ class Geometry:
         return places_of
 
     @cached_property
-    def _holders(self) -> Mapping[int, Sequence[int]]:
+    def _holders(self) -> Mapping[int, tuple[int, ...]]:
         """The holders of each index of the stack."""
         holders: dict[int, list[int]] = {place: [] for place in range(len(self.layouts) // len(self.portions))}
         for holder in sorted(self._places):
             for place in self._places[holder]:
                 holders[place].append(holder)
-        return holders
+        return {place: tuple(own) for place, own in holders.items()}
 
     def _pieces(self, holder: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
         """What a holder has of an atom; ``layouts`` are those at its index of the stack."""

@@ -136,6 +136,11 @@ class Routes(Result):
         return hashed.hexdigest()
 
     @property
+    def beyond(self) -> tuple[str, ...]:
+        """The receivers' buffers that no checkpoint has: they are left alone."""
+        return self.target.live.beyond if self.target.live is not None else ()
+
+    @property
     def nbytes(self) -> int:
         """All bytes that are sent."""
         return sum(self.sent)
@@ -153,8 +158,7 @@ class Routes(Result):
         cells += [(name, "", human_bytes(count)) for name, count in _rows("receiver", self.received)]
         most = "sends" if max(self.sent) > max(self.received) else "receives"
         least = f"At least {human_time(self.bound(link))}, by what the busiest {most} at {human_bytes(link)}/s."
-        beyond = self.target.live.beyond if self.target.live is not None else ()
-        alone = [f"Left alone, as no checkpoint has them: {listed(beyond, 4)}."] if beyond else []
+        alone = [f"Left alone, as no checkpoint has them: {listed(self.beyond, 4)}."] if self.beyond else []
         return "\n".join([self.headline, "", *align(cells, right=(1, 2), width=width), "", least, *alone])
 
     def bound(self, link: float) -> float:

@@ -66,7 +66,7 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     gloo._timeout = timedelta(seconds=60)
     gloo._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     listener = socket.create_server(("127.0.0.1", 0))
-    place = int(fence.gather("plain", str(listener.getsockname()[1]).encode())[0])
+    place = fence.gather("plain", listener.getsockname()[1])[0]
     descriptor = listener.detach() if number == 0 else None
     store = TCPStore(
         "127.0.0.1", place, len(names), number == 0, timedelta(seconds=60), False, master_listen_fd=descriptor
@@ -117,10 +117,10 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
     processor: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.rounds + 1):
         for name, run in ways.items():
-            fence.gather("begin", b"")
+            fence.gather("begin", "")
             start, used = time.monotonic(), time.process_time()
             run(turn)
-            spent = fence.gather("end", str(time.process_time() - used).encode())
+            spent = fence.gather("end", time.process_time() - used)
             if turn:
                 seconds[name].append(time.monotonic() - start)
                 processor[name].append(sum(map(float, spent)))
@@ -134,7 +134,7 @@ def rank(options: argparse.Namespace, number: int, port: int) -> None:
             row = {"way": name, "GB": round(sent / 1e9, 3), "best_s": round(best, 3), "median_s": round(middle, 3)}
             row["processor_s"] = round(statistics.median(processor[name]), 3)
             print(json.dumps(row | {"GB/s": round(sent / 1e9 / middle, 2), "of_gloo": round(ratios, 2)}), flush=True)
-    fence.gather("over", b"")
+    fence.gather("over", "")
 
 
 if __name__ == "__main__":

@@ -63,8 +63,9 @@ class Store(ABC):
     beside: tuple[str, ...] | None
     folder: Path | None
 
+    @property
     @abstractmethod
-    def list(self) -> Mapping[str, Stat]:
+    def stats(self) -> Mapping[str, Stat]:
         """The files, by their names in the store (with ``/``)."""
 
     @abstractmethod
@@ -79,7 +80,7 @@ class Store(ABC):
     def folders(self) -> Mapping[str, Sequence[str]]:
         """The names in each folder; the top is the folder without a name."""
         names_of: dict[str, dict[str, None]] = {"": {}}
-        for file in self.list():
+        for file in self.stats:
             parts = PurePosixPath(file).parts
             for depth, part in enumerate(parts):
                 names_of.setdefault("/".join(parts[:depth]), {})[part] = None
@@ -119,7 +120,7 @@ class StoredPath:
 
     def is_file(self) -> bool:
         """Whether it is a file."""
-        return self.inner in self.store.list()
+        return self.inner in self.store.stats
 
     def is_dir(self) -> bool:
         """Whether it is a folder."""
@@ -133,7 +134,7 @@ class StoredPath:
         """Size and version of a file. Raises FileNotFoundError."""
         if not self.is_file():
             raise FileNotFoundError(2, "No such file", str(self))
-        return self.store.list()[self.inner]
+        return self.store.stats[self.inner]
 
     def iterdir(self) -> Iterator[StoredPath]:
         """What lies in this folder."""
@@ -212,7 +213,12 @@ def open_file(path: FilePath) -> BinaryIO:
     """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
     local = local_path(path)
     if local is None:
-        return _open_stored(cast(StoredPath, path))
+        stored = cast(StoredPath, path)
+        if not stored.is_file():
+            what = "it is a folder" if stored.is_dir() else "it is not there"
+            raise CheckpointError(f"{path}: cannot be read: {what}")
+        parts = RangeFile(lambda begin, end: stored.store.read([(stored.inner, begin, end)])[0], stored.stat().st_size)
+        return cast(BinaryIO, io.BufferedReader(parts, 8))
     try:
         _check_kind(path, local.stat().st_mode)  # before it is opened: to open a device may do something
         descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -256,7 +262,10 @@ def read_ranges(ranges: Sequence[tuple[FilePath, int, int]]) -> list[bytes]:
             stored.setdefault(path.store, []).append((path.inner, begin, end))
     for path, parts in local.items():
         with open_file(path) as file:
-            bytes_of |= {(path, begin, end): _pread(path, file, begin, end) for begin, end in parts}
+            for begin, end in parts:
+                content = bytearray(end - begin)
+                read_into(path, file.fileno(), begin, memoryview(content))
+                bytes_of[path, begin, end] = bytes(content)
     for store, inner_ranges in stored.items():
         contents = zip(inner_ranges, store.read(inner_ranges), strict=True)
         bytes_of |= {(StoredPath(store, inner), begin, end): content for (inner, begin, end), content in contents}
@@ -277,7 +286,7 @@ def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
         yield last
 
 
-def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None:
+def read_into(path: FilePath, descriptor: int, begin: int, view: memoryview) -> None:
     """Fill a buffer with the bytes of an opened file from ``begin`` on. Raises CheckpointError, also at its end."""
     position = 0
     while position < len(view):
@@ -286,20 +295,11 @@ def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None
         except OSError as error:
             raise unreadable(path, error) from error
         if not count:
-            raise CheckpointError(f"{path} ended at byte {begin + position} while it was read")
+            raise CheckpointError(
+                f"{path}: the file became shorter: it ends before byte {begin + len(view)}",
+                "do not change the files while they are read",
+            )
         position += count
-
-
-def _pread(path: FilePath, file: BinaryIO, begin: int, end: int) -> bytes:
-    try:
-        content = os.pread(file.fileno(), end - begin, begin)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if len(content) != end - begin:
-        raise CheckpointError(
-            f"{path}: the file became shorter: it ends before byte {end}", "do not change the files while they are read"
-        )
-    return content
 
 
 def unreadable(path: FilePath, error: OSError) -> CheckpointError:
@@ -311,13 +311,6 @@ def _check_kind(path: FilePath, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise CheckpointError(f"{path}: cannot be read: it is {kind}, not a file")
-
-
-def _open_stored(path: StoredPath) -> BinaryIO:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: cannot be read: {'it is a folder' if path.is_dir() else 'it is not there'}")
-    parts = RangeFile(lambda begin, end: path.store.read([(path.inner, begin, end)])[0], path.stat().st_size)
-    return cast(BinaryIO, io.BufferedReader(parts, 8))
 
 
 class RangeFile(io.RawIOBase):
@@ -341,10 +334,6 @@ class RangeFile(io.RawIOBase):
             raise OSError(errno.EINVAL, "a place before the file")
         self._at = at
         return at
-
-    def tell(self) -> int:
-        """The place that is read next."""
-        return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer as far as the file goes; returns the number of bytes."""

@@ -22,11 +22,22 @@ __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:
-    from formats.errors import ReshardError, SettingError
-    from reshard.api import average, diff, inspect, load, merge, patch, plan, rank_config, split, tensors
-    from reshard.live.meshes import Target
-    from reshard.live.state_dict import state_dict
-    from verify.api import profile, verify
+    from formats.errors import ReshardError as ReshardError
+    from formats.errors import SettingError as SettingError
+    from reshard.api import average as average
+    from reshard.api import diff as diff
+    from reshard.api import inspect as inspect
+    from reshard.api import load as load
+    from reshard.api import merge as merge
+    from reshard.api import patch as patch
+    from reshard.api import plan as plan
+    from reshard.api import rank_config as rank_config
+    from reshard.api import split as split
+    from reshard.api import tensors as tensors
+    from reshard.live.meshes import Target as Target
+    from reshard.live.state_dict import state_dict as state_dict
+    from verify.api import profile as profile
+    from verify.api import verify as verify
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
@@ -38,24 +49,7 @@ _PLACES = {
     "Target": "reshard.live.meshes",
 }
 """Where each name is. It is imported when it is first asked for: the command line must start at once."""
-__all__ = [
-    "ReshardError",
-    "SettingError",
-    "Target",
-    "average",
-    "diff",
-    "inspect",
-    "load",
-    "merge",
-    "patch",
-    "plan",
-    "profile",
-    "rank_config",
-    "split",
-    "state_dict",
-    "tensors",
-    "verify",
-]
+__all__ = sorted(_PLACES)
 
 
 def check_not_hidden(package: str) -> None:

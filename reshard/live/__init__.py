@@ -6,11 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from formats.errors import LiveError
-    from reshard.live.meshes import Target, placements
-    from reshard.live.process import pull, push
-    from reshard.live.routing import document, routes
-    from reshard.live.vllm import Offline, Server, join, update
+    from formats.errors import LiveError as LiveError
+    from reshard.live.meshes import Target as Target
+    from reshard.live.meshes import placements as placements
+    from reshard.live.process import pull as pull
+    from reshard.live.process import push as push
+    from reshard.live.routing import document as document
+    from reshard.live.routing import routes as routes
+    from reshard.live.vllm import Offline as Offline
+    from reshard.live.vllm import Server as Server
+    from reshard.live.vllm import join as join
+    from reshard.live.vllm import update as update
 
 _PLACES = {
     "LiveError": "formats.errors",
@@ -20,19 +26,7 @@ _PLACES = {
     **dict.fromkeys(("Offline", "Server", "join", "update"), "reshard.live.vllm"),
 }
 """Where each name is. It is imported when it is first asked for: planning needs no torch."""
-__all__ = [
-    "LiveError",
-    "Offline",
-    "Server",
-    "Target",
-    "document",
-    "join",
-    "placements",
-    "pull",
-    "push",
-    "routes",
-    "update",
-]
+__all__ = sorted(_PLACES)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,8 @@ watches: a connection that ends, or a rank that is missing when the time is over
 call on each rank raises the same LiveError, and all make a new fence.
 
 Who comes says a fixed number of bytes first: reshard, a digest of what all must know, and its rank. Then a message is
-two big-endian numbers (32 and 64 bits: the sizes of what follows), a JSON object, and plain bytes.
+two big-endian numbers (32 and 64 bits: the sizes of what follows), a JSON object, and what a rank said, as JSON, which
+rank 0 passes on as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Fence:
         """``alarm`` becomes readable when the fence breaks: for those who wait for something else."""
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._answers: list[list[bytes]] = []
+        self._answers: list[list[Any]] = []
         self._cause = ""
         self._closed = False
         self._coordinator: _Coordinator | None = None
@@ -67,15 +68,16 @@ class Fence:
         """The address of this machine on the network on which rank 0 is reached."""
         threading.Thread(target=self._listen, name="reshard fence", daemon=True).start()
 
-    def gather(self, what: str, content: bytes, patience: float | None = None) -> list[bytes]:
-        """What each rank said under this name, in the order of ranks. All ranks gather the same things in one order.
+    def gather(self, what: str, document: object, patience: float | None = None) -> list[Any]:
+        """What each rank said under this name, in the order of ranks, as JSON has it. All ranks gather the same things
+        in one order.
 
         Raises LiveError on all ranks if one failed, died or does not come within ``patience`` seconds, by default the
         timeout.
         """
         self.check()
         seconds = self.timeout if patience is None else patience
-        self._send(_message("say", content, what=what, seconds=seconds))
+        self._send(_message("say", json_bytes(document, indent=None), what=what, seconds=seconds))
         # rank 0 decides, a little later if this rank came first
         self._wait(lambda: bool(self._answers), seconds + 2 * GRACE)
         if not self._answers:
@@ -160,10 +162,8 @@ class Fence:
                 head, content = _read(self._file)
                 match head["do"]:
                     case "all":
-                        ends = [sum(head["sizes"][: r + 1]) for r in range(self.world)]
-                        answers = [content[end - size : end] for end, size in zip(ends, head["sizes"], strict=True)]
                         with self._changed:
-                            self._answers.append(answers)
+                            self._answers.append(json.loads(content))
                             self._changed.notify_all()
                     case "ask":
                         self._send(_message("here", waits=self.waits_for))
@@ -300,9 +300,9 @@ class _Coordinator(threading.Thread):
         self._contents[rank] = content
         if len(self._contents) == len(self._names) and self._deadline is not None and not self._broken:
             self._deadline.cancel()
-            contents = [self._contents[r] for r in self._all]
+            content = b"[%s]" % b",".join(self._contents[r] for r in self._all)
             self._contents.clear()
-            self._tell(_message("all", b"".join(contents), sizes=[len(content_of) for content_of in contents]))
+            self._tell(_message("all", content))
 
     def _judge(self) -> None:
         """Who is the cause of what one rank saw: one that does not answer, else the last of a chain of waiting."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import MOST_RANKS
-from formats.notation.axes import Run
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import Cut, cut, in_order
@@ -130,8 +129,7 @@ def trainer_state(model: Model, target: Target) -> LiveState:
         """What each rank holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
         of_inner: list[list[tuple[Runs, ...] | None]] = []
         for rank in range(inner):
-            dims = geometry.dims(rank)
-            runs = None if dims is None else tuple(tuple(runs_in_dim) for runs_in_dim in dims)
+            runs = geometry.dims(rank)
             parts: list[tuple[Runs, ...] | None] = [runs] * target.fsdp
             if runs and target.fsdp > 1:
                 parts = [(cut(runs[0], target.fsdp, number), *runs[1:]) for number in range(target.fsdp)]
@@ -164,10 +162,10 @@ def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> d
     return {each.name: _placement([each.geometry.dims(rank) for rank in range(mesh.size)]) for each in stored}
 
 
-def _placement(ranks: Sequence[Sequence[Sequence[Run]] | None]) -> str | None:
-    if any(dims is None for dims in ranks):
+def _placement(ranks: Sequence[tuple[Runs, ...] | None]) -> str | None:
+    runs_of = [dims for dims in ranks if dims is not None]
+    if len(runs_of) < len(ranks):
         return None
-    runs_of = [tuple(tuple(runs) for runs in dims) for dims in ranks if dims is not None]
     if all(dims == runs_of[0] for dims in runs_of):
         return "Replicate()"
     shape = [max(run.end for dims in runs_of for run in dims[dim]) for dim in range(len(runs_of[0]))]

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from formats.documents import json_bytes, read_config
+from formats.documents import read_config
 from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from formats.files.checkpoint import CONFIG
 from formats.notation.format_file import format_of
@@ -26,8 +27,8 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
-from reshard.live.routing import BUCKET, Part, Routes, plan_push, view_of
-from reshard.live.sides import LiveState, Side, Slice, bound, from_document, of_checkpoints, to_document, unstacked
+from reshard.live.routing import BUCKET, Routes, plan_push, view_of
+from reshard.live.sides import LiveState, Slice, bound, from_document, of_checkpoints, to_document, unstacked
 from reshard.live.views import Parcel, Tensors
 from reshard.live.wire import Message, Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -91,20 +92,22 @@ class _Process:
     """One process of a push. It meets the others when it first needs them, and again after a failure.
 
     ``read`` gives what it holds; None: tensors are made for what the rules say that it has. ``description`` is what it
-    says of itself besides. ``witness`` is asked before it agrees to a plan.
+    says of itself besides. ``witness`` is asked before it agrees to a plan; ``keep`` and ``poison`` are a receiver's.
     """
 
     def __init__(
         self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
-        description: Mapping[str, Any], witness: Witness | None = None,
+        description: Mapping[str, Any], witness: Witness | None = None, *, keep: bool = True,
+        poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
-        self.meeting, self.rank, self.device = meeting, rank, device
+        self.meeting, self.rank, self.device, self._sends = meeting, rank, device, rank < meeting.trainers
         self.routes: Routes | None = None
         self.at: int | None = None
         """The version that this process has; None: none, or half of one."""
         self._base: int | None = None
         """The version of which it has all that changes are added to, or compared with."""
         self._read, self._description, self._witness = read, description, witness
+        self._keep, self._poison = keep, poison
         self._planned: list[Slice] = []
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
@@ -114,6 +117,8 @@ class _Process:
         """Of a receiver that keeps what comes, or has no tensors of its own: room for it, kept between pushes."""
         self._padded: set[str] | None = None
         """The tensors of a receiver of which no rank sends a part."""
+        self._open: tuple[Fence, int] | None = None
+        """A receiver's push that is not committed, with its version."""
 
     def check(self) -> Routes:
         """Meet all others and agree on the plan, before any byte moves: coverage, dtypes, and the receivers' witnesses.
@@ -177,8 +182,13 @@ class _Process:
         def planned() -> dict[str, Any]:
             if self.routes is None:
                 self.routes, self._descriptions = _planned(self.meeting, descriptions), descriptions
-                self._parcels, self._base, self._room = list(self._parcels_of(self.routes)), None, {}
-                self._padded = None
+                self._base, self._room, self._padded, memory = None, {}, None, dict[str, torch.Tensor]()
+                peer_of = attrgetter("receiver" if self._sends else "sender")
+                self._parcels = [
+                    Parcel(step, peer, [*own], self.routes, memory, sends=self._sends)
+                    for step, parts in enumerate(self.routes.parts(self.rank))
+                    for peer, own in groupby(sorted(parts, key=peer_of), peer_of)
+                ]
             if self._witness is not None:
                 arrangement = self.routes.target.arrangement
                 rank = self.rank - self.meeting.trainers
@@ -196,74 +206,72 @@ class _Process:
         self, fence: Fence, what: str, work: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
         """What all processes say. Raises LiveError on all ranks if one has a problem."""
-        replies: list[dict[str, Any]]
-        replies = [json.loads(r) for r in fence.gather(what, json_bytes(_attempt(work), indent=None), patience)]
+        try:
+            own = work()
+        except ReshardError as error:  # told to all, so that none waits
+            own = {"problem": error.message, "hint": error.hint}
+        replies: list[dict[str, Any]] = fence.gather(what, own, patience)
         problems = [(reply.get("problem"), reply.get("hint")) for reply in replies]
         for name, (problem, hint) in zip(self.meeting.names, problems, strict=True):
             if problem:  # without a name if all have the same
                 raise LiveError(problem if len({*problems}) == 1 else f"{name}: {problem}", hint)
         return replies
 
-    def _begin(
-        self, version: int, own: Mapping[str, Any] = {}, *, delta: bool = True
-    ) -> tuple[Fence, Wire, Routes, bool]:
+    def _begin(self, version: int, *, delta: bool = True) -> tuple[Fence, Wire, dict[str, list[torch.Tensor]], bool]:
         """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
 
-        ``own`` may have this process's problem. Raises LiveError on all ranks, or on none.
+        Also returns this rank's tensors as they are now. Raises LiveError on all ranks, or on none.
         """
         fence, wire, routes = self._meet()
-        proposal = {"version": version, "digest": routes.digest, "at": self.at, "base": self._base if delta else None}
-        if not isinstance(version, int) or not 0 <= version < 1 << 63:
-            own, proposal["version"] = {"problem": f"version={version!r} is no whole number from 0 to 2**63 - 1"}, 0
-        proposal |= {"problem": own.get("problem"), "hint": own.get("hint")}
-        proposals = self._gather(fence, "begin", lambda: proposal, self.meeting.patience)
+        tensors: dict[str, list[torch.Tensor]] = {}
+
+        def proposed() -> dict[str, Any]:
+            if not isinstance(version, int) or not 0 <= version < 1 << 63:
+                raise PlanError(f"version={version!r} is no whole number from 0 to 2**63 - 1")
+            if self._read is not None:
+                tensors.update(self._tensors(routes, self._read()))
+            return {"version": version, "at": self.at, "base": self._base if delta else None}
+
+        proposals = self._gather(fence, "begin", proposed, self.meeting.patience)
         for name, other in zip(self.meeting.names, proposals, strict=True):
             if other["version"] != proposals[0]["version"]:
                 versions = f"version {other['version']}, and {self.meeting.names[0]} {proposals[0]['version']}"
                 raise LiveError(f"{name} is to have {versions}")
-            if other["digest"] != proposals[0]["digest"]:
-                raise LiveError(f"{name} has another plan than {self.meeting.names[0]}")
             if other["at"] is not None and other["at"] >= version:
                 raise LiveError(f"{name} has version {other['at']} already: push a later one")
         self._base = None  # until all of this push is there
         bases = {other["base"] for other in proposals}
-        return fence, wire, routes, bases != {None} and len(bases) == 1
+        return fence, wire, tensors, bases != {None} and len(bases) == 1
 
-    def _parcels_of(self, routes: Routes) -> Iterator[Parcel]:
-        """What this rank sends or receives."""
-        memory, sends = dict[str, torch.Tensor](), self.rank < self.meeting.trainers
-        for step, parts in enumerate(routes.parts(self.rank)):
-            parts_of: dict[int, list[Part]] = {}
-            for part in parts:
-                parts_of.setdefault(part.receiver if sends else part.sender, []).append(part)
-            for peer, own in parts_of.items():
-                yield Parcel(step, peer, own, routes, memory, sends=sends)
+    def _tensors(self, routes: Routes, parts: Parts) -> dict[str, list[torch.Tensor]]:
+        """This rank's tensors by the names of those that its side has; others are left alone. Raises LiveError."""
+        parameters.check_unchanged(self._planned, [part for part, _ in parts])
+        side = routes.source if self._sends else routes.target
+        tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
+        for part, tensor in parts:
+            tensors.get(unstacked(side.arrangement.format, part).name, []).append(tensor)
+        return {name: pieces for name, pieces in tensors.items() if pieces}
 
-    def _sizes(self, fence: Fence, tensors: Tensors | None = None) -> list[int]:
-        """The bytes of each parcel where only what changed is sent, of which the trainers tell the receivers."""
-        own = [(each.step, each.peer, each.size(tensors)) for each in self._parcels] if tensors else []
-        replies = self._gather(fence, "changes", lambda: {"sizes": own}, self.meeting.patience)
-        sizes = {(step, frozenset((rank, peer))): size
-                 for rank, reply in enumerate(replies) for step, peer, size in reply["sizes"]}  # fmt: skip
-        return [sizes[each.step, frozenset((self.rank, each.peer))] for each in self._parcels]
+    def _messages(
+        self, fence: Fence, has_base: bool, work: Callable[[Parcel], Work], tensors: Tensors | None = None
+    ) -> list[Message]:
+        """What is sent or received of each parcel, if anything is: all of it, or what changed since the ``base``.
 
-    def _messages(self, sizes: Sequence[int] | None, work: Callable[[Parcel], Work]) -> list[Message]:
-        """What is sent or received of each parcel, if anything is: all of it, or of ``sizes`` what changed."""
-        sized = zip(self._parcels, sizes or [each.nbytes for each in self._parcels], strict=True)
-        is_sent = self.rank < self.meeting.trainers
-        return [Message(each.step, each.peer, size, work(each), is_sent) for each, size in sized if size]
+        The trainers, with their ``tensors``, tell the receivers how many bytes have.
+        """
+        sizes = [each.nbytes for each in self._parcels]
+        if has_base:
+            own = [(each.step, each.peer, each.size(tensors)) for each in self._parcels] if tensors is not None else []
+            replies = self._gather(fence, "changes", lambda: {"sizes": own}, self.meeting.patience)
+            changed = {(step, frozenset((rank, peer))): size
+                       for rank, reply in enumerate(replies) for step, peer, size in reply["sizes"]}  # fmt: skip
+            sizes = [changed[each.step, frozenset((self.rank, each.peer))] for each in self._parcels]
+        sized = zip(self._parcels, sizes, strict=True)
+        return [Message(each.step, each.peer, size, work(each), self._sends) for each, size in sized if size]
 
     def _agree(self, fence: Fence, what: str, problem: str = "") -> None:
         """Raise LiveError on all ranks if any has a problem."""
         self._gather(fence, what, lambda: {"problem": problem})
-
-
-def _attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a call returns, or the problem that it raises: told to all, so that none waits."""
-    try:
-        return call()
-    except ReshardError as error:
-        return {"problem": error.message, "hint": error.hint}
 
 
 class Push(_Process):
@@ -282,12 +290,8 @@ class Push(_Process):
 
         Raises LiveError on all ranks. Then receivers have the version before, or refuse to go on.
         """
-        self._meet()
-        result = _attempt(self._tensors)
-        fence, wire, _, has_base = self._begin(version, result, delta=delta)
-        tensors: Tensors = result["tensors"]
-        sizes = self._sizes(fence, tensors) if has_base else None
-        messages = self._messages(sizes, lambda parcel: partial(parcel.pack, tensors, delta))
+        fence, wire, tensors, has_base = self._begin(version, delta=delta)
+        messages = self._messages(fence, has_base, lambda parcel: partial(parcel.pack, tensors, delta), tensors)
         stats = wire.exchange(messages, version)
         self._agree(fence, "received")
         self._base = version if delta else None
@@ -295,17 +299,14 @@ class Push(_Process):
         self.at = version
         return stats
 
-    def _tensors(self) -> dict[str, Any]:
-        assert self.routes is not None and self._read is not None
-        parts = self._read()
-        parameters.check_unchanged(self._planned, [part for part, _ in parts])
-        tensors = by_stored_name(self.routes.source, parts)
-        for each in self.routes.source.stored:
+    def _tensors(self, routes: Routes, parts: Parts) -> dict[str, list[torch.Tensor]]:
+        tensors = super()._tensors(routes, parts)
+        for each in routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
                 raise MismatchError(
                     f"tensor '{each.name}' is no longer {each.constant.value:g}, and no receiver has a place for it"
                 )
-        return {"tensors": tensors}
+        return tensors
 
 
 class Pull(_Process):
@@ -316,44 +317,34 @@ class Pull(_Process):
     ``poisoned``.
     """
 
-    def __init__(
-        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
-        description: Mapping[str, Any], witness: Witness | None, *, keep: bool = True,
-        poison: Callable[[str | None], None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(meeting, meeting.number("receivers", rank), device, read, description, witness)
-        self._keep, self._poison = keep, poison
-        self._open: tuple[Fence, int] | None = None
-
     def receive(self, version: int) -> dict[str, torch.Tensor]:
         """Receive a push: this rank's tensors by name, when all ranks have all of theirs. ``commit`` must follow.
 
         With live tensors, they hold what came. Raises LiveError on all ranks.
         """
-        fence, wire, routes, has_base = self._begin(version)
-        live = by_stored_name(routes.target, self._read()) if self._read else None
-        is_direct = live is not None and not self._keep
-        if not is_direct and not self._room:
-            for name, dtype, shape in routes.target.tensors_of(self.rank - self.meeting.trainers):
+        fence, wire, live, has_base = self._begin(version)
+        assert self.routes is not None
+        is_live, room = self._read is not None, self._room
+        if is_live and not self._keep:
+            room = live
+        elif not room:
+            for name, dtype, shape in self.routes.target.tensors_of(self.rank - self.meeting.trainers):
                 tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
-                self._room.setdefault(name, []).append(tensor)
-        room = live if live is not None and is_direct else self._room
-        sizes = self._sizes(fence) if has_base else None
+                room.setdefault(name, []).append(tensor)
+        messages = self._messages(fence, has_base, lambda parcel: partial(parcel.unpack, room))
         if not has_base:
-            self._fill(routes, room)
-        if is_direct:
+            self._fill(self.routes, room)
+        if room is live:
             self._mark("a push has begun to change it")
-        wire.exchange(self._messages(sizes, lambda parcel: partial(parcel.unpack, room)), version)
+        wire.exchange(messages, version)
         self._agree(fence, "received")
         self._open, self._base = (fence, version), version
-        if live is None:
-            return {name: tensors[0] for name, tensors in room.items()}
-        if not is_direct:
+        if is_live and room is not live:
             self._mark("a push has begun to change it")
             for name, tensors in live.items():
                 for tensor, new in zip(tensors, room[name], strict=True):
                     tensor.copy_(new)
-        return {}
+        return {} if is_live else {name: tensors[0] for name, tensors in room.items()}
 
     def commit(self, version: int, error: str | None = None) -> None:
         """Tell all ranks that this one computes with the new weights, or why not. Raises LiveError on all if any does
@@ -406,19 +397,17 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
             )
     trainers, receivers = descriptions[: meeting.trainers], descriptions[meeting.trainers :]
     first = trainers[0]
-    ends, beyond = target_of(first["target"]), frozenset[str]()
+    ends = target_of(first["target"])
 
-    def state(answers: Sequence[Mapping[str, Any]]) -> tuple[LiveState, frozenset[str]]:
+    def state(answers: Sequence[Mapping[str, Any]]) -> LiveState:
         format = format_of(answers[0]["format"])
         ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
         return of_checkpoints(LiveState(format, ranks), first["config"])
 
     try:
-        live, _ = state(trainers)
+        live = state(trainers)
         model = bound(live, first["config"], dtype=first["dtype"])
-        goal: LiveState | Target = ends
-        if receivers[0]["held"] is not None:
-            goal, beyond = state(receivers)
+        goal = state(receivers) if receivers[0]["held"] is not None else ends
         plan = plan_push(model, live, goal, bucket=meeting.bucket, hosts=[answer["host"] for answer in descriptions])
     except ReshardError as error:
         names = [{name for name, _ in answer["held"]["names"]} if answer["held"] else set() for answer in descriptions]
@@ -428,15 +417,7 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
         raise
     if plan.target.ranks != meeting.receivers:
         raise PlanError(f"{ends} has {plan.target.ranks} ranks, and there are {meeting.receivers} receivers")
-    return replace(plan, beyond=tuple(sorted(beyond)))
-
-
-def by_stored_name(side: Side, parts: Parts) -> dict[str, list[torch.Tensor]]:
-    """A rank's tensors by the names of those that a side has; others are left alone."""
-    tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
-    for part, tensor in parts:
-        tensors.get(unstacked(side.arrangement.format, part).name, []).append(tensor)
-    return {name: pieces for name, pieces in tensors.items() if pieces}
+    return plan
 
 
 def push(
@@ -491,21 +472,11 @@ def pull(
     of ``Meeting``. Raises PlanError.
     """
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
+    number, description = meeting.number("receivers", rank), {"format": TRAINERS.get(program, program)}
     if model is None:
-        return Pull(meeting, rank, device, None, {}, witness, poison=poison)
-    return Pull(
-        meeting, rank, device, reader(model, program), {"format": TRAINERS.get(program, program)}, witness, keep=keep,
-        poison=poison or partial(poisoned, model),
-    )  # fmt: skip
-
-
-def pull_by(ticket: Mapping[str, Any], rank: int, world: int, device: str, *, witness: Witness | None = None) -> Pull:
-    """An engine's rank of ``world``, from the ``ticket`` of the trainer that it is to meet. Raises LiveError."""
-    try:
-        meeting = Meeting(receivers=world, **ticket)
-    except TypeError:
-        raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket") from None
-    return Pull(meeting, rank, device, None, {}, witness)
+        return Pull(meeting, number, device, None, description, witness, poison=poison)
+    read, poison = reader(model, program), poison or partial(poisoned, model)
+    return Pull(meeting, number, device, read, description, witness, keep=keep, poison=poison)
 
 
 def poisoned(model: torch.nn.Module, why: str | None) -> None:

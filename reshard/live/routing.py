@@ -105,18 +105,13 @@ def view_of(part: Part, side: Side, *, sends: bool) -> View:
     """A part's box on one side."""
     (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
     offset = stored.geometry.first(at.holder, number) + at.base
-    place = (stored.name_on(at.holder), 0)
-    if side.parts is not None:
-        place = (stored.name, side.parts[stored.name][at.holder])
-    return View(offset, part.box.shape, at.strides, *place)
+    which, rank = divmod(at.holder, side.ranks)
+    return View(offset, part.box.shape, at.strides, stored.name_on(rank), which)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Routes(Result):
-    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket.
-
-    ``beyond`` has the receivers' buffers that no checkpoint has: they are left alone.
-    """
+    """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
 
     source: Side
     target: Side
@@ -124,7 +119,6 @@ class Routes(Result):
     ends: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    beyond: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -140,6 +134,11 @@ class Routes(Result):
             chosen = [at.holder for at in move.senders] if way.has_choice else []
             hashed.update(json.dumps([*move.atom, *names, way.number, move.dtype, chosen]).encode())
         return hashed.hexdigest()
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """The receivers' buffers that no checkpoint has: they are left alone."""
+        return self.target.live.beyond if self.target.live is not None else ()
 
     @property
     def nbytes(self) -> int:

@@ -1,13 +1,11 @@
 """The two sides of a push: where each atom of a model lies in the tensors of a side's ranks.
 
 A side is live (what its ranks hold, ``Slice``) or made by rules alone (the tensors of a program's ranks on a mesh). A
-live tensor is taken as chunks of the stored tensor, as in a distributed checkpoint (``reshard.placement.geometry``):
-one for each product of runs, with numbers of their own in place of file numbers.
+live tensor is a piece of the stored tensor, as a chunk of a distributed checkpoint is (``reshard.placement.geometry``).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import MismatchError, PlanError
-from formats.files.chunks import Chunk
 from formats.files.safetensors import TensorInfo
 from formats.notation.architecture_files import find_architecture
 from formats.notation.axes import Run
@@ -25,9 +22,9 @@ from formats.notation.format import Format
 from reshard.model.binding import bind
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
-from reshard.placement.geometry import Geometry, row_major
+from reshard.placement.geometry import Geometry, contiguous
 from reshard.placement.inverse import NameInverse
-from reshard.placement.pieces import Piece, Runs, Spread, boxes
+from reshard.placement.pieces import Piece, Spread, boxes
 from reshard.placement.program_plan import program_plan
 from reshard.placement.stored import Atom, Location, Stored, name_at, stack_of
 from reshard.source.completeness import check_complete
@@ -39,8 +36,8 @@ class Slice(NamedTuple):
     """A part of a stored tensor that one rank holds.
 
     ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
-    has the indices of each dimension that the rank holds, in the order in which its own tensor has them: the local
-    tensor has, in each dimension, all its runs one after another. A rank may hold several parts of one tensor.
+    has the indices of each dimension that the rank holds, in ascending order: the local tensor has, in each dimension,
+    all its runs one after another. A rank may hold several parts of one tensor.
     A buffer (``is_buffer``) that no checkpoint has is left alone.
     """
 
@@ -83,10 +80,14 @@ _WHERE = Path("the live model")
 
 
 class LiveState(NamedTuple):
-    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors."""
+    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors.
+
+    ``beyond`` are the names of buffers that no checkpoint has: they are not among these, and are left alone.
+    """
 
     format: Format
     ranks: Ranks
+    beyond: tuple[str, ...] = ()
 
 
 def unstacked(format: Format, part: Slice) -> Slice:
@@ -100,31 +101,28 @@ def unstacked(format: Format, part: Slice) -> Slice:
     return part
 
 
-def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> tuple[LiveState, frozenset[str]]:
-    """What ranks hold, without buffers that no checkpoint of the model has, and the names of these. Raises
-    CheckpointError.
-    """
+def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> LiveState:
+    """What ranks hold, without buffers that no checkpoint of the model has. Raises CheckpointError."""
     architecture = find_architecture(dict(config), _WHERE)
     origins = NameInverse(live.format, architecture, config)
     names = {part.name for parts in live.ranks for part in parts if part.is_buffer}
-    beyond = frozenset(name for name in names if not origins.knows(name))
-    return LiveState(live.format, [[part for part in parts if part.name not in beyond] for parts in live.ranks]), beyond
+    beyond = {name for name in names if not origins.knows(name)}
+    ranks = [[part for part in parts if part.name not in beyond] for parts in live.ranks]
+    return LiveState(live.format, ranks, tuple(sorted(beyond)))
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
     """One side of a push.
 
-    ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holders stand for
-    ranks: holder ``h`` is on rank ``h % ranks``, and has a chunk of a stored tensor. ``parts`` has the part in which
-    that is, by its number among those that the rank has of the tensor; None for a side that is made by rules.
-    ``live`` is what the ranks of a live side hold.
+    ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holder ``h`` is
+    what rank ``h % ranks`` has of a tensor; of several parts, that of number ``h // ranks``. ``live`` is what the ranks
+    of a live side hold; None for a side that is made by rules.
     """
 
     arrangement: Arrangement
     stored: tuple[Stored, ...]
     ranks: int
-    parts: Mapping[str, Mapping[int, int]] | None = None
     live: LiveState | None = None
 
     def atoms(self) -> Iterator[tuple[Atom, Location]]:
@@ -188,68 +186,42 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
 
     Raises MismatchError if ranks lack something or hold something else.
     """
-    infos, parts_of = _whole(live, None), dict[str, list[tuple[int, tuple[Runs, ...]]]]()
-    for rank, own_parts in enumerate(live.ranks):
-        for part in own_parts:
-            parts_of.setdefault(part.name, []).append((rank, part.runs))
-    chunks_at = cache(lambda parts: _chunks(parts, len(live.ranks)))
-    chunks_of = {name: chunks_at(tuple(parts)) for name, parts in parts_of.items()}
+    infos, pieces_of, alike = _whole(live, None), dict[str, dict[int, Piece]](), dict[object, dict[int, Piece]]()
+    piece_of = cache(contiguous)
+    for rank, own in enumerate(live.ranks):
+        numbers = Counter[str]()
+        for part in own:
+            pieces, number = pieces_of.setdefault(part.name, {}), numbers[part.name]
+            if all(part.runs):
+                pieces[number * len(live.ranks) + rank] = piece_of(part.runs)
+            numbers[part.name] += 1
     stored: list[Stored] = []
     geometries: dict[tuple[Geometry, int], Geometry] = {}
     for tensor in arrangement.stored:
-        if (chunks := chunks_of.get(tensor.name)) is None:
+        if tensor.name not in pieces_of:
             continue
-        key = (tensor.geometry, id(chunks))
+        pieces = alike.setdefault(tuple(pieces_of[tensor.name].items()), pieces_of[tensor.name])
+        key = (tensor.geometry, id(pieces))
         if key not in geometries:
             whole = tensor.constant.shape if tensor.constant else tensor.geometry.shape(0) or ()
-            _check_shape(tensor.name, infos[tensor.name].shape, whole, [runs for _, runs in parts_of[tensor.name]])
-            geometries[key] = tensor.geometry.in_chunks(chunks.at, chunks.views)
-        stored.append(tensor._replace(geometry=geometries[key], dtype=infos[tensor.name].dtype))
+            _check_shape(tensor.name, infos[tensor.name].shape, whole, pieces)
+            geometries[key] = tensor.geometry.in_parts(pieces)
+        stored.append(tensor._replace(geometry=geometries[key], dtype=infos[tensor.name].dtype, naming=None))
     present = {atom for tensor in stored for atom in tensor.atoms}
     lacking = next((tensor.name for tensor in arrangement.stored if not present.issuperset(tensor.atoms)), None)
     if lacking:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
-    if strange := chunks_of.keys() - {tensor.name for tensor in stored}:
+    if strange := pieces_of.keys() - {tensor.name for tensor in stored}:
         raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
-    parts = {name: chunks.parts for name, chunks in chunks_of.items()}
-    return Side(arrangement, tuple(stored), len(live.ranks), parts, live)
+    return Side(arrangement, tuple(stored), len(live.ranks), live)
 
 
-class _Chunks(NamedTuple):
-    """The chunks of a stored tensor by their holders: each as a view of the part of that number which a rank has."""
-
-    at: dict[int, Chunk]
-    views: dict[int, tuple[int, tuple[int, ...]]]
-    parts: dict[int, int]
-
-
-def _chunks(parts: Sequence[tuple[int, tuple[Runs, ...]]], ranks: int) -> _Chunks:
-    """The chunks that ranks have, one for each product of runs, given the parts of all ranks."""
-    chunks, chunk_count, part_count = _Chunks({}, {}, {}), Counter[int](), Counter[int]()
-    for rank, runs in parts:
-        strides = row_major([sum(run.length for run in dim) for dim in runs], 1)
-        dims = [
-            list(zip(dim, itertools.accumulate((run.length for run in dim), initial=0), strict=False)) for dim in runs
-        ]
-        for chosen in itertools.product(*dims):
-            holder = chunk_count[rank] * ranks + rank
-            chunks.at[holder] = Chunk(tuple(run.offset for run, _ in chosen), tuple(run.length for run, _ in chosen))
-            base = sum(begin * stride for (_, begin), stride in zip(chosen, strides, strict=True))
-            chunks.views[holder], chunks.parts[holder] = (base, strides), part_count[rank]
-            chunk_count[rank] += 1
-        part_count[rank] += 1
-    return chunks
-
-
-def _check_shape(
-    name: str, shape: tuple[int, ...], expected: tuple[int, ...], parts: Sequence[tuple[Runs, ...]]
-) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], pieces: Mapping[int, Piece]) -> None:
     """Raise MismatchError unless ranks together have all of a tensor, and nothing else."""
     if shape != expected:
         raise MismatchError(f"tensor '{name}' is {[*shape]} on live ranks, and should be {[*expected]}")
-    order, strides = tuple(range(len(shape))), row_major(shape, 1)
-    whole = Piece(tuple((Run(0, size),) for size in shape), strides, 0)
-    have = {number: (Piece(runs, strides, 0),) for number, runs in enumerate(parts)}
-    found = boxes(Spread(shape, order, have), Spread(shape, order, {0: (whole,)}))
+    order, whole = tuple(range(len(shape))), contiguous([(Run(0, size),) for size in shape])
+    have = Spread(shape, order, {holder: (piece,) for holder, piece in pieces.items()})
+    found = boxes(have, Spread(shape, order, {0: (whole,)}))
     if missing := sum(box.numel for box in found if not box.sources):
         raise MismatchError(f"{missing:,} of {math.prod(shape):,} elements of tensor '{name}' are on no rank")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from formats.errors import LiveError
@@ -28,8 +29,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Parcel:
     """The blocks that go from one rank to another in a step, one after another, as one of the two has them.
 
-    ``nbytes`` are all their bytes, ``word`` those of a word; None if the target stores something else than what is
-    sent: then all is sent. Views of tensors are found once, and no tensor is kept. ``memory`` is for whole messages:
+    ``nbytes`` are all their bytes, ``word`` is the dtype of a word; None if the target stores something else than what
+    is sent: then all is sent. Views of tensors are found once, and no tensor is kept. ``memory`` is for whole messages:
     all parcels of a rank use it, one after another.
     """
 
@@ -43,33 +44,34 @@ class Parcel:
         self._views: list[tuple[Part, View, int]] | None = None
         self._sent: torch.Tensor | None = None
         is_plain = all(part.move.dtype == part.move.dst.stored.dtype and not part.function for part in parts)
-        self.word = min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts) if is_plain else None
+        self.word = _WORDS[min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts)] if is_plain else None
 
     def size(self, tensors: Tensors) -> int:
         """The bytes to send, where the receiver has what was sent before."""
         if self._sent is None or self.word is None:
             return self.nbytes
         count = int(torch.count_nonzero(self._compared(tensors)[1]))
-        return min(_SUM + count * (_PLACE + self.word), self.nbytes) if count else 0
+        return min(_SUM + count * (_PLACE + self.word.itemsize), self.nbytes) if count else 0
 
     def pack(self, tensors: Tensors, keep: bool, room: torch.Tensor) -> None:
         """Fill ``room`` (bytes) with all blocks, or with what has changed if it is smaller; ``keep`` a copy of all."""
         if len(room) == self.nbytes:
-            self._fill(tensors, room)
+            for _, view, block in self._blocks(tensors, room):
+                block.copy_(view)
             if not keep or self.word is None:
                 self._sent = None
             else:
                 self._sent = room.new_zeros(-(-self.nbytes // 8) * 8) if self._sent is None else self._sent
                 self._sent[: self.nbytes] = room
             return
+        assert self._sent is not None and self.word is not None
         new, differs = self._compared(tensors)
         places = torch.nonzero(differs).flatten()
-        changes = (_sum(new)[None], places.to(torch.int32), self._words(new)[places])
+        changes = (new.view(torch.int64).sum()[None], places.to(torch.int32), new.view(self.word)[places])
         content = torch.cat([part.view(torch.uint8) for part in changes])
         if len(room) != len(content):
             raise LiveError("the weights changed while they were pushed", "push again")
         room.copy_(content)
-        assert self._sent is not None
         self._sent.copy_(new)
 
     def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
@@ -79,10 +81,10 @@ class Parcel:
         """
         if len(room) < self.nbytes:
             assert self.word is not None
-            begin = _SUM + (len(room) - _SUM) // (_PLACE + self.word) * _PLACE
+            begin = _SUM + (len(room) - _SUM) // (_PLACE + self.word.itemsize) * _PLACE
             places, new = room[_SUM:begin].view(torch.int32), self._whole(tensors)
-            self._words(new)[places.to(torch.int64)] = self._words(room[begin:].clone())  # aligned anew
-            if not _sum(new).equal(room[:_SUM].view(torch.int64)[0]):
+            new.view(self.word)[places.to(torch.int64)] = room[begin:].clone().view(self.word)  # aligned anew
+            if not new.view(torch.int64).sum().equal(room[:_SUM].view(torch.int64)[0]):
                 raise LiveError(
                     "its weights are not those of the push before: a push of what changed does not fit them"
                 )
@@ -90,14 +92,17 @@ class Parcel:
         for part, view, block in self._blocks(tensors, room):
             view.copy_(_converted(part, block, part.move.dst.stored.dtype))
 
-    def _fill(self, tensors: Tensors, room: torch.Tensor) -> None:
-        for _, view, block in self._blocks(tensors, room):
-            block.copy_(view)
-
     def _blocks(self, tensors: Tensors, room: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
-        """Each block: as a view of the rank's tensor, and of the message."""
+        """Each block: as a view of the rank's tensor, which may have any strides, and of the message."""
         if self._views is None:
-            self._views = list(self._located(tensors))
+            self._views, begin = [], 0
+            for part in self._parts:
+                view = view_of(part, self._side, sends=self._sends)
+                tensor, steps = tensors[view.name][view.number], zip(view.shape, view.stride, strict=True)
+                strides = tuple(_moved(tensor, step) if size > 1 else 0 for size, step in steps)
+                view = view._replace(stride=strides, offset=_moved(tensor, view.offset))
+                self._views.append((part, view, begin * part.box.numel // max(part.nbytes, 1)))
+                begin += part.nbytes
         dtype, typed = "", room
         for part, view, at in self._views:
             if part.move.dtype != dtype:
@@ -108,31 +113,19 @@ class Parcel:
             there = tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
             yield part, there, typed[at : at + part.box.numel].view(view.shape)
 
-    def _located(self, tensors: Tensors) -> Iterator[tuple[Part, View, int]]:
-        """Each part, its view of tensors that may have any strides, and its first element in the message."""
-        begin = 0
-        for part in self._parts:
-            view = view_of(part, self._side, sends=self._sends)
-            tensor = tensors[view.name][view.number]
-            strides = (
-                _moved(tensor, step) if size > 1 else 0 for size, step in zip(view.shape, view.stride, strict=True)
-            )
-            view = view._replace(stride=tuple(strides), offset=_moved(tensor, view.offset))
-            yield part, view, begin * part.box.numel // max(part.nbytes, 1)
-            begin += part.nbytes
-
     def _compared(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole message, and which of its words are other than before."""
         assert self._sent is not None and self.word is not None
         new = self._whole(tensors)
-        out = self._room("differs", len(new) // self.word, new.device).view(torch.bool)
-        return new, torch.ne(self._words(new), self._words(self._sent), out=out)
+        out = self._room("differs", len(new) // self.word.itemsize, new.device).view(torch.bool)
+        return new, torch.ne(new.view(self.word), self._sent.view(self.word), out=out)
 
     def _whole(self, tensors: Tensors) -> torch.Tensor:
         """The whole message, and zeros up to a multiple of 8 bytes."""
         room = self._room("whole", -(-self.nbytes // 8) * 8, next(iter(tensors.values()))[0].device)
         room[self.nbytes :].zero_()
-        self._fill(tensors, room[: self.nbytes])
+        for _, view, block in self._blocks(tensors, room[: self.nbytes]):
+            block.copy_(view)
         return room
 
     def _room(self, use: str, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -140,18 +133,11 @@ class Parcel:
             self._memory[use] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._memory[use][:nbytes]
 
-    def _words(self, room: torch.Tensor) -> torch.Tensor:
-        assert self.word is not None
-        return room.view(_WORDS[self.word])
-
 
 def _moved(tensor: torch.Tensor, elements: int) -> int:
     """How far it is in memory from a tensor's first element to that of a number, in elements."""
-    distance = 0
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        elements, index = divmod(elements, size)
-        distance += index * stride
-    return distance
+    index = np.unravel_index(elements, tensor.shape)
+    return sum(int(place) * stride for place, stride in zip(index, tensor.stride(), strict=True))
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
@@ -162,7 +148,3 @@ def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     edit = conversion(move.atom.tensor, move.dtype, stored, function)
     raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
     return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)
-
-
-def _sum(words: torch.Tensor) -> torch.Tensor:
-    return words.view(torch.int64).sum()

@@ -64,10 +64,13 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
 
     def connect(self, ticket: Mapping[str, Any]) -> Pull:
         """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
-        from reshard.live.process import pull_by  # not needed to list the engine
+        from reshard.live.process import pull  # not needed to list the engine
 
-        group, witness = get_world_group(), partial(ask_loader, self)
-        return pull_by(ticket, group.rank_in_group, group.world_size, str(self.device), witness=witness)
+        group, device, witness = get_world_group(), str(self.device), partial(ask_loader, self)
+        try:
+            return pull(rank=group.rank_in_group, world=group.world_size, device=device, witness=witness, **ticket)
+        except TypeError:
+            raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket") from None
 
     def start_weight_update(self) -> None:
         """Begin: nothing changes, the old weights serve."""

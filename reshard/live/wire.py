@@ -20,7 +20,7 @@ import select
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -123,10 +123,9 @@ class Wire:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        sent, received = dict[int, int](), dict[int, int]()
+        sent, received = Counter[int](), Counter[int]()
         for message in ordered:
-            count = sent if message.is_sent else received
-            count[message.peer] = count.get(message.peer, 0) + message.nbytes
+            (sent if message.is_sent else received)[message.peer] += message.nbytes
         return Stats(sent, received, len(ordered), time.monotonic() - start)
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class Wire:
         if listener is not None:
             listener.bind("\0" + address)
             listener.listen(fence.world)
-        ends = [json.loads(reply) for reply in fence.gather("wire", json_bytes(own_address, indent=None))]
+        ends = fence.gather("wire", own_address)
         for name, (device, *_) in zip(fence.names, ends, strict=True):
             if device != own_address[0]:
                 raise ValueError(f"its tensors are on {own_address[0]}, those of {name} on {device}")
@@ -197,7 +196,7 @@ class Wire:
         """A group that no other part of the program knows, on a store of its own."""
         fence = self._fence
         listener = socket.create_server((fence.address, 0)) if self._rank == 0 else None
-        port = int(fence.gather("store", str(listener.getsockname()[1]).encode() if listener else b"")[0])
+        port = fence.gather("store", listener.getsockname()[1] if listener else None)[0]
         descriptor = None if listener is None else listener.detach()
         store = distributed.TCPStore(  # type: ignore[attr-defined]
             fence.host, port, fence.world, self._rank == 0, self._limit, False, master_listen_fd=descriptor

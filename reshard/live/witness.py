@@ -1,6 +1,6 @@
 """The second witness: where an engine's own loader puts each element of a checkpoint, compared with our rules.
 
-The loader (``model.load_weights``) runs once on tensors without storage, which record what is copied where. The index
+The loader (``model.load_weights``) runs once on tensors without data, and what is copied of them is noted. The index
 probe does the same with tensors that hold the number of each element: slower, and independent of views.
 
 Both give, for each parameter, *ranges*: rows of (first element of the parameter, how many, number of the Hugging Face
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from formats.errors import LiveError
 from formats.notation.format_file import HUGGING_FACE
-from formats.torch_internals import TORCH_DTYPES
+from formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, tree_leaves
 from reshard.live import sides
 from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan
@@ -36,11 +36,8 @@ Ranges = NDArray[np.int64]
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of the checkpoint, in the order of their numbers."""
 
-_VIEWS = frozenset([
-    "narrow", "view", "reshape", "__getitem__", "unsqueeze", "squeeze", "transpose", "t", "permute", "flatten",
-    "unflatten", "contiguous", "chunk", "unbind", "split", "select", "swapaxes", "movedim", "expand",
-])  # fmt: skip
-_FUNCTIONS = frozenset(["to", "float", "exp", "neg"])
+_ATEN = torch.ops.aten
+_ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.exp.default, _ATEN.neg.default])
 """What is computed of each element alone."""
 _BITS = 40
 """Of the number of an element within its tensor, in the index probe."""
@@ -54,52 +51,36 @@ class Copied(NamedTuple):
     of: View
 
 
-class Recorder(torch.Tensor):
-    """A tensor of a checkpoint, or a view of it, without storage. What is copied from it is noted in ``notes``."""
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is copied from the tensors of a checkpoint, which are on the meta device: a view of one shares its
+    storage, so its offset and strides say which elements it has. ``notes`` has each copy, with where it went.
+    """
 
-    place: torch.Tensor
-    number: int
-    notes: list[tuple[torch.Tensor, Copied]]
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = {
+            name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+            for name, (dtype, shape) in tensors.items()
+        }
+        self._numbers = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(self.tensors.values())}
+        self.notes: list[tuple[torch.Tensor, Copied]] = []
 
-    @staticmethod
-    def of(place: torch.Tensor, number: int, notes: list[tuple[torch.Tensor, Copied]]) -> Recorder:
-        """``place``: the view, of a tensor on the meta device."""
-        recorder = torch.Tensor._make_wrapper_subclass(Recorder, place.shape, strides=place.stride(), dtype=place.dtype)
-        assert isinstance(recorder, Recorder)
-        recorder.place, recorder.number, recorder.notes = place, number, notes
-        return recorder
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Note a copy, follow a view; of what is not followed, ``__torch_dispatch__`` is told."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name == "copy_" and isinstance(args[1], Recorder) and not isinstance(args[0], Recorder):
-            args[1]._note(args[0])
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a copy, follow a view. Raises LiveError for what is not followed."""
+        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        numbers = [self._numbers.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        followed = [number for number in numbers if number is not None]
+        if not followed or func.is_view:
+            return func(*args, **(kwargs or {}))
+        if func in _ONE_BY_ONE:
             return args[0]
-        recorder = args[0] if args and isinstance(args[0], Recorder) else None
-        with torch._C.DisableTorchFunctionSubclass():
-            if recorder is None or name not in _VIEWS | _FUNCTIONS:
-                return func(*args, **kwargs)
-            if name in _FUNCTIONS:
-                return recorder
-            result = func(recorder.place, *args[1:], **kwargs)
-        views = [result] if isinstance(result, torch.Tensor) else result
-        if any(view.untyped_storage()._cdata != recorder.place.untyped_storage()._cdata for view in views):
-            raise LiveError(f"the loader copies a part of tensor {recorder.number} with '{name}' before it uses it")
-        recorders = [Recorder.of(view, recorder.number, recorder.notes) for view in views]
-        return recorders[0] if isinstance(result, torch.Tensor) else tuple(recorders)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise LiveError: there is nothing to compute with."""
-        raise LiveError(f"the loader does '{func}' with a tensor, which is not followed here")
-
-    def _note(self, room: torch.Tensor) -> None:
-        source = self.place.expand(room.shape)
-        into, origin = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in (room, source))
-        self.notes.append((room, Copied(into, self.number, origin)))
+        if func is not _ATEN.copy_.default or numbers[0] is not None:
+            name = [*self.tensors][followed[0]]
+            raise LiveError(f"the loader does '{func}' with tensor '{name}', which is not followed here")
+        views = (args[0], args[1].expand(args[0].shape))
+        into, origin = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in views)
+        self.notes.append((args[0], Copied(into, followed[0], origin)))
+        return args[0]
 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -117,13 +98,10 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
 
     Raises LiveError if the loader does something with a tensor that is not followed.
     """
-    log: list[tuple[torch.Tensor, Copied]] = []
-    load(
-        (name, Recorder.of(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"), number, log))
-        for number, (name, (dtype, shape)) in enumerate(tensors.items())
-    )
-    copies: dict[int, list[Copied]] = {}
-    for room, copied in log:
+    recorder, copies = Recorder(tensors), dict[int, list[Copied]]()
+    with recorder:
+        load(recorder.tensors.items())
+    for room, copied in recorder.notes:
         copies.setdefault(room.untyped_storage()._cdata, []).append(copied)
     return {name: copies.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
 

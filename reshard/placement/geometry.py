@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from formats.files.chunks import Chunk
 from formats.notation.axes import Run, merge_runs, product_boxes, product_runs
 from reshard.mesh.plan import Layout
-from reshard.placement.pieces import Piece, Spread
+from reshard.placement.pieces import Piece, Runs, Spread, local_index
 from reshard.placement.portions import Portion
 
 _T = TypeVar("_T")
@@ -28,36 +28,38 @@ class Geometry:
     """Where the atoms of a stored tensor lie in what each holder has of it. Stored tensors of equal layouts share it.
 
     ``portions`` are its slots. ``layouts`` are the layouts of its atoms on the mesh: first those of the first index of
-    the stack, and so on. Holders are ranks or, of a tensor in ``chunks``, files: then ``layouts`` are those of the
-    whole tensor, on one rank.
+    the stack, and so on. Holders are ranks. Of a tensor in ``parts`` they are files or live tensors, each with a piece
+    of the stored tensor: then ``layouts`` are those of the whole tensor, on one rank.
     """
 
     portions: tuple[Portion, ...]
     layouts: tuple[Layout, ...]
     is_stack: bool
-    chunks: Mapping[int, Chunk] | None = None
+    parts: Mapping[int, Piece] | None = None
     uncut: Geometry | None = None
-    """That of all chunks together."""
-    views: Mapping[int, tuple[int, tuple[int, ...]]] | None = None
-    """Of chunks that are views of larger tensors: the number of the first element there, and the strides."""
+    """That of all parts together."""
     _shapes: dict[int, tuple[int, ...] | None] = field(init=False, repr=False, default_factory=dict)
     _spreads: dict[tuple[Any, ...], Spread] = field(init=False, repr=False, default_factory=dict)
 
-    def in_chunks(
-        self, chunks: Mapping[int, Chunk], views: Mapping[int, tuple[int, tuple[int, ...]]] | None = None
-    ) -> Geometry:
+    def in_parts(self, parts: Mapping[int, Piece]) -> Geometry:
+        """That of the same tensor in parts, by the numbers of their holders."""
+        return replace(self, parts=parts, uncut=self)
+
+    def in_chunks(self, chunks: Mapping[int, Chunk]) -> Geometry:
         """That of the same tensor in chunks, by the numbers of their files."""
-        return replace(self, chunks=chunks, uncut=self, views=views)
+        return self.in_parts(
+            {file: contiguous([(Run(*run),) for run in zip(*chunks[file], strict=True)]) for file in chunks}
+        )
 
     @property
     def whole(self) -> Geometry:
-        """That of the mesh: this one, or that of all chunks together."""
+        """That of the mesh: this one, or that of all parts together."""
         return self.uncut or self
 
     @property
     def holders(self) -> Iterable[int]:
-        """All ranks, or the files that have a chunk."""
-        return range(self.layouts[0].ranks) if self.chunks is None else self.chunks
+        """All ranks, or those that have a part."""
+        return range(self.layouts[0].ranks) if self.parts is None else self.parts
 
     def shape(self, holder: int) -> tuple[int, ...] | None:
         """The shape of what a holder has; None if it has no part of the tensor."""
@@ -66,15 +68,14 @@ class Geometry:
             self._shapes[holder] = None if dims is None else tuple(sum(run.length for run in runs) for runs in dims)
         return self._shapes[holder]
 
-    def dims(self, holder: int) -> list[list[Run]] | None:
+    def dims(self, holder: int) -> tuple[Runs, ...] | None:
         """The runs of each stored dimension that a holder has; None if it has nothing of the tensor."""
-        if self.chunks is not None:
-            at = self.chunks.get(holder)
-            return [[Run(*run)] for run in zip(*at, strict=True)] if at is not None else None
+        if self.parts is not None:
+            return self.parts[holder].runs if holder in self.parts else None
         places, slots, first = self._places.get(holder), len(self.portions), self.portions[0]
         if places is None:
             return None
-        dims = [list(merge_runs(Run(place, 1) for place in places))] if self.is_stack else []
+        dims = [tuple(merge_runs(Run(place, 1) for place in places))] if self.is_stack else []
         layouts = self.layouts[next(iter(places)) * slots :][:slots]
         for dim in range(len(first.counts)):
             lead, runs, base = first.lead if dim == first.dim else 0, list[Run](), 0
@@ -84,8 +85,8 @@ class Geometry:
                 outer = outer or factors[:lead]
                 runs += [Run(base + run.offset, run.length) for run in product_runs(factors[lead:])]
                 base += math.prod(size for _, size in factors[lead:])
-            dims.append(list(merge_runs(product_runs([*outer, (tuple(merge_runs(runs)), base)]))))
-        return dims if first.counts or slots == 1 else [*dims, [Run(0, slots)]]  # numbers, joined to a vector
+            dims.append(tuple(merge_runs(product_runs([*outer, (tuple(merge_runs(runs)), base)]))))
+        return (*dims,) if first.counts or slots == 1 else (*dims, (Run(0, slots),))  # numbers, joined to a vector
 
     def chunks_of_ranks(self) -> dict[int, Chunk]:
         """What ranks have as chunks, by the number of their file: the rank, plus the number of ranks for each further
@@ -116,7 +117,7 @@ class Geometry:
             return 0
         shape = self.shape(holder)
         assert shape is not None
-        stride = self.views[holder][1][0] if self.views is not None else math.prod(shape[1:])
+        stride = self.parts[holder].strides[0] if self.parts is not None else math.prod(shape[1:])
         return self._places[holder][number // len(self.portions)] * stride
 
     def spread(self, number: int, without: Collection[int] = frozenset()) -> Spread:
@@ -126,10 +127,7 @@ class Geometry:
         """
         place, slot = divmod(number, len(self.portions))
         layouts = self.layouts[place * len(self.portions) :][: len(self.portions)]
-        key: tuple[Any, ...] = (slot, layouts, frozenset(without))
-        if self.chunks is not None:
-            views = self.views or {}
-            key = (*key, tuple((file, *self._chunk(file), views.get(file)) for file in self._holders[place]))
+        key = slot, layouts, frozenset(without), () if self.parts is None else self._holders[place]
         if key not in self._spreads:
             holders = (holder for holder in self._holders[place] if holder not in without)
             pieces = {holder: own for holder in holders if (own := tuple(self._pieces(holder, slot, layouts)))}
@@ -140,10 +138,12 @@ class Geometry:
     def _places(self) -> Mapping[int, Mapping[int, int]]:
         """For each holder, which indices of the stack it has, and their numbers there."""
         slots, places_of = len(self.portions), dict[int, dict[int, int]]()
-        if self.chunks is not None:
-            for file, at in self.chunks.items():
-                places = range(at.offset[0], at.end[0]) if self.is_stack else range(1)
-                places_of[file] = {place: number for number, place in enumerate(places)}
+        if self.parts is not None:
+            for holder, part in self.parts.items():
+                places = (
+                    [place for run in part.runs[0] for place in range(run.offset, run.end)] if self.is_stack else [0]
+                )
+                places_of[holder] = {place: number for number, place in enumerate(places)}
             return places_of
         for place, layout in enumerate(self.layouts[::slots]):
             for rank in layout.boxes:
@@ -152,18 +152,18 @@ class Geometry:
         return places_of
 
     @cached_property
-    def _holders(self) -> Mapping[int, Sequence[int]]:
+    def _holders(self) -> Mapping[int, tuple[int, ...]]:
         """The holders of each index of the stack."""
         holders: dict[int, list[int]] = {place: [] for place in range(len(self.layouts) // len(self.portions))}
         for holder in sorted(self._places):
             for place in self._places[holder]:
                 holders[place].append(holder)
-        return holders
+        return {place: tuple(own) for place, own in holders.items()}
 
     def _pieces(self, holder: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
         """What a holder has of an atom; ``layouts`` are those at its index of the stack."""
-        if self.chunks is not None:
-            yield from self._in_chunk(holder, slot, layouts)
+        if self.parts is not None:
+            yield from _within(self._part(holder), self.portions, slot, layouts)
             return
         if holder in layouts[slot].empty:
             return
@@ -174,44 +174,47 @@ class Geometry:
         strides = (*row_major(sizes[slot][:outer], sum(inner)), *row_major(sizes[slot][outer:], 1))
         yield Piece(layouts[slot].boxes[holder].dims, _by_factor(order, strides), sum(inner[:slot]))
 
-    def _chunk(self, file: int) -> Chunk:
-        """The chunk of an index of the stack that a file has."""
-        assert self.chunks is not None
-        at = self.chunks[file]
-        return Chunk(at.offset[1:], at.shape[1:]) if self.is_stack else at
+    def _part(self, holder: int) -> Piece:
+        """What a holder has of an index of the stack that it has; it counts from there on."""
+        assert self.parts is not None
+        part = self.parts[holder]
+        return Piece(part.runs[1:], part.strides[1:], part.base) if self.is_stack else part
 
-    def _in_chunk(self, file: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
-        """What a chunk has of an atom: chunks may begin and end anywhere."""
-        portion, (offset, shape), sizes = self.portions[slot], self._chunk(file), layouts[slot].padded
-        base, steps = (0, row_major(shape, 1)) if self.views is None else self.views[file]
-        steps = steps[len(steps) - len(shape) :]
-        if not portion.counts:
-            if not shape or offset[0] <= slot < offset[0] + shape[0]:
-                yield Piece((), (), base + ((slot - offset[0]) * steps[0] if shape else 0))
-            return
-        strides, dims = list[int](), list[list[tuple[int, tuple[Run, ...]]]]()  # of each dimension: base, and runs
-        for dim, (begin, length, step) in enumerate(zip(offset, shape, steps, strict=True)):
-            joined = [(portion, layouts[slot])]
-            if dim == portion.dim and len(self.portions) > 1:
-                joined = [*zip(self.portions, layouts, strict=True)]
-            lead = portion.lead if len(joined) > 1 else 0
-            extents = [math.prod(of.padded[f] for f in each.of_dim(dim)[lead:]) for each, of in joined]
-            first, row = sum(extents[:slot]) if len(joined) > 1 else 0, sum(extents)
-            end = first + extents[slot if len(joined) > 1 else 0]
-            factors = [sizes[f] for f in portion.of_dim(dim)]
-            own_strides, parts = (*row_major(factors[:lead], row * step), *row_major(factors[lead:], step)), []
-            for *leads, within in product_boxes(begin, length, (*factors[:lead], row)):
-                low, high = max(within.offset, first), min(within.end, end)
+
+def _within(part: Piece, portions: Sequence[Portion], slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
+    """What a part of a stored tensor has of an atom: its runs may begin and end anywhere."""
+    portion, sizes = portions[slot], layouts[slot].padded
+    if not portion.counts:
+        if not part.runs:
+            yield Piece((), (), part.base)
+        elif any(run.offset <= slot < run.end for run in part.runs[0]):
+            yield Piece((), (), part.base + local_index(part.runs[0], slot) * part.strides[0])
+        return
+    strides, dims = list[int](), list[list[tuple[int, tuple[Run, ...]]]]()  # of each dimension: base, and runs
+    for dim, (own, step) in enumerate(zip(part.runs, part.strides, strict=True)):
+        joined = [(portion, layouts[slot])]
+        if dim == portion.dim and len(portions) > 1:
+            joined = [*zip(portions, layouts, strict=True)]
+        lead = portion.lead if len(joined) > 1 else 0
+        extents = [math.prod(of.padded[f] for f in each.of_dim(dim)[lead:]) for each, of in joined]
+        first, row = sum(extents[:slot]) if len(joined) > 1 else 0, sum(extents)
+        end = first + extents[slot if len(joined) > 1 else 0]
+        factors = [sizes[f] for f in portion.of_dim(dim)]
+        own_strides, places = (*row_major(factors[:lead], row * step), *row_major(factors[lead:], step)), []
+        for run in own:
+            before = run.offset - local_index(own, run.offset)
+            for *leads, inner in product_boxes(run.offset, run.length, (*factors[:lead], row)):
+                low, high = max(inner.offset, first), min(inner.end, end)
                 for box in product_boxes(low - first, high - low, factors[lead:]) if low < high else ():
                     runs = (*leads, *box)
-                    at = sum(run.offset * stride for run, stride in zip(runs, own_strides, strict=True))
-                    parts.append((at + (first - begin) * step, runs))
-            strides += own_strides
-            dims.append(parts)
-        for chosen in itertools.product(*dims):
-            own_runs = tuple((run,) for _, runs in chosen for run in runs)
-            order, at = portion.order, base + sum(at for at, _ in chosen)
-            yield Piece(_by_factor(order, own_runs), _by_factor(order, strides), at)
+                    at = sum(inside.offset * stride for inside, stride in zip(runs, own_strides, strict=True))
+                    places.append((at + (first - before) * step, runs))
+        strides += own_strides
+        dims.append(places)
+    for chosen in itertools.product(*dims):
+        own_runs = tuple((run,) for _, runs in chosen for run in runs)
+        order, at = portion.order, part.base + sum(at for at, _ in chosen)
+        yield Piece(_by_factor(order, own_runs), _by_factor(order, strides), at)
 
 
 def _by_factor(order: Sequence[int], stored: Sequence[_T]) -> tuple[_T, ...]:
@@ -222,6 +225,11 @@ def _by_factor(order: Sequence[int], stored: Sequence[_T]) -> tuple[_T, ...]:
 def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
     ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
     return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
+
+
+def contiguous(runs: Sequence[Runs]) -> Piece:
+    """What a contiguous tensor has that has these indices of each dimension."""
+    return Piece((*runs,), row_major([sum(run.length for run in dim) for dim in runs], 1), 0)
 
 
 def row_major(lengths: Sequence[int], last: int) -> tuple[int, ...]:

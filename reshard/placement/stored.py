@@ -90,7 +90,7 @@ class Stored(NamedTuple):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor, if it is stored in chunks."""
-        assert self.geometry.chunks is not None
+        assert self.geometry.parts is not None
         return self.constant.shape if self.constant else self.geometry.whole.shape(0) or ()
 
 
@@ -124,7 +124,7 @@ class Location(NamedTuple):
     def is_alone(self) -> bool:
         """Whether it is all of a stored tensor that has one name on all ranks."""
         stored, geometry = self.stored, self.stored.geometry
-        return stored.naming is None and geometry.chunks is None and len(geometry.layouts) == 1
+        return stored.naming is None and geometry.parts is None and len(geometry.layouts) == 1
 
     @property
     def zeros(self) -> frozenset[int]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,22 +107,19 @@ class Bucket:
         ``location`` is the source's, ``remotes`` the files that are read of it.
         """
         stored = [remote for remote in remotes if isinstance(remote, StoredFile)]
+        keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
+        is_copied = False  # an object of this place is one of the source's by etag and time, whichever URL names it
+        for meta in self.listing() if keys else ():
+            key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
+            is_copied |= key is not None and f"/{meta['path']}".endswith(f"/{key}")
         for url in filter(is_url, {file.store for file in stored} or {location}):
             here, there = _parts(self.url), _parts(url)
             depth = min(len(here), len(there))
-            if here[:depth] == there[:depth] or any(self._source_keys(stored)):
+            if here[:depth] == there[:depth] or is_copied:
                 raise CheckpointError(
                     f"{self.name} and {Bucket(url).name} are the same place, or one lies in the other",
                     "choose another place",
                 )
-
-    def _source_keys(self, stored: Iterable[StoredFile]) -> Iterator[str]:
-        """The keys of source files that are stored in this bucket, by etag and time, whichever URL names them."""
-        keys = {(file.etag, file.modified[:_SECOND]): file.key for file in stored if file.etag is not None}
-        for meta in self.listing() if keys else ():
-            key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
-            if key is not None and f"/{meta['path']}".endswith(f"/{key}"):
-                yield key
 
     def objects(self, *, is_first: bool = False) -> dict[str, str | None]:
         """The objects below the place, with their etags. Raises CheckpointError."""

@@ -43,12 +43,9 @@ class RangeStore(Store):
         self._opened: dict[str, Read] = {}
 
     @cached_property
-    def _stats(self) -> Mapping[str, Stat]:
-        return {name: _stat(content) for name, content in self.files.items()}
-
-    def list(self) -> Mapping[str, Stat]:
+    def stats(self) -> Mapping[str, Stat]:
         """The files, by their names."""
-        return self._stats
+        return {name: _stat(content) for name, content in self.files.items()}
 
     def local(self, file: str) -> Path | None:
         """The path of a file, if it is on this machine."""

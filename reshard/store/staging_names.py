@@ -74,7 +74,7 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     with contextlib.suppress(FileNotFoundError):
-        for entry in sorted(path.iterdir(), key=_order):
+        for entry in sorted(path.iterdir(), key=lambda entry: (entry.name == COMMON, entry.name.startswith(JOURNAL))):
             if is_folder(entry):
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -84,10 +84,6 @@ def remove_tree(path: Path) -> None:
         except OSError as error:
             if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # another run begins there at this moment
                 raise
-
-
-def _order(entry: Path) -> tuple[bool, bool]:
-    return entry.name == COMMON, entry.name.startswith(JOURNAL)
 
 
 def lock(path: Path, *, wait: bool) -> IO[str] | None:

@@ -158,7 +158,7 @@ def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, 
 
 
 def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.Tensor]]:
-    if routes.target.parts is not None:
+    if routes.target.live is not None:
         return {name: [torch.zeros_like(each) for each in of] for name, of in wanted.items()}
     held = [(each, shape) for each, shape in routes.target.arrangement.tensors_of(rank) if each.constant is None]
     return {each.name_on(rank): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype])] for each, shape in held}

@@ -156,12 +156,12 @@ def _run(rank: int, store: str, plot: Plot, pipe: Connection) -> None:
     try:
         wire = Wire(fence, rank, bucket=BUCKET, shared=plot.shared)
         plot.at(rank, "gather", pipe)
-        fence.gather("plan", b"")
+        fence.gather("plan", "")
         for version in (1, 2):
             plot.at(rank, "exchange", pipe)
             wire.exchange(_steps(rank, version, lambda: plot.at(rank, "message", pipe)), version)
         plot.at(rank, "end", pipe)
-        fence.gather("commit", b"")
+        fence.gather("commit", "")
         wire.close()
     finally:
         fence.close()

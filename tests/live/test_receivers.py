@@ -36,9 +36,11 @@ def receiver_of(model: nn.Module) -> nn.Module:
 
 def pushed(
     model: Any, receiver: nn.Module, *, versions: int = 1, delta: bool = False, keep: bool = True,
-    program: str = "transformers", config: Path | None = None,
+    program: str = "transformers", config: Path | None = None, between: Callable[[], object] = lambda: None,
 ) -> Routes:  # fmt: skip
-    """Push to a model in this process; returns the plan. Raises LiveError, the same on both sides."""
+    """Push to a model in this process; returns the plan. ``between`` is called between two pushes. Raises LiveError,
+    the same on both sides.
+    """
     both: dict[str, Any] = {
         "store": f"tcp://127.0.0.1:{free_port()}", "rank": 0, "world": 1, "timeout": 20.0, "program": program
     }  # fmt: skip
@@ -53,6 +55,7 @@ def pushed(
             if errors[0] is not None:
                 raise errors[0]
             if version < versions:
+                between()
                 with torch.no_grad():
                     model.get_input_embeddings().weight[3] += 1
         assert take.routes is not None
@@ -89,6 +92,16 @@ def test_a_trainer_that_unties_is_refused(tied: Any) -> None:
     why = r"one side lacks tensor 'lm_head\.weight', which the other has \(held by trainer 0\)"
     with pytest.raises(LiveError, match=why):
         pushed(receiver_of(tied), tied)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_receiver_that_became_another_is_refused_before_it_is_changed(tied: Any, keep: bool) -> None:
+    receiver, short = receiver_of(tied), nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
+    why = r"receiver 0: the model has model\.norm\.weight \(BF16 \[0:40\] of \[40\]\) where the plan has .*\[80\]\)"
+    with pytest.raises(LiveError, match=why):
+        pushed(tied, receiver, versions=2, keep=keep, between=lambda: setattr(receiver.model.norm, "weight", short))
+    assert not torch.equal(receiver.lm_head.weight, tied.lm_head.weight), "a byte has moved"
+    assert "_reshard_poison" not in vars(receiver)
 
 
 EXTRA: dict[str, tuple[Callable[[Any], object], str]] = {

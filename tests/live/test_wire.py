@@ -71,7 +71,7 @@ def test_all_to_all(store: str, shared: bool) -> None:
         fence = Fence(store, number, names)
         wire = Wire(fence, number, bucket=BUCKET, shared=shared)
         found = [wire.exchange(all_to_all(number, 4, version, wrong), version) for version in (1, 2)]
-        fence.gather("end", b"")
+        fence.gather("end", "")
         wire.close()
         fence.close()
         return found
@@ -102,9 +102,9 @@ def test_other_message(store: str, sent: int, version: int, cause: str) -> None:
         given, at = (message(0), 4) if number else (message(1, sent), version)
         with pytest.raises(LiveError) as error:
             wire.exchange([given], at)
-            fence.gather("end", b"")
+            fence.gather("end", "")
         with pytest.raises(LiveError, match=cause):
-            fence.gather("again", b"")
+            fence.gather("again", "")
         fence.close()
         return error.value.message
 

@@ -16,7 +16,7 @@ from formats.notation.format import Format
 from formats.notation.format_file import PROGRAMS, format_of, read_format
 from reshard.live import vllm_check
 from reshard.live.routing import View
-from reshard.live.witness import Copied, Recorder, by_rules, compare, joined, probed, ranges, recorded, unlike
+from reshard.live.witness import Copied, by_rules, compare, joined, probed, ranges, recorded, unlike
 from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.program_plan import plan_for
@@ -150,13 +150,17 @@ def test_a_python_without_vllm_names_the_option(lacks: str) -> None:
 
 
 def test_what_is_not_followed_is_an_error() -> None:
-    def of(shape: tuple[int, ...]) -> Recorder:
-        return Recorder.of(torch.empty(shape, device="meta"), 0, [])
+    def loaded(load: Callable[[torch.Tensor], object]) -> None:
+        recorded(torch.nn.Module(), lambda weights: [load(tensor) for _, tensor in weights], {"w": ("F32", (4, 6))})
 
-    with pytest.raises(LiveError, match=r"aten\.mul"):
-        torch.zeros(4).copy_(of((4,)) * 2)
-    with pytest.raises(LiveError, match="copies a part of tensor 0 with 'reshape' before it uses it"):
-        of((4, 6)).t().reshape(-1)
+    with pytest.raises(LiveError, match=r"the loader does 'aten\.mul\.Tensor' with tensor 'w', which is not followed"):
+        loaded(lambda tensor: torch.zeros(4, 6).copy_(tensor * 2))
+    with pytest.raises(LiveError, match=r"'aten\.clone\.default' with tensor 'w'"):
+        loaded(lambda tensor: tensor.t().reshape(-1))
+    with pytest.raises(LiveError, match=r"'aten\.cat\.default' with tensor 'w'"):
+        loaded(lambda tensor: torch.cat([torch.zeros(1, 6), tensor]))
+    with pytest.raises(LiveError, match=r"'aten\.copy_\.default' with tensor 'w'"):
+        loaded(lambda tensor: tensor.copy_(torch.zeros(4, 6)))
     with pytest.raises(LiveError, match="element 2 of a parameter is loaded twice"):
         joined(np.array([[0, 3, 0, 0], [2, 1, 1, 0]]))
 
@@ -167,6 +171,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "index": lambda tensor: tensor[1, ..., ::2],
     "chunk": lambda tensor: tensor.chunk(2, dim=0)[1].unsqueeze(0).expand(3, -1, -1, -1),
     "unbind": lambda tensor: tensor.unbind(2)[4].t(),
+    "element by element": lambda tensor: (
+        -torch.exp(tensor.to(torch.float64)[1].float()) if tensor.is_meta else tensor[1]
+    ),
     "permute": lambda tensor: tensor.permute(2, 0, 1)[2:, :, 1:],
 }
 

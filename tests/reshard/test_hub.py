@@ -121,7 +121,7 @@ def _answer(got: FilePath) -> dict[str, Any]:
     """What was found: its folder here, its name, and the headers of the files that are not in it."""
     if isinstance(got, Path):
         return {"path": str(got), "repo": None}
-    elsewhere = [got / name for name in got.store.list() if got.store.local(name) is None]
+    elsewhere = [got / name for name in got.store.stats if got.store.local(name) is None]
     headers = {file.name: [file.stat().st_size, read_header(file).raw.hex()] for file in elsewhere}
     return {"path": str(got.store.folder), "repo": str(got), "commit": got.store.commit, "headers": headers}
 

@@ -1,4 +1,4 @@
-"""The algebra of places against indexing with numpy: atoms in any order, joined behind any factor, in any chunks."""
+"""The algebra of places against indexing with numpy: atoms in any order, joined behind any factor, in any parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from formats.files.chunks import Chunk
 from formats.notation.axes import Run, parse, product_boxes
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
-from reshard.placement.geometry import Geometry
+from reshard.placement.geometry import Geometry, contiguous
 from reshard.placement.pieces import Piece, Position, boxes
 from reshard.placement.portions import Portion
 from reshard.placement.stored import Location, Stored
@@ -61,10 +61,10 @@ class Case:
 
     def tensor(self, holder: int) -> np.ndarray:
         """What a holder has, as the program stores it."""
-        if self.geometry.chunks is None:
+        if self.geometry.parts is None:
             return self._on(holder)
-        at = self.geometry.chunks[holder]
-        return self._on(0)[tuple(slice(a, b) for a, b in zip(at.offset, at.end, strict=True))]
+        runs = self.geometry.parts[holder].runs
+        return self._on(0)[np.ix_(*([i for run in dim for i in range(run.offset, run.end)] for dim in runs))]
 
     def _on(self, rank: int) -> np.ndarray:
         slots, found = len(self.geometry.portions), []
@@ -101,10 +101,11 @@ def joined(
 def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...], ...], lead: int, places: int) -> Case:
     """A stored tensor of an atom of ``sizes``, joined with others behind their first ``lead`` factors, which are equal.
 
-    The same factors are stored in any order on any ranks, or in chunks that are cut anywhere.
+    The same factors are stored in any order on any ranks, or in chunks that are cut anywhere, or in parts that have any
+    indices of each dimension.
     """
-    in_chunks = draw(st.booleans())
-    count = 1 if in_chunks else draw(st.integers(1, 3))
+    form = draw(st.sampled_from(["ranks", "ranks", "chunks", "parts"]))
+    count = draw(st.integers(1, 3)) if form == "ranks" else 1
     order = draw(st.permutations(range(len(sizes))))
     if others:  # what is joined is one dimension, and what it is joined behind stands first in it
         order = [*range(lead), *(lead + f for f in draw(st.permutations(range(len(sizes) - lead))))]
@@ -140,8 +141,13 @@ def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...]
     if is_stack:  # all indices are alike on a rank
         layouts = [*layouts[: len(shapes)]] * places
     case = Case(Geometry(tuple(portions), tuple(layouts), is_stack), whole, slot_at.index(0))
-    if in_chunks:
-        shape = case._on(0).shape
+    shape = case._on(0).shape
+    if form == "parts":
+        owners = [draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in shape]
+        dealt_to = [[[i for i, of in enumerate(dim) if of == owner] for owner in {*dim}] for dim in owners]
+        runs_in = [[runs_of(own) for own in dim] for dim in dealt_to]
+        case.geometry = case.geometry.in_parts(dict(enumerate(map(contiguous, itertools.product(*runs_in)))))
+    if form == "chunks":
         cuts = [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=2))}) for n in shape]
         boxes = itertools.product(*(itertools.pairwise(of) for of in cuts))
         chunks = {i: Chunk(*zip(*((a, b - a) for a, b in box), strict=True)) for i, box in enumerate(boxes)}
@@ -200,7 +206,7 @@ def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None
                 for index, where in (each for piece in pieces for each in elements(piece)):
                     assert tensor[first + where] == atom[index]
                     seen[index] += 1
-            assert (seen >= 1).all() and (geometry.chunks is None or (seen == 1).all())
+            assert (seen >= 1).all() and (geometry.parts is None or (seen == 1).all())
 
 
 @examples(300)

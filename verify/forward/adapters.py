@@ -128,7 +128,7 @@ def write_adapted_rank(base: Source, plan: Plan, rank: int, adapter: Path, folde
 def _copied(store: RangeStore, folder: Path) -> Path:
     """Write the files of a store into a new folder, and return it."""
     folder.mkdir()
-    for name, stat in store.list().items():
+    for name, stat in store.stats.items():
         with (folder / name).open("wb") as file:
             for begin in range(0, stat.st_size, _CHUNK):
                 file.writelines(store.read([(name, begin, min(begin + _CHUNK, stat.st_size))]))

@@ -17,9 +17,9 @@ from typing import Any
 from tests.forked import begin_fork_server
 
 NAMES = ("trainer 0", "trainer 1", "receiver 0", "receiver 1")
-TIMEOUT = 2.0
 BUCKET = 4 << 20
-JOIN = 4.0
+TIMEOUT, JOIN = 4.0, 6.0
+"""Seconds that a rank may let the others wait, and that it may take to come. A busy machine stops all for two."""
 PATIENCE = 30.0
 """Seconds that a process may take to start: many do, at the same time."""
 LATE = 10.0

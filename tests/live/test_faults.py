@@ -26,7 +26,7 @@ from reshard.live.meshes import arranged, target_of
 from reshard.live.process import Pull, Push, pull, push
 from reshard.live.wire import Message
 from reshard.source.opening import open_source
-from tests.live.ranks import LATE, NAMES, Plot, Ranks, Told, stop_with_parent
+from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks, Told, stop_with_parent
 from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
 
@@ -34,8 +34,8 @@ SMALL = {
     **CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 131,
 }  # fmt: skip
-TIMEOUT, JOIN, START = 2.0, 4.0, 30.0
-"""Seconds that a rank may let the others wait; that it may take to come; that, if it is known that it comes."""
+START = 30.0
+"""Seconds that a rank may take to come, if it is known that it comes."""
 TARGET = "vllm:tp2"
 A_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
@@ -311,7 +311,14 @@ def test_killed(start: Callable[[Fault], Ranks], victim: int, moment: str, way: 
         since, name = time.time(), NAMES[victim]
         told = ranks.told(victim)
         if moment == "join":
-            check(told, name, "did not join within 4 s", f"could not join {name} at", since=since, within=JOIN + LATE)
+            check(
+                told,
+                name,
+                f"did not join within {JOIN:g} s",
+                f"could not join {name} at",
+                since=since,
+                within=JOIN + LATE,
+            )
         else:
             check(told, name, "died, or ", since=since)
         for receiver in {2, 3} - {victim}:
@@ -325,9 +332,9 @@ def test_killed(start: Callable[[Fault], Ranks], victim: int, moment: str, way: 
     "victim, moment, way, causes",
     [
         (2, "exchange", "keep", ["does not answer"]), (3, "exchange", "straight", ["does not answer"]),
-        (3, "received", "keep", ["did not come to 'committed' within 2 s"]),
-        (2, "after", "keep", ["did not come to 'begin' within 2 s"]),
-        (2, "check", "rules", ["did not come to 'plan' within 2 s"]), (1, "exchange", "rules", ["does not answer"]),
+        (3, "received", "keep", ["did not come to 'committed' within"]),
+        (2, "after", "keep", ["did not come to 'begin' within"]),
+        (2, "check", "rules", ["did not come to 'plan' within"]), (1, "exchange", "rules", ["does not answer"]),
     ],
 )  # fmt: skip
 def test_stopped(start: Callable[[Fault], Ranks], victim: int, moment: str, way: str, causes: list[str]) -> None:

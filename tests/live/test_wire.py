@@ -195,7 +195,9 @@ def test_killed_before_it_joined(store: str, victim: int) -> None:
         ranks.send_signal(victim, signal.SIGKILL)
         for rank, told in ranks.told(victim).items():
             late = (
-                f"{NAMES[rank]} could not join trainer 0 at " if victim == 0 else "receiver 1 did not join within 4 s"
+                f"{NAMES[rank]} could not join trainer 0 at "
+                if victim == 0
+                else f"receiver 1 did not join within {JOIN:g} s"
             )
             assert told.error is not None and told.error.startswith(late)
             assert told.when - when < JOIN + LATE

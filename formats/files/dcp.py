@@ -16,8 +16,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from io import BytesIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.documents import is_inside
@@ -96,14 +94,14 @@ class Distributed:
     """A distributed checkpoint as it lies on disk.
 
     ``keys`` has, for each name, the keys by which the saved dictionaries led to it. ``files`` has the sizes in bytes of
-    all files that are referred to. ``objects`` are what is no tensor: where it lies, or what torch.save writes of it.
+    all files that are referred to. ``objects`` are what is no tensor: where it lies, or plain data.
     ``what`` says, in a few words, which program left it in another form than torch's. ``extras`` are settings that it
     has besides: those with the model, and those with its optimizer.
     """
 
     path: FilePath
     tensors: Mapping[str, Whole]
-    objects: Mapping[str, Blob | bytes]
+    objects: Mapping[str, object]
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[FilePath, int]
     what: str | None = None
@@ -281,12 +279,14 @@ def _look_into(
         raise unreadable(path, error) from error
 
 
-def read_object(blob: Blob | bytes) -> object:
-    """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
-    if isinstance(blob, bytes):
-        return open_archive(Path(), BytesIO(blob), 0, len(blob), "").read(TENSORS, "plain settings are read")
-    with open_file(blob.file) as file:
-        return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
+def read_object(value: object) -> object:
+    """What is no tensor, on stand-ins, given itself or where it lies. Raises CheckpointError for one that names more
+    than tensors.
+    """
+    if not isinstance(value, Blob):
+        return value
+    with open_file(value.file) as file:
+        return open_archive(value.file, file, value.offset, value.length).read(TENSORS, "plain settings are read")
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -22,7 +22,7 @@ from functools import partial
 from io import BytesIO
 from typing import Any
 
-from formats.documents import LARGEST
+from formats.documents import DEEPEST, LARGEST
 from formats.errors import CheckpointError
 from formats.files.safetensors import DAMAGED, MAX_DIMS, TORCH_NAMES
 
@@ -318,6 +318,30 @@ def write_pickle(value: object) -> bytes:
 
     write(value)
     return b"".join((*parts, b"."))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is data that is written: not nested too deeply, nor too much with all that comes again in it."""
+    level = [value]
+    for _ in range(DEEPEST):
+        below = list[object]()
+        for item in level:
+            kind = type(item)
+            if isinstance(item, (dict, tuple, list)) and kind in _WRITTEN:
+                below += itertools.chain.from_iterable(item.items()) if isinstance(item, dict) else item
+            elif isinstance(item, Inert):
+                below += (item.arguments, item.state)
+            elif kind is bytes or kind not in (*_PLAIN, Global) or (isinstance(item, int) and item.bit_length() > 2000):
+                return False
+            if len(below) > _MOST_PLAIN:
+                return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+_MOST_PLAIN = 1 << 20
 
 
 _WRITTEN: dict[Any, tuple[bytes, bytes]] = {tuple: (b"(", b"t"), list: (b"](", b"e"), dict: (b"}(", b"u")}

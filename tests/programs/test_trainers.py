@@ -407,3 +407,28 @@ def test_it_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
     assert done.returncode in (1, 2) and said in done.stderr, done.stderr
     assert done.stderr.count("Error:") == 1 and len(done.stderr.strip().splitlines()) <= 2
     assert {path.name for path in tmp_path.iterdir()} == {case}
+
+
+@pytest.mark.parametrize("kind", ["doubled", "endless", "deep", "broad"])
+def test_settings_that_unfold_without_end_are_left_behind(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kB of a pickle may be a list of terabytes, of lists that come again."""
+    monkeypatch.setattr("formats.files.pickles._MOST_PLAIN", 1000)
+    value: list[Any] = [1]
+    for _ in range({"doubled": 40, "deep": 200}.get(kind, 6)):
+        value = [value] * {"doubled": 2, "broad": 500}.get(kind, 1)
+    if kind == "endless":
+        value.append(value)
+    group = {"lr": 0.5, "params": [0], "further": value}
+    if kind == "broad":
+        state = {"module": {"w": torch.ones(3)}, "further": value}
+        torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    else:
+        torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model_fsdp.bin")
+        torch.save({"state": {}, "param_groups": [group]}, tmp_path / "optimizer.bin", pickle_protocol=2)
+    saved = read_training(tmp_path)
+    assert [*saved.tensors] == ["model.w"]
+    assert set(saved.objects) == (
+        set() if kind == "broad" else {f"optimizer.param_groups.0.{key}" for key in ("lr", "params")}
+    )

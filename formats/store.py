@@ -256,7 +256,9 @@ def read_ranges(ranges: Sequence[tuple[FilePath, int, int]]) -> list[bytes]:
             stored.setdefault(path.store, []).append((path.inner, begin, end))
     for path, parts in local.items():
         with open_file(path) as file:
-            bytes_of |= {(path, begin, end): _pread(path, file, begin, end) for begin, end in parts}
+            for begin, end in parts:
+                read_into(path, file.fileno(), begin, memoryview(content := bytearray(end - begin)))
+                bytes_of[path, begin, end] = bytes(content)
     for store, inner_ranges in stored.items():
         contents = zip(inner_ranges, store.read(inner_ranges), strict=True)
         bytes_of |= {(StoredPath(store, inner), begin, end): content for (inner, begin, end), content in contents}
@@ -277,7 +279,7 @@ def joined(ranges: Iterable[Range], gap: int) -> Iterator[Range]:
         yield last
 
 
-def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None:
+def read_into(path: FilePath, descriptor: int, begin: int, view: memoryview) -> None:
     """Fill a buffer with the bytes of an opened file from ``begin`` on. Raises CheckpointError, also at its end."""
     position = 0
     while position < len(view):
@@ -286,20 +288,9 @@ def read_into(path: Path, descriptor: int, begin: int, view: memoryview) -> None
         except OSError as error:
             raise unreadable(path, error) from error
         if not count:
-            raise CheckpointError(f"{path} ended at byte {begin + position} while it was read")
+            what = f"the file became shorter: it ends before byte {begin + len(view)}"
+            raise CheckpointError(f"{path}: {what}", "do not change the files while they are read")
         position += count
-
-
-def _pread(path: FilePath, file: BinaryIO, begin: int, end: int) -> bytes:
-    try:
-        content = os.pread(file.fileno(), end - begin, begin)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if len(content) != end - begin:
-        raise CheckpointError(
-            f"{path}: the file became shorter: it ends before byte {end}", "do not change the files while they are read"
-        )
-    return content
 
 
 def unreadable(path: FilePath, error: OSError) -> CheckpointError:

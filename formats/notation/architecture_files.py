@@ -78,21 +78,17 @@ no type.
 """
 
 
-def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's parsed form with what it takes over from its bases, key by key: the later base wins, the file itself
     wins over all. A key that is ``false`` is removed. In names of a base, its first prefix is replaced by the file's
-    own. Raises PlanError.
+    own. ``above`` are the files that build on it. Raises PlanError.
     """
-    return _with_bases(document, path, (path,))
-
-
-def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+    merged, above = dict[str, Any](), (*above, path)
     for base in _bases(document, path):
         if base in above:
             way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
             raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
-        whole: Mapping[str, Any] = _with_bases(_shared(base), base, (*above, base))
+        whole: Mapping[str, Any] = with_bases(_shared(base), base, above)
         if base.stem == document.get(INSIDE):
             whole, document = _inside(whole, document)
         merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)

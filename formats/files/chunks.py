@@ -41,6 +41,11 @@ class Sharded(NamedTuple):
     shape: tuple[int, ...]
     chunks: Sequence[tuple[Chunk, TensorInfo]]
 
+    @property
+    def dtype(self) -> str:
+        """That of its chunks, of which there is one at least."""
+        return self.chunks[0][1].dtype
+
 
 def whole(info: TensorInfo) -> Sharded:
     """A tensor that is stored as it is."""

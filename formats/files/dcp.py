@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from formats.documents import is_inside
 from formats.errors import CheckpointError
 from formats.files.checkpoint import METADATA
-from formats.files.chunks import Chunk, check_tiling
+from formats.files.chunks import Chunk, Sharded, check_tiling
 from formats.files.pickles import (
     DTYPES,
     LARGEST_PICKLE,
@@ -31,6 +31,7 @@ from formats.files.pickles import (
     Names,
     Tensor,
     are_sizes,
+    attribute,
     empty_dict,
     kind_of,
     quote,
@@ -80,15 +81,6 @@ class Blob(NamedTuple):
     length: int
 
 
-class Whole(NamedTuple):
-    """A tensor of a distributed checkpoint, and its chunks: where each begins and ends, and where its bytes lie."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[Chunk, TensorInfo], ...]
-
-
 @dataclass(frozen=True)
 class Distributed:
     """A distributed checkpoint as it lies on disk.
@@ -100,7 +92,7 @@ class Distributed:
     """
 
     path: FilePath
-    tensors: Mapping[str, Whole]
+    tensors: Mapping[str, Sharded]
     objects: Mapping[str, object]
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[FilePath, int]
@@ -123,22 +115,23 @@ def read_distributed(folder: FilePath) -> Distributed:
     root = read_pickle(read_file(path, LARGEST_PICKLE), _NAMES, path, "metadata of tensors is read")
     if not isinstance(root, Inert) or root.path not in (_ROOT, f"{_MEGATRON}.MCoreMetadata"):
         raise _wrong(path, f"holds a {kind_of(root)}, not the metadata of a distributed checkpoint")
-    if (version := root.get("version")) not in (None, VERSION):
+    if (version := attribute(root, "version")) not in (None, VERSION):
         raise CheckpointError(
             f"{path} is of version {quote(version)} of torch's distributed checkpoints, {VERSION!r} is read",
             "load it with the torch that wrote it, and save it again",
         )
     for key in ("state_dict_metadata", "storage_data"):
-        if not isinstance(value := root.get(key), dict):
+        if not isinstance(value := attribute(root, key), dict):
             raise _wrong(path, f"its '{key}' is a {kind_of(value)}, not a dictionary")
-    places = dict(_places(path, root.get("storage_data")))
-    shapes, parts = dict[str, tuple[str, tuple[int, ...], list[Chunk]]](), list[_Part]()
-    for name, entry in root.get("state_dict_metadata").items():
+    places = dict(_places(path, attribute(root, "storage_data")))
+    shapes, parts = dict[str, tuple[tuple[int, ...], list[Chunk]]](), list[_Part]()
+    for name, entry in attribute(root, "state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
             raise _wrong(path, f"its entry for {quote(name)} is a {kind_of(entry)}")
         chunks: list[Any] = [None]
         if entry.path == _TENSOR:
-            dtype, shape, chunks = shapes[name] = _tensor(path, name, entry)
+            dtype, shape, chunks = _tensor(path, name, entry)
+            shapes[name] = shape, chunks
             check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
             if (place := places.get((name, at and at.offset))) is None:
@@ -152,11 +145,11 @@ def read_distributed(folder: FilePath) -> Distributed:
     for file, of_file in itertools.groupby(in_order, key=lambda part: part[0].file):
         sizes[file] = _look_into(file, [*of_file], contents, pickles)
     tensors = {
-        name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))
-        for name, (dtype, shape, chunks) in shapes.items()
+        name: Sharded(shape, [(at, contents[name, i]) for i, at in enumerate(chunks)])
+        for name, (shape, chunks) in shapes.items()
     }
     objects = {name: blob for blob, name, _, kind in parts if kind is None}
-    planned = root.get("planner_data")
+    planned = attribute(root, "planner_data")
     keys = {
         name: keys
         for name, keys in (planned.items() if isinstance(planned, dict) else ())
@@ -175,23 +168,22 @@ def _places(
     """For the name of an object, or the name and the offset of a chunk, where its bytes are."""
     seen, file_at = set[object](), cache(lambda file: path.parent / file)  # many chunks are in few files
     for index, info in stored.items():
-        state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
-        name, offset = state.get("fqn"), state.get("offset")
+        name, offset = attribute(index, "fqn"), attribute(index, "offset")
         if not isinstance(name, str):
             raise _wrong(path, "an entry of 'storage_data' has no name")
         if offset is not None and not are_sizes(offset):
             raise _wrong(path, f"an entry of tensor '{name}' has an offset that is no offset")
         if not isinstance(info, Inert) or info.path != _INFO:
             raise _wrong(path, f"the place of '{name}' is a {kind_of(info)}")
-        if info.get("transform_descriptors"):
+        if attribute(info, "transform_descriptors"):
             raise CheckpointError(
                 f"{path}: the data of '{name}' went through an extension of torch's (compressed or encrypted)",
                 "load the checkpoint with torch and that extension, and save it without",
             )
-        file, place = info.get("relative_path"), (info.get("offset"), info.get("length"))
+        file, *place = (attribute(info, key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not is_inside(file) or "\\" in file:
             raise _wrong(path, f"the file of '{name}' is no name of a file in this folder")
-        if not are_sizes(place):
+        if not are_sizes(tuple(place)):
             raise _wrong(path, f"the place of '{name}' in {file!r:.100} is none")
         if (name, offset) in seen:
             raise _wrong(path, f"the data of '{name}' from offset {offset} on has two places")
@@ -201,13 +193,12 @@ def _places(
 
 def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ...], list[Chunk]]:
     """The dtype, shape and chunks of a tensor; of one without elements, one chunk."""
-    shape, chunks, properties = entry.get("size"), entry.get("chunks"), entry.get("properties")
+    shape, chunks, properties = (attribute(entry, key) for key in ("size", "chunks", "properties"))
     if not are_sizes(shape) or not isinstance(chunks, list):
         raise _wrong(path, f"tensor '{name}' has no shape, or no chunks")
     boxes = list[Chunk]()
     for chunk in chunks:
-        is_chunk = isinstance(chunk, Inert) and chunk.path == _CHUNK
-        extent = (chunk.get("offsets"), chunk.get("sizes")) if is_chunk else (None, None)
+        extent = attribute(chunk, "offsets"), attribute(chunk, "sizes")
         if not all(are_sizes(sizes) and len(sizes or ()) == len(shape) for sizes in extent):
             raise _wrong(path, f"tensor '{name}' of shape {list(shape)} has a chunk that is none of it")
         boxes.append(at := Chunk(*extent))

@@ -31,7 +31,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
 from formats.files.dcp import Distributed, object_bytes, read_object
 from formats.files.gathered import STATE, TOGETHER, Entries, Keys, check_steps, gathered, group_settings
-from formats.files.pickles import TENSORS, Inert, Tensor, is_plain, kind_of, quote
+from formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
 from formats.store import FilePath, glob, read_ranges
@@ -113,7 +113,7 @@ def read_zero(folder: FilePath) -> Distributed:
                 why = f"{ranks} model parallel ranks, and no file says how its tensors are cut ({_CUTS})"
                 raise CheckpointError(f"{folder} has {why}", _ELSE)
         for file in models:
-            if file.content.get("global_steps") != main.content.get("global_steps"):
+            if len({quote(each.content.get("global_steps")) for each in (file, main)}) > 1:
                 raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", TOGETHER)
         groups = [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()]
         if is_universal:
@@ -219,7 +219,7 @@ def _read(path: FilePath) -> _File:
 
 
 def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
-    if not isinstance(group, dict) or not all(isinstance(shape, tuple) for shape in group.values()):
+    if not isinstance(group, dict) or not all(map(are_sizes, group.values())):
         raise CheckpointError(f"{path}: its param_shapes are no shapes")
     return group
 
@@ -268,7 +268,9 @@ def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[st
 def _form(state: Mapping[str, Any]) -> tuple[object, object]:
     """The stage of ZeRO, and the number of ranks."""
     stage, count = state.get("zero_stage"), state.get("partition_count")
-    return next(iter(getattr(stage, "arguments", (stage,))), None), max(count) if isinstance(count, list) else count
+    stages, counts = getattr(stage, "arguments", (stage,)), count if isinstance(count, list) else (count,)
+    number, world = (max((n for n in each if type(n) is int), default=None) for each in (stages, counts))
+    return number, world
 
 
 def _settings(
@@ -338,8 +340,10 @@ def _of_slices(
     """Parameters in another order than ``shapes`` (``round_robin_gradients``), or with padding between them."""
     fragments: dict[str, list[TensorInfo]] = defaultdict(list)
     for rank, (part, of_rank) in enumerate(zip(parts, slices, strict=True)):
-        end = 0
-        for begin, count, name in sorted((cut.get("start"), cut.get("numel"), name) for name, cut in of_rank.items()):
+        cuts, end = [(attribute(cut, "start"), attribute(cut, "numel"), name) for name, cut in of_rank.items()], 0
+        if not all(are_sizes(cut[:2]) for cut in cuts):
+            raise CheckpointError(f"the parts in the list of rank {rank} have no sizes")
+        for begin, count, name in sorted(cuts):
             if begin < end or begin + count > part.shape[0]:
                 raise CheckpointError(
                     f"the list of rank {rank} has {part.shape[0]:,} elements, and not all of '{name}'"
@@ -390,7 +394,7 @@ def _universal(
 def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> Entries:
     """What has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
     main, world, entries = models[0], len(models), dict[Keys, object]()
-    for name, shape in main.table("frozen_param_shapes").items():
+    for name, shape in _shapes(main.table("frozen_param_shapes"), main.path).items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
         if all(part is not None for part in parts) and name not in names:
             is_whole = world == 1 or len(parts[0].shape) != 1
@@ -470,7 +474,7 @@ def _step_of(saved: Distributed) -> Step | None:
     values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
     steps += [Step(value, value) for value in values if isinstance(value, int | float)]
     low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
-    if low != high:
+    if not low == high < math.inf:
         why = f"its parameters have done {low:g} to {high:g} steps, and DeepSpeed has one number for all"
         raise MismatchError(f"{saved.path}: {why}", "merge it: the weights alone can be written")
     return next(iter(steps), None)

@@ -24,9 +24,10 @@ from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
 from formats.files.dcp import Distributed
 from formats.files.gathered import STATE, TOGETHER, Entries, Keys, check_steps, gathered, group_settings
-from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
+from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, attribute, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
+from formats.mesh import MOST_RANKS
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath
 
@@ -142,12 +143,12 @@ Place = Callable[[Tensor], TensorInfo]
 
 
 def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
-    local, spec = value.get("_local_tensor"), value.get("_spec")
-    mesh = spec.get("mesh") if isinstance(spec, Inert) else None
+    local, mesh = attribute(value, "_local_tensor"), attribute(value, "_spec", "mesh")
     if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
         raise ValueError("it has no local tensor, or no mesh")
-    sizes, place, stated_rank = _mesh_shape(mesh), tuple(mesh.get("_coordinate_on_dim") or ()), mesh.get("_rank")
-    placements = [_placement(value_of, len(shape)) for value_of in spec.get("placements")]
+    sizes, place = _mesh_shape(mesh), tuple(attribute(mesh, "_coordinate_on_dim") or ())
+    stated_rank, placed = attribute(mesh, "_rank"), attribute(value, "_spec", "placements")
+    placements = [_placement(placement, len(shape)) for placement in placed]
     if not (len(sizes) == len(place) == len(placements)) or any(map(int.__ge__, place, sizes)):
         raise ValueError(f"the rank is at {list(place)} of a mesh {list(sizes)} with {len(placements)} placements")
     if math.prod(sizes) > world:
@@ -159,7 +160,7 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
     copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
-    names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
+    names = attribute(mesh, "_mesh_dim_names") or attribute(mesh, "mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
     tensor = Sharded(shape, [*in_boxes(place_of(local), itertools.product(*runs))])
     return Part(tensor, place, not any(copies), shown_mesh)
@@ -167,12 +168,11 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
     """The sizes of a mesh: those of the array of its ranks or, since torch 2.10, of its layout."""
-    ranks, layout = mesh.get("mesh"), mesh.get("_layout")
+    ranks, axes = attribute(mesh, "mesh"), attribute(mesh, "_layout", "axes")
     if isinstance(ranks, Tensor):
         return ranks.shape
-    axes = layout.get("axes") if isinstance(layout, Inert) else None
-    shape = layout.get("shape") if isinstance(layout, Inert) else None
-    lengths = [axis.get("shape") for axis in axes] if axes is not None else shape
+    of_axes = [attribute(axis, "shape") for axis in axes] if axes is not None else None
+    lengths = attribute(mesh, "_layout", "shape") if of_axes is None else of_axes
     sizes = tuple(math.prod(length) if isinstance(length, tuple) else length for length in lengths or ())
     if not sizes or not are_sizes(sizes):
         raise ValueError("its mesh has no shape")
@@ -181,26 +181,25 @@ def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
 
 def _placement(placement: Inert, dims: int) -> Cut | None:
     """A placement as data. Raises ValueError for one that is no part of a tensor."""
-    kind, dim = placement.path.rpartition(".")[2], placement.get("dim")
+    kind, dim = placement.path.rpartition(".")[2], attribute(placement, "dim")
     if kind == "Replicate":
         return None
-    if kind not in ("Shard", "_StridedShard") or type(dim) is not int or not -dims <= dim < dims:
+    parts = {"Shard": 1, "_StridedShard": attribute(placement, "split_factor")}.get(kind)
+    if type(dim) is not int or not -dims <= dim < dims or type(parts) is not int or not 0 < parts <= MOST_RANKS:
         raise ValueError(f"the placement {kind} does not say which elements the rank holds")
-    return Cut(dim % dims, placement.get("split_factor") if kind == "_StridedShard" else 1)
+    return Cut(dim % dims, parts)
 
 
 def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
-    rank, size = (
-        (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
-    )
+    rank, size = attribute(group, "global_rank"), attribute(group, "global_world_size")
     if (rank, size) != (number, world):
         raise ValueError(f"the file is of rank {quote(rank)} of {quote(size)}, its name says rank {number} of {world}")
     chunks = list[tuple[Chunk, TensorInfo]]()
     for shard in shards:
-        tensor, at = shard.get("tensor"), shard.get("metadata")
-        chunk = Chunk(*(tuple(at.get(key)) for key in ("shard_offsets", "shard_sizes")))
+        tensor = attribute(shard, "tensor")
+        chunk = Chunk(*(tuple(attribute(shard, "metadata", key)) for key in ("shard_offsets", "shard_sizes")))
         if not all(map(are_sizes, chunk)) or tensor.shape != chunk.shape or len(chunk.offset) != len(shape):
             raise ValueError(f"the part {list(tensor.shape)} is said to be {list(chunk.shape)}")
         chunks.append((chunk, place_of(tensor)))
@@ -216,7 +215,9 @@ def _states(ranks: Sequence[_Rank]) -> Entries:
     steps = [rank.states[first]["step"].tensor for rank in ranks if "step" in rank.states.get(first, ())]
     check_steps((info.file, info) for step in steps if not step.shape for _, info in step.chunks)
     groups = [
-        group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
+        group
+        for group in ranks[0].groups or ()
+        if isinstance(group, dict) and isinstance(of := group.get("params"), list) and {*map(type, of)} <= {int, str}
     ]
     numbers = [group["params"] for group in groups]
     stored = {

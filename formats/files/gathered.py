@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from formats.errors import MismatchError
 from formats.files.chunks import Chunk, Sharded, check_tiling, read_chunks, whole_shape
-from formats.files.dcp import Blob, Distributed, Whole, read_object
-from formats.files.pickles import is_plain
+from formats.files.dcp import Blob, Distributed, read_object
+from formats.files.pickles import is_plain, quote
 from formats.files.safetensors import TensorInfo, read_header
 from formats.store import FilePath, read_ranges
 
@@ -41,14 +41,14 @@ def gathered(folder: FilePath, entries: Entries, what: str, files: Collection[Fi
 
     Raises MismatchError if a tensor has two dtypes, or its chunks do not make it; empty ones are nothing.
     """
-    tensors, objects, keys_of = dict[str, Whole](), dict[str, object](), dict[str, Keys]()
+    tensors, objects, keys_of = dict[str, Sharded](), dict[str, object](), dict[str, Keys]()
     for keys, entry in entries.items():
         keys_of[name := ".".join(map(str, keys))] = keys
         if not isinstance(entry, Sharded):
             objects |= {name: entry} if is_plain(entry) else {}
             continue
         shape = entry.shape
-        parts = [(at, info._replace(name=name)) for at, info in entry.chunks if 0 not in at.shape or 0 in shape]
+        parts = [(at, info) for at, info in entry.chunks if 0 not in at.shape or 0 in shape]
         dtypes = dict.fromkeys(info.dtype for _, info in parts)
         if len(dtypes) > 1:
             raise MismatchError(f"{folder}: '{name}' is {' and '.join(dtypes)} in different files")
@@ -56,7 +56,7 @@ def gathered(folder: FilePath, entries: Entries, what: str, files: Collection[Fi
             raise MismatchError(f"{folder}: no file has any of '{name}', a tensor {list(shape)}")
         parts = parts[:1] if 0 in shape else parts
         check_tiling(name, dict(enumerate(at for at, _ in parts)), shape, folder)
-        tensors[name] = Whole(name, parts[0][1].dtype, shape, tuple(parts))
+        tensors[name] = Sharded(shape, parts)
     return Distributed(folder, tensors, objects, keys_of, {file: file.stat().st_size for file in files}, what)
 
 
@@ -66,6 +66,7 @@ def check_steps(steps: Iterable[tuple[FilePath, object]]) -> None:
     for file, step in steps:
         if isinstance(step, TensorInfo):
             (step,) = read_ranges([(step.file, step.offset, step.offset + step.nbytes)])
+        step = step if isinstance(step, bytes | int | float) else quote(step)  # lists that unfold are not compared
         first = first or (file, step)
         if step != first[1]:
             raise MismatchError(f"{file} and {first[0]} are of different steps", TOGETHER)
@@ -108,16 +109,17 @@ def with_named_states(saved: Distributed) -> Distributed:
     if not numbered or len(groups) != 1 or not isinstance(blob := saved.objects[groups[0]], Blob):
         return saved
     plain = {name: str(k[1]).removeprefix("module.") for name, k in keys.items() if k[0] == "model" and len(k) == 2}
-    numbers, shapes = read_object(blob), {key: saved.tensors[name].shape for name, key in plain.items()}
+    value, shapes = read_object(blob), {key: saved.tensors[name].shape for name, key in plain.items()}
+    numbers = value if isinstance(value, list) and all(type(number) is int for number in value) else []
     for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
-        if not isinstance(numbers, list) or len(way) != len(numbers):
+        if len(way) != len(numbers):
             continue
         of_number = dict(zip(map(str, numbers), way, strict=True))
         new = {name: (*STATE, of_number.get(str(key[2]), ""), key[3]) for name, key in numbered.items()}
         if all(saved.tensors[name].shape in ((), shapes.get(str(key[2]))) for name, key in new.items()):
             new = {**saved.keys, **{name: ("model", key) for name, key in plain.items()}, **new}
             renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in saved.tensors}
-            tensors = {renamed[name]: whole._replace(name=renamed[name]) for name, whole in saved.tensors.items()}
+            tensors = {renamed[name]: tensor for name, tensor in saved.tensors.items()}
             objects = {**saved.objects, groups[0]: way}
             keys = {renamed.get(name, name): key for name, key in new.items()}
             return replace(saved, tensors=tensors, objects=objects, keys=keys)

@@ -45,12 +45,17 @@ class Inert:
     arguments: tuple[Any, ...]
     state: Any = None
 
-    def get(self, name: str) -> Any:
-        """An attribute, as far as the state says; None if it does not. A state may be two: attributes and slots."""
-        if type(self.state) is dict:
-            return self.state.get(name)
-        states: tuple[Any, ...] = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
-        return next((state[name] for state in reversed(states) if isinstance(state, dict) and name in state), None)
+
+def attribute(value: object, *names: str) -> Any:
+    """An attribute of what an ``Inert`` stands for, or of that attribute, and so on; None if no state says it.
+
+    A state may be two: attributes and slots.
+    """
+    for name in names:
+        state = value.state if isinstance(value, Inert) else None
+        states = state[::-1] if type(state) is tuple and len(state) == 2 else (state,)
+        value = next((each[name] for each in states if isinstance(each, dict) and name in each), None)
+    return value
 
 
 @dataclass(frozen=True)

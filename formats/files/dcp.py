@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from formats.documents import is_inside
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import METADATA
 from formats.files.chunks import Chunk, Sharded, check_tiling
 from formats.files.pickles import (
@@ -33,6 +33,7 @@ from formats.files.pickles import (
     are_sizes,
     attribute,
     empty_dict,
+    is_plain,
     kind_of,
     quote,
     read_pickle,
@@ -41,7 +42,7 @@ from formats.files.pickles import (
 )
 from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
 from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
-from formats.store import FilePath, open_file, read_file, unreadable
+from formats.store import FilePath, open_file, read_file, read_ranges, unreadable
 
 VERSION = "1.0.0"
 
@@ -98,6 +99,13 @@ class Distributed:
     files: Mapping[FilePath, int]
     what: str | None = None
     extras: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def object(self, name: str) -> object:
+        """What is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+        if not isinstance(at := self.objects[name], Blob):
+            return at
+        with open_file(at.file) as file:
+            return open_archive(at.file, file, at.offset, at.length).read(TENSORS, "plain settings are read")
 
 
 def read_distributed(folder: FilePath) -> Distributed:
@@ -270,14 +278,60 @@ def _look_into(
         raise unreadable(path, error) from error
 
 
-def read_object(value: object) -> object:
-    """What is no tensor, on stand-ins, given itself or where it lies. Raises CheckpointError for one that names more
-    than tensors.
+# ---------------------------------------------------------------------------------------------- from other programs
+
+Keys = tuple[str | int, ...]
+STATE: Keys = ("optimizer", "state")
+TOGETHER = "bring all files of one save together"
+
+Entries = dict[Keys, object]
+"""What was saved, by the keys that lead to it: a tensor is ``Sharded``, all else is data."""
+
+
+def group_settings(groups: object, names: Sequence[Sequence[str]]) -> Entries:
+    """The settings of an optimizer, with the ``names`` of the parameters of each group."""
+    tables = enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False))
+    return {
+        ("optimizer", "param_groups", number, key): [*members] if key == "params" else value
+        for number, (group, members) in tables
+        for key, value in (group.items() if isinstance(group, dict) else ())
+    }
+
+
+def gathered(folder: FilePath, entries: Entries, what: str, files: Collection[FilePath]) -> Distributed:
+    """What the files of a folder have. Of what is no tensor, only plain data is kept.
+
+    Raises MismatchError if a tensor has two dtypes, or its chunks do not make it; empty ones are nothing.
     """
-    if not isinstance(value, Blob):
-        return value
-    with open_file(value.file) as file:
-        return open_archive(value.file, file, value.offset, value.length).read(TENSORS, "plain settings are read")
+    tensors, objects, keys_of = dict[str, Sharded](), dict[str, object](), dict[str, Keys]()
+    for keys, entry in entries.items():
+        keys_of[name := ".".join(map(str, keys))] = keys
+        if not isinstance(entry, Sharded):
+            objects |= {name: entry} if is_plain(entry) else {}
+            continue
+        shape = entry.shape
+        parts = [(at, info) for at, info in entry.chunks if 0 not in at.shape or 0 in shape]
+        dtypes = dict.fromkeys(info.dtype for _, info in parts)
+        if len(dtypes) > 1:
+            raise MismatchError(f"{folder}: '{name}' is {' and '.join(dtypes)} in different files")
+        if not parts:
+            raise MismatchError(f"{folder}: no file has any of '{name}', a tensor {list(shape)}")
+        parts = parts[:1] if 0 in shape else parts
+        check_tiling(name, dict(enumerate(at for at, _ in parts)), shape, folder)
+        tensors[name] = Sharded(shape, parts)
+    return Distributed(folder, tensors, objects, keys_of, {file: file.stat().st_size for file in files}, what)
+
+
+def check_steps(steps: Iterable[tuple[FilePath, object]]) -> None:
+    """Raise MismatchError if the steps that files state, as numbers or as tensors, differ."""
+    first: tuple[FilePath, object] | None = None
+    for file, step in steps:
+        if isinstance(step, TensorInfo):
+            (step,) = read_ranges([(step.file, step.offset, step.offset + step.nbytes)])
+        step = step if isinstance(step, bytes | int | float) else quote(step)  # lists that unfold are not compared
+        first = first or (file, step)
+        if step != first[1]:
+            raise MismatchError(f"{file} and {first[0]} are of different steps", TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
 from formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
-from formats.files.dcp import Distributed, object_bytes, read_object
-from formats.files.gathered import STATE, TOGETHER, Entries, Keys, check_steps, gathered, group_settings
+from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings, object_bytes
 from formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
@@ -277,7 +276,7 @@ def _settings(
     states: Sequence[dict[str, Any]], saved: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
 ) -> Entries:
     """What an optimizer has besides lists: the steps, of a group or of a sub-group, and its settings."""
-    groups_of, named, entries = saved.get("param_groups"), [[*group] for group in groups], dict[Keys, object]()
+    groups_of, named, entries = saved.get("param_groups"), [[*group] for group in groups], Entries()
     if not isinstance(groups_of, list) or len(groups_of) != len(groups):  # of sub-groups
         named = [[name for group in named for name in group]]
     for of_group, names in zip(states, named, strict=False):
@@ -393,7 +392,7 @@ def _universal(
 
 def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> Entries:
     """What has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
-    main, world, entries = models[0], len(models), dict[Keys, object]()
+    main, world, entries = models[0], len(models), Entries()
     for name, shape in _shapes(main.table("frozen_param_shapes"), main.path).items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
         if all(part is not None for part in parts) and name not in names:
@@ -471,7 +470,7 @@ def _step_of(saved: Distributed) -> Step | None:
         if info.dtype in _NUMBERS and len(content) == struct.calcsize(_NUMBERS[info.dtype])
         for (number,) in struct.iter_unpack(_NUMBERS[info.dtype], content)
     ]
-    values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
+    values = (saved.object(name) for name in saved.objects if _STEP.fullmatch(name))
     steps += [Step(value, value) for value in values if isinstance(value, int | float)]
     low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
     if not low == high < math.inf:
@@ -482,7 +481,6 @@ def _step_of(saved: Distributed) -> Step | None:
 
 def _groups_of(saved: Distributed) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
-    for name, blob in saved.objects.items():
-        if match := _SETTING.fullmatch(name):
-            groups.setdefault(int(match[1]), {})[match[2]] = read_object(blob)
+    for match in filter(None, map(_SETTING.fullmatch, saved.objects)):
+        groups.setdefault(int(match[1]), {})[match[2]] = saved.object(match[0])
     return [_plain(groups[number]) for number in sorted(groups)]

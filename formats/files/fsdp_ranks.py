@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
-from formats.files.dcp import Distributed
-from formats.files.gathered import STATE, TOGETHER, Entries, Keys, check_steps, gathered, group_settings
+from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings
 from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, attribute, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
@@ -68,7 +67,7 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
     Raises CheckpointError and MismatchError if files are missing, or are not of one save.
     """
     ranks = [_read(number, len(files), *paths) for number, paths in enumerate(files)]
-    first, entries = ranks[0], dict[Keys, object]()
+    first, entries = ranks[0], Entries()
     for rank in ranks:
         lacking = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
         if lacking is not None:

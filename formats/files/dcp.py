@@ -57,21 +57,16 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # up to PyTorch 2.2
 _OLD_PROPERTIES = f"{_OLD}.TensorProperties"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_CLASSES = frozenset(
-    [
-        *(_ROOT, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _ENCODING, _INFO),
-        *(_OLD_PROPERTIES, f"{_OLD}.MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta", f"{_FILESYSTEM}._StoragePrefix"),
-        *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType")),
-        *(f"{_MEGATRON}.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ]
-)
 _LAYOUT = "torch.serialization._get_layout"
-_NAMES = Names(
-    {"torch.Size": size_of, _LAYOUT: lambda name: name, "collections.OrderedDict": empty_dict},
-    _CLASSES,
-    frozenset(DTYPES),
-)
+_NAMES = Names({
+    **dict.fromkeys(DTYPES), "torch.Size": size_of, _LAYOUT: lambda name: name, "collections.OrderedDict": empty_dict,
+}).with_classes(
+    _ROOT, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _ENCODING, _INFO, _OLD_PROPERTIES,
+    *(f"{_OLD}.MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta", f"{_FILESYSTEM}._StoragePrefix"),
+    *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType")),
+    *(f"{_MEGATRON}.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+)  # fmt: skip
 
 
 class Blob(NamedTuple):

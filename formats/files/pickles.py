@@ -53,8 +53,9 @@ def attribute(value: object, *names: str) -> Any:
     """
     for name in names:
         state = value.state if isinstance(value, Inert) else None
-        states = state[::-1] if type(state) is tuple and len(state) == 2 else (state,)
-        value = next((each[name] for each in states if isinstance(each, dict) and name in each), None)
+        if isinstance(state, tuple) and len(state) == 2:
+            state = next((each for each in reversed(state) if isinstance(each, dict) and name in each), None)
+        value = state.get(name) if isinstance(state, dict) else None
     return value
 
 

@@ -81,7 +81,7 @@ def read_training(folder: FilePath) -> Distributed:
     program = find_training(folder)
     try:
         return program.read() if program is not None else read_distributed(folder)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"what its files hold is not as the program saves it: {error!s:.200}"
         raise CheckpointError(f"{folder}: {what}", "fetch or copy the files again") from error
 

@@ -427,6 +427,13 @@ def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
         read_training(tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [math.inf, math.nan, "two", [2]])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: object, tmp_path: Path) -> None:
+    torch.save({"module": {"w": torch.ones(1)}, "mp_world_size": ranks}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="what its files hold is not as the program saves it"):
+        read_training(tmp_path)
+
+
 @pytest.mark.parametrize("step", [math.inf, math.nan])
 def test_a_step_that_is_no_number_is_refused(step: float, tmp_path: Path) -> None:
     saved = Distributed(tmp_path, {}, {"optimizer.state.w.step": step}, {}, {})

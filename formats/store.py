@@ -295,10 +295,8 @@ def read_into(path: FilePath, descriptor: int, begin: int, view: memoryview) -> 
         except OSError as error:
             raise unreadable(path, error) from error
         if not count:
-            raise CheckpointError(
-                f"{path}: the file became shorter: it ends before byte {begin + len(view)}",
-                "do not change the files while they are read",
-            )
+            what = f"the file became shorter: it ends before byte {begin + len(view)}"
+            raise CheckpointError(f"{path}: {what}", "do not change the files while they are read")
         position += count
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import ReshardError
-from formats.notation.architecture import Architecture, module_document
+from formats.notation.architecture import Architecture, one_or_all
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
 from reshard.mesh.plan import Plan, make_plan, rank_config
@@ -117,7 +117,7 @@ def _modules(ours: Architecture, built_in: Architecture) -> Iterator[str]:
     for name in sorted(ours.modules.keys() | built_in.modules.keys()):
         if ours.modules.get(name) != built_in.modules.get(name):
             rules_of = (side.modules.get(name) for side in (ours, built_in))
-            has, should = (json.dumps(module_document(rules)) if rules else "nothing" for rules in rules_of)
+            has, should = (json.dumps(one_or_all(rules)) if rules else "nothing" for rules in rules_of)
             yield f"[modules] {name} is {has}, built in {should}"
 
 

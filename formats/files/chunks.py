@@ -35,6 +35,23 @@ class Chunk(NamedTuple):
         return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
 
 
+class Sharded(NamedTuple):
+    """A tensor in chunks: its shape, and each chunk with the place of its bytes."""
+
+    shape: tuple[int, ...]
+    chunks: Sequence[tuple[Chunk, TensorInfo]]
+
+    @property
+    def dtype(self) -> str:
+        """That of its chunks, of which there is one at least."""
+        return self.chunks[0][1].dtype
+
+
+def whole(info: TensorInfo) -> Sharded:
+    """A tensor that is stored as it is."""
+    return Sharded(info.shape, [(Chunk((0,) * len(info.shape), info.shape), info)])
+
+
 def chunks_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The metadata of a file's header, for the offsets of its tensors."""
     info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
@@ -118,14 +135,12 @@ def list_range(info: TensorInfo, begin: int, count: int) -> TensorInfo:
     return info._replace(shape=(count,), offset=info.offset + begin * size, nbytes=count * size)
 
 
-def from_list(
-    shapes: Mapping[str, tuple[int, ...]], parts: Iterable[TensorInfo]
-) -> Iterator[tuple[str, list[tuple[Chunk, TensorInfo]]]]:
-    """The chunks of tensors that lie end to end in a list, of which each rank has a part; ``parts`` are in order.
+def from_list(shapes: Mapping[str, tuple[int, ...]], parts: Iterable[TensorInfo]) -> dict[str, Sharded]:
+    """The tensors that lie end to end in a list, of which each rank has a part; ``parts`` are in order.
 
     What is behind the last tensor is padding. Raises CheckpointError if the list is too short.
     """
-    pending = list(reversed([*parts]))
+    pending, tensors = list(reversed([*parts])), dict[str, Sharded]()
     for name, shape in shapes.items():
         at, count, chunks = 0, math.prod(shape), list[tuple[Chunk, TensorInfo]]()
         while at < count:
@@ -136,4 +151,5 @@ def from_list(
             chunks += flat_chunks(list_range(info, 0, taken), shape, at)
             pending += [list_range(info, taken, remaining)] if remaining else []
             at += taken
-        yield name, chunks
+        tensors[name] = Sharded(shape, chunks)
+    return tensors

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from io import BytesIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.documents import is_inside
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import METADATA
-from formats.files.chunks import Chunk, check_tiling
+from formats.files.chunks import Chunk, Sharded, check_tiling
 from formats.files.pickles import (
     DTYPES,
     LARGEST_PICKLE,
@@ -33,7 +31,9 @@ from formats.files.pickles import (
     Names,
     Tensor,
     are_sizes,
+    attribute,
     empty_dict,
+    is_plain,
     kind_of,
     quote,
     read_pickle,
@@ -42,7 +42,7 @@ from formats.files.pickles import (
 )
 from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
 from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
-from formats.store import FilePath, open_file, read_file, unreadable
+from formats.store import FilePath, open_file, read_file, read_ranges, unreadable
 
 VERSION = "1.0.0"
 
@@ -57,21 +57,16 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # up to PyTorch 2.2
 _OLD_PROPERTIES = f"{_OLD}.TensorProperties"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_CLASSES = frozenset(
-    [
-        *(_ROOT, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _ENCODING, _INFO),
-        *(_OLD_PROPERTIES, f"{_OLD}.MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta", f"{_FILESYSTEM}._StoragePrefix"),
-        *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType")),
-        *(f"{_MEGATRON}.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ]
-)
 _LAYOUT = "torch.serialization._get_layout"
-_NAMES = Names(
-    {"torch.Size": size_of, _LAYOUT: lambda name: name, "collections.OrderedDict": empty_dict},
-    _CLASSES,
-    frozenset(DTYPES),
-)
+_NAMES = Names({
+    **dict.fromkeys(DTYPES), "torch.Size": size_of, _LAYOUT: lambda name: name, "collections.OrderedDict": empty_dict,
+}).with_classes(
+    _ROOT, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _ENCODING, _INFO, _OLD_PROPERTIES,
+    *(f"{_OLD}.MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta", f"{_FILESYSTEM}._StoragePrefix"),
+    *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType")),
+    *(f"{_MEGATRON}.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+)  # fmt: skip
 
 
 class Blob(NamedTuple):
@@ -82,32 +77,30 @@ class Blob(NamedTuple):
     length: int
 
 
-class Whole(NamedTuple):
-    """A tensor of a distributed checkpoint, and its chunks: where each begins and ends, and where its bytes lie."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[Chunk, TensorInfo], ...]
-
-
 @dataclass(frozen=True)
 class Distributed:
     """A distributed checkpoint as it lies on disk.
 
     ``keys`` has, for each name, the keys by which the saved dictionaries led to it. ``files`` has the sizes in bytes of
-    all files that are referred to. ``objects`` are what is no tensor: where it lies, or what torch.save writes of it.
+    all files that are referred to. ``objects`` are what is no tensor: where it lies, or plain data.
     ``what`` says, in a few words, which program left it in another form than torch's. ``extras`` are settings that it
     has besides: those with the model, and those with its optimizer.
     """
 
     path: FilePath
-    tensors: Mapping[str, Whole]
-    objects: Mapping[str, Blob | bytes]
+    tensors: Mapping[str, Sharded]
+    objects: Mapping[str, object]
     keys: Mapping[str, tuple[str | int, ...]]
     files: Mapping[FilePath, int]
     what: str | None = None
     extras: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def object(self, name: str) -> object:
+        """What is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+        if not isinstance(at := self.objects[name], Blob):
+            return at
+        with open_file(at.file) as file:
+            return open_archive(at.file, file, at.offset, at.length).read(TENSORS, "plain settings are read")
 
 
 def read_distributed(folder: FilePath) -> Distributed:
@@ -125,22 +118,23 @@ def read_distributed(folder: FilePath) -> Distributed:
     root = read_pickle(read_file(path, LARGEST_PICKLE), _NAMES, path, "metadata of tensors is read")
     if not isinstance(root, Inert) or root.path not in (_ROOT, f"{_MEGATRON}.MCoreMetadata"):
         raise _wrong(path, f"holds a {kind_of(root)}, not the metadata of a distributed checkpoint")
-    if (version := root.get("version")) not in (None, VERSION):
+    if (version := attribute(root, "version")) not in (None, VERSION):
         raise CheckpointError(
             f"{path} is of version {quote(version)} of torch's distributed checkpoints, {VERSION!r} is read",
             "load it with the torch that wrote it, and save it again",
         )
     for key in ("state_dict_metadata", "storage_data"):
-        if not isinstance(value := root.get(key), dict):
+        if not isinstance(value := attribute(root, key), dict):
             raise _wrong(path, f"its '{key}' is a {kind_of(value)}, not a dictionary")
-    places = dict(_places(path, root.get("storage_data")))
-    shapes, parts = dict[str, tuple[str, tuple[int, ...], list[Chunk]]](), list[_Part]()
-    for name, entry in root.get("state_dict_metadata").items():
+    places = dict(_places(path, attribute(root, "storage_data")))
+    shapes, parts = dict[str, tuple[tuple[int, ...], list[Chunk]]](), list[_Part]()
+    for name, entry in attribute(root, "state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
             raise _wrong(path, f"its entry for {quote(name)} is a {kind_of(entry)}")
         chunks: list[Any] = [None]
         if entry.path == _TENSOR:
-            dtype, shape, chunks = shapes[name] = _tensor(path, name, entry)
+            dtype, shape, chunks = _tensor(path, name, entry)
+            shapes[name] = shape, chunks
             check_tiling(name, dict(enumerate(chunks)), shape, path)
         for number, at in enumerate(chunks):
             if (place := places.get((name, at and at.offset))) is None:
@@ -154,11 +148,11 @@ def read_distributed(folder: FilePath) -> Distributed:
     for file, of_file in itertools.groupby(in_order, key=lambda part: part[0].file):
         sizes[file] = _look_into(file, [*of_file], contents, pickles)
     tensors = {
-        name: Whole(name, dtype, shape, tuple((at, contents[name, i]) for i, at in enumerate(chunks)))
-        for name, (dtype, shape, chunks) in shapes.items()
+        name: Sharded(shape, [(at, contents[name, i]) for i, at in enumerate(chunks)])
+        for name, (shape, chunks) in shapes.items()
     }
     objects = {name: blob for blob, name, _, kind in parts if kind is None}
-    planned = root.get("planner_data")
+    planned = attribute(root, "planner_data")
     keys = {
         name: keys
         for name, keys in (planned.items() if isinstance(planned, dict) else ())
@@ -177,23 +171,22 @@ def _places(
     """For the name of an object, or the name and the offset of a chunk, where its bytes are."""
     seen, file_at = set[object](), cache(lambda file: path.parent / file)  # many chunks are in few files
     for index, info in stored.items():
-        state = index.state if isinstance(index, Inert) and isinstance(index.state, dict) else {}
-        name, offset = state.get("fqn"), state.get("offset")
+        name, offset = attribute(index, "fqn"), attribute(index, "offset")
         if not isinstance(name, str):
             raise _wrong(path, "an entry of 'storage_data' has no name")
         if offset is not None and not are_sizes(offset):
             raise _wrong(path, f"an entry of tensor '{name}' has an offset that is no offset")
         if not isinstance(info, Inert) or info.path != _INFO:
             raise _wrong(path, f"the place of '{name}' is a {kind_of(info)}")
-        if info.get("transform_descriptors"):
+        if attribute(info, "transform_descriptors"):
             raise CheckpointError(
                 f"{path}: the data of '{name}' went through an extension of torch's (compressed or encrypted)",
                 "load the checkpoint with torch and that extension, and save it without",
             )
-        file, place = info.get("relative_path"), (info.get("offset"), info.get("length"))
+        file, *place = (attribute(info, key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not is_inside(file) or "\\" in file:
             raise _wrong(path, f"the file of '{name}' is no name of a file in this folder")
-        if not are_sizes(place):
+        if not are_sizes(tuple(place)):
             raise _wrong(path, f"the place of '{name}' in {file!r:.100} is none")
         if (name, offset) in seen:
             raise _wrong(path, f"the data of '{name}' from offset {offset} on has two places")
@@ -203,13 +196,12 @@ def _places(
 
 def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ...], list[Chunk]]:
     """The dtype, shape and chunks of a tensor; of one without elements, one chunk."""
-    shape, chunks, properties = entry.get("size"), entry.get("chunks"), entry.get("properties")
+    shape, chunks, properties = (attribute(entry, key) for key in ("size", "chunks", "properties"))
     if not are_sizes(shape) or not isinstance(chunks, list):
         raise _wrong(path, f"tensor '{name}' has no shape, or no chunks")
     boxes = list[Chunk]()
     for chunk in chunks:
-        is_chunk = isinstance(chunk, Inert) and chunk.path == _CHUNK
-        extent = (chunk.get("offsets"), chunk.get("sizes")) if is_chunk else (None, None)
+        extent = attribute(chunk, "offsets"), attribute(chunk, "sizes")
         if not all(are_sizes(sizes) and len(sizes or ()) == len(shape) for sizes in extent):
             raise _wrong(path, f"tensor '{name}' of shape {list(shape)} has a chunk that is none of it")
         boxes.append(at := Chunk(*extent))
@@ -281,12 +273,60 @@ def _look_into(
         raise unreadable(path, error) from error
 
 
-def read_object(blob: Blob | bytes) -> object:
-    """An object that is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
-    if isinstance(blob, bytes):
-        return open_archive(Path(), BytesIO(blob), 0, len(blob), "").read(TENSORS, "plain settings are read")
-    with open_file(blob.file) as file:
-        return open_archive(blob.file, file, blob.offset, blob.length).read(TENSORS, "plain settings are read")
+# ---------------------------------------------------------------------------------------------- from other programs
+
+Keys = tuple[str | int, ...]
+STATE: Keys = ("optimizer", "state")
+TOGETHER = "bring all files of one save together"
+
+Entries = dict[Keys, object]
+"""What was saved, by the keys that lead to it: a tensor is ``Sharded``, all else is data."""
+
+
+def group_settings(groups: object, names: Sequence[Sequence[str]]) -> Entries:
+    """The settings of an optimizer, with the ``names`` of the parameters of each group."""
+    tables = enumerate(zip(groups if isinstance(groups, list) else (), names, strict=False))
+    return {
+        ("optimizer", "param_groups", number, key): [*members] if key == "params" else value
+        for number, (group, members) in tables
+        for key, value in (group.items() if isinstance(group, dict) else ())
+    }
+
+
+def gathered(folder: FilePath, entries: Entries, what: str, files: Collection[FilePath]) -> Distributed:
+    """What the files of a folder have. Of what is no tensor, only plain data is kept.
+
+    Raises MismatchError if a tensor has two dtypes, or its chunks do not make it; empty ones are nothing.
+    """
+    tensors, objects, keys_of = dict[str, Sharded](), dict[str, object](), dict[str, Keys]()
+    for keys, entry in entries.items():
+        keys_of[name := ".".join(map(str, keys))] = keys
+        if not isinstance(entry, Sharded):
+            objects |= {name: entry} if is_plain(entry) else {}
+            continue
+        shape = entry.shape
+        parts = [(at, info) for at, info in entry.chunks if 0 not in at.shape or 0 in shape]
+        dtypes = dict.fromkeys(info.dtype for _, info in parts)
+        if len(dtypes) > 1:
+            raise MismatchError(f"{folder}: '{name}' is {' and '.join(dtypes)} in different files")
+        if not parts:
+            raise MismatchError(f"{folder}: no file has any of '{name}', a tensor {list(shape)}")
+        parts = parts[:1] if 0 in shape else parts
+        check_tiling(name, dict(enumerate(at for at, _ in parts)), shape, folder)
+        tensors[name] = Sharded(shape, parts)
+    return Distributed(folder, tensors, objects, keys_of, {file: file.stat().st_size for file in files}, what)
+
+
+def check_steps(steps: Iterable[tuple[FilePath, object]]) -> None:
+    """Raise MismatchError if the steps that files state, as numbers or as tensors, differ."""
+    first: tuple[FilePath, object] | None = None
+    for file, step in steps:
+        if isinstance(step, TensorInfo):
+            (step,) = read_ranges([(step.file, step.offset, step.offset + step.nbytes)])
+        step = step if isinstance(step, bytes | int | float) else quote(step)  # lists that unfold are not compared
+        first = first or (file, step)
+        if step != first[1]:
+            raise MismatchError(f"{file} and {first[0]} are of different steps", TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

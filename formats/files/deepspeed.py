@@ -28,12 +28,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError
-from formats.files.chunks import flat_chunks, from_list, list_range
-from formats.files.dcp import Distributed, object_bytes, read_object
-from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
-from formats.files.pickles import TENSORS, Inert, Tensor, kind_of, quote, write_pickle
+from formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
+from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings, object_bytes
+from formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
 from formats.files.safetensors import TensorInfo
-from formats.files.torch_archive import BESIDE, TorchArchive, pickled_tensor, torch_file
+from formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
 from formats.store import FilePath, glob, read_ranges
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -92,7 +91,7 @@ def read_zero(folder: FilePath) -> Distributed:
     if (other := next((name for name in names if OTHERS.fullmatch(name)), None)) is not None:
         what = f"stages of a pipeline or experts of its own ({other})"
         raise CheckpointError(f"{folder} has {what}, and no file says how its tensors are cut", _ELSE)
-    parts, read, main, form, own = list[Gathered](), list[FilePath](), _File(folder, {}), "", dict[str, Any]()
+    parts, read, main, form, own = list[Entries](), list[FilePath](), _File(folder, {}), "", dict[str, Any]()
     is_universal = (folder / "zero").is_dir()
     parallel = {int(match[2]) for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name))}
     cuts, origins = None, dict[str, str]()
@@ -113,31 +112,55 @@ def read_zero(folder: FilePath) -> Distributed:
                 why = f"{ranks} model parallel ranks, and no file says how its tensors are cut ({_CUTS})"
                 raise CheckpointError(f"{folder} has {why}", _ELSE)
         for file in models:
-            if file.content.get("global_steps") != main.content.get("global_steps"):
+            if len({quote(each.content.get("global_steps")) for each in (file, main)}) > 1:
                 raise MismatchError(f"{file.path} and {main.path}: their global_steps differ", TOGETHER)
-        gathered = Gathered(folder)
         groups = [_shapes(group, main.path) for group in models[0].content.get("param_shapes") or ()]
         if is_universal:
-            read += _add_universal(gathered, folder, groups, origins if len(parallel) > 1 else {})
-            own = _read(folder / _SETTINGS_FILE).content if (folder / _SETTINGS_FILE).is_file() else {}
-            form = "Universal Checkpoint"
+            settings = folder / _SETTINGS_FILE
+            own, form = _read(settings).content if settings.is_file() else {}, "Universal Checkpoint"
+            entries, files = _universal(folder, own, groups, origins if len(parallel) > 1 else {})
+            read += [*([settings] if own else []), *files]
         else:
-            form = _add_lists(gathered, models[0], optimizers, groups)
+            form, entries = _of_lists(models[0], optimizers, groups)
         masters = {name for group in groups for name in group} if optimizers or is_universal else set[str]()
         if is_universal and len(parallel) > 1:  # what the model's file has are parts
             masters |= {*main.table("module")}
-        _add_others(gathered, models, masters, origins)
-        parts.append(gathered)
+        entries = {**entries, **_without_master(models, masters, origins), **entries}
+        for copy, origin in origins.items():
+            if (entry := entries.get(("model", origin))) is not None:
+                entries.setdefault(("model", copy), entry)
+        parts.append(entries)
         read += [file.path for file in (*models, *optimizers)]
     if cuts is not None:
         if (buffer := next(iter(main.content.get("buffer_names") or ()), None)) is not None:
             raise CheckpointError(f"{folder}: no file says how '{buffer}', a buffer, is cut", _ELSE)
-        parts[0].join(parts[1:], lambda name: _dim_of(folder, cuts, origins.get(name, name)))
+        for keys, entry in parts[0].items():
+            if isinstance(entry, Sharded) and entry.shape:
+                name = str(keys[1 if len(keys) == 2 else 2])
+                dim, others = _dim_of(folder, cuts, origins.get(name, name)), (part.get(keys) for part in parts[1:])
+                parts[0][keys] = _joined(f"{folder}: '{'.'.join(map(str, keys))}'", dim, entry, others)
         form += f", {len(parts)} model parallel ranks"
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
-    saved = parts[0].finish(f"saved by DeepSpeed: {form}{step}", read)
+    saved = gathered(folder, parts[0], f"saved by DeepSpeed: {form}{step}", read)
     extras = {"model": {key: value for key, value in main.content.items() if key not in _PLACES}}
     return replace(saved, extras=extras | {"optimizer": {key: own[key] for key in _CARRIED if key in own}})
+
+
+def _joined(where: str, dim: int | None, first: Sharded, others: Iterable[object]) -> Sharded:
+    """What tensor parallel ranks have of a tensor, each a part of the dimension; without one, all have the same."""
+    shape, chunks = [*first.shape], [*first.chunks]
+    for other in others:
+        part = other if isinstance(other, Sharded) else Sharded((), ())
+        around = [(*dims[:dim], *dims[dim + 1 :]) if dim is not None else (*dims,) for dims in (part.shape, shape)]
+        if around[0] != around[1]:
+            text = f"is {shape} on the first model parallel ranks, and {list(part.shape)} on the next"
+            raise MismatchError(f"{where} {text}", TOGETHER)
+        if dim is not None:
+            for at, info in part.chunks:
+                offset = (*at.offset[:dim], at.offset[dim] + shape[dim], *at.offset[dim + 1 :])
+                chunks.append((Chunk(offset, at.shape), info))
+            shape[dim] += part.shape[dim]
+    return Sharded(tuple(shape), chunks)
 
 
 def _dim_of(folder: FilePath, info: Mapping[str, Any], name: str) -> int | None:
@@ -175,24 +198,27 @@ def _files(folder: FilePath, pattern: re.Pattern[str], parallel: int) -> list[_F
 
 def _read(path: FilePath) -> _File:
     with torch_file(path) as archive:
-        state = archive.read(_NAMES, "tensors and plain settings are read")
+        state, located = archive.read(_NAMES, "tensors and plain settings are read"), dict[tuple[int, int], Any]()
+
+        def locate(name: str, value: object, depth: int) -> Any:
+            """The same, with where tensors lie; what comes again is done once."""
+            if isinstance(value, Tensor):
+                return archive.place(name, value)
+            if not isinstance(value, dict | list) or depth > _DEEP:
+                return value
+            if (at := (id(value), depth)) not in located:
+                items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
+                inner = [(key, locate(str(key), item, depth + 1)) for key, item in items]
+                located[at] = dict(inner) if isinstance(value, dict) else [item for _, item in inner]
+            return located[at]
+
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary")
-        return _File(path, {str(key): _with_locations(archive, str(key), value) for key, value in state.items()})
-
-
-def _with_locations(archive: TorchArchive, name: str, value: object, depth: int = 0) -> Any:
-    if isinstance(value, Tensor):
-        return archive.place(name, value)
-    if isinstance(value, dict) and depth < _DEEP:
-        return {key: _with_locations(archive, str(key), item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list) and depth < _DEEP:
-        return [_with_locations(archive, name, item, depth + 1) for item in value]
-    return value
+        return _File(path, {str(key): locate(str(key), value, 1) for key, value in state.items()})
 
 
 def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
-    if not isinstance(group, dict) or not all(isinstance(shape, tuple) for shape in group.values()):
+    if not isinstance(group, dict) or not all(map(are_sizes, group.values())):
         raise CheckpointError(f"{path}: its param_shapes are no shapes")
     return group
 
@@ -200,10 +226,10 @@ def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
 # ------------------------------------------------------------------------------------------------------ flat lists
 
 
-def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Shape]]) -> str:
-    """Add the masters and the states of the optimizer; returns what form they have."""
+def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Shape]]) -> tuple[str, Entries]:
+    """What form the masters and the states of the optimizer have, and these."""
     if not optimizers:
-        return "no ZeRO, whose optimizer is not read" if main.content.get("optimizer") else "no ZeRO"
+        return "no ZeRO, whose optimizer is not read" if main.content.get("optimizer") else "no ZeRO", {}
     states = [file.table("optimizer_state_dict") for file in optimizers]
     forms = [_form(state) for state in states]
     (stage, world), wrong = forms[0], None
@@ -225,44 +251,40 @@ def _add_lists(gathered: Gathered, main: _File, optimizers: Sequence[_File], gro
     kinds = [kind for kind, value in (saved[0]["state"][numbers[0]] if numbers else {}).items() if _is_list(value)]
     for kind in kinds:
         lists[kind] = [_lists(each.get("state", {}).get(number, {}).get(kind) for number in numbers) for each in saved]
+    entries: Entries = {}
     for kind, of_ranks in lists.items():
         try:
-            add = _of_stage_3(groups, of_ranks) if stage == 3 else _of_stage_2(groups, of_ranks, maps)
-            for name, shape, chunks in add:
-                gathered.add(("model", name) if kind == "model" else (*STATE, name, kind), shape, chunks)
+            for name, tensor in _tensors(groups, of_ranks, None if stage == 3 else maps):
+                entries[("model", name) if kind == "model" else (*STATE, name, kind)] = tensor
         except CheckpointError as error:
             raise CheckpointError(f"{optimizers[-1].path}: {kind}: {error.message}", TOGETHER) from None
     steps = [next((entry.get("step") for entry in state.get("state", {}).values()), None) for state in saved]
     check_steps(zip((file.path for file in optimizers), steps, strict=True))
-    _add_settings(gathered, [*saved[0].get("state", {}).values()], saved[0], groups)
-    return f"ZeRO-{stage}, {world} rank{'s' * (world != 1)}"
+    entries |= _settings([*saved[0].get("state", {}).values()], saved[0], groups)
+    return f"ZeRO-{stage}, {world} rank{'s' * (world != 1)}", entries
 
 
 def _form(state: Mapping[str, Any]) -> tuple[object, object]:
     """The stage of ZeRO, and the number of ranks."""
     stage, count = state.get("zero_stage"), state.get("partition_count")
-    return next(iter(getattr(stage, "arguments", (stage,))), None), max(count) if isinstance(count, list) else count
+    stages, counts = getattr(stage, "arguments", (stage,)), count if isinstance(count, list) else (count,)
+    number, world = (max((n for n in each if type(n) is int), default=None) for each in (stages, counts))
+    return number, world
 
 
-def _add_settings(
-    gathered: Gathered,
-    states: Sequence[dict[str, Any]],
-    saved: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Shape]],
-) -> None:
-    """Add what an optimizer has besides lists: the steps, of a group or of a sub-group, and its settings."""
-    settings = saved.get("param_groups")
-    named = [[*group] for group in groups]
-    if not isinstance(settings, list) or len(settings) != len(groups):  # of sub-groups
+def _settings(
+    states: Sequence[dict[str, Any]], saved: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
+) -> Entries:
+    """What an optimizer has besides lists: the steps, of a group or of a sub-group, and its settings."""
+    groups_of, named, entries = saved.get("param_groups"), [[*group] for group in groups], Entries()
+    if not isinstance(groups_of, list) or len(groups_of) != len(groups):  # of sub-groups
         named = [[name for group in named for name in group]]
     for of_group, names in zip(states, named, strict=False):
         for key, value in of_group.items():
-            for name in names:
-                if isinstance(value, TensorInfo) and not value.shape:
-                    gathered.add_whole((*STATE, name, key), value)
-                elif isinstance(value, int | float):
-                    gathered.add_object((*STATE, name, key), value)
-    gathered.add_groups(settings, named)
+            if isinstance(value, int | float) or (isinstance(value, TensorInfo) and not value.shape):
+                entry = whole(value) if isinstance(value, TensorInfo) else value
+                entries |= {(*STATE, name, key): entry for name in names}
+    return entries | group_settings(groups_of, named)
 
 
 def _is_list(value: object) -> bool:
@@ -276,35 +298,51 @@ def _lists(values: Iterable[object] | None) -> list[TensorInfo]:
     return infos  # type: ignore[return-value]
 
 
-NamedChunks = Iterator[tuple[str, Shape, Iterable[Any]]]
+def _tensors(
+    groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]], maps: Sequence[Sequence[Any]] | None
+) -> Iterator[tuple[str, Sharded]]:
+    """The tensors of a kind, each with its name, given the lists of each rank.
 
-
-def _of_stage_2(
-    groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]], maps: Sequence[Sequence[Any]]
-) -> NamedChunks:
-    """``maps`` say, for each rank and group, where its parts of parameters lie; without them they lie end to end."""
-    if any(len(lists) != len(groups) for lists in (*of_ranks, *(each for each in maps if each))):
+    ``maps`` say, for each rank and group, where its parts of parameters lie; without them they lie end to end. None is
+    for stage 3.
+    """
+    parts: dict[str, list[TensorInfo]] = defaultdict(list)  # the elements of each, in order
+    flat = [{name: (math.prod(shape),) for name, shape in group.items()} for group in groups]
+    if maps is None:
+        lengths = {name: (-(-count // len(of_ranks)),) for group in flat for name, (count,) in group.items()}
+        padded = sum(length for (length,) in lengths.values())
+        for rank, lists in enumerate(of_ranks):
+            if (total := sum(info.shape[0] for info in lists)) != padded:
+                raise CheckpointError(f"the lists of rank {rank} have {total:,} elements, they should have {padded:,}")
+            for name, part in from_list(lengths, lists).items():
+                parts[name] += (info for _, info in part.chunks)
+    elif any(len(lists) != len(groups) for lists in (*of_ranks, *(each for each in maps if each))):
         raise CheckpointError(f"there are {len(groups)} groups of parameters, and {len(of_ranks[0])} lists")
-    for number, (shapes, parts) in enumerate(zip(groups, zip(*of_ranks, strict=True), strict=True)):
-        total, length = sum(map(math.prod, shapes.values())), parts[0].shape[0]
-        if all(maps):
-            yield from _of_slices(shapes, parts, [of_rank[number] for of_rank in maps])
+    for number, group in enumerate(flat if maps is not None else ()):
+        lists = [of_rank[number] for of_rank in of_ranks]
+        if maps and all(maps):
+            parts |= _of_slices(groups[number], lists, [of_rank[number] for of_rank in maps])
             continue
-        for rank, part in enumerate(parts):
+        total, length = sum(count for (count,) in group.values()), lists[0].shape[0]
+        for rank, info in enumerate(lists):
             n = min(max(total - rank * length, 0), length)  # without the padding
-            if part.shape[0] not in (n, length):
-                raise CheckpointError(f"the list of rank {rank} has {part.shape[0]:,} elements, it should have {n:,}")
-        yield from ((name, shapes[name], chunks) for name, chunks in from_list(shapes, parts))
+            if info.shape[0] not in (n, length):
+                raise CheckpointError(f"the list of rank {rank} has {info.shape[0]:,} elements, it should have {n:,}")
+        parts |= {name: [info for _, info in part.chunks] for name, part in from_list(group, lists).items()}
+    for shapes in groups:
+        yield from ((name, from_list({name: shape}, parts[name])[name]) for name, shape in shapes.items())
 
 
 def _of_slices(
     shapes: dict[str, Shape], parts: Sequence[TensorInfo], slices: Sequence[Mapping[str, Any]]
-) -> NamedChunks:
+) -> dict[str, list[TensorInfo]]:
     """Parameters in another order than ``shapes`` (``round_robin_gradients``), or with padding between them."""
     fragments: dict[str, list[TensorInfo]] = defaultdict(list)
     for rank, (part, of_rank) in enumerate(zip(parts, slices, strict=True)):
-        end = 0
-        for begin, count, name in sorted((cut.get("start"), cut.get("numel"), name) for name, cut in of_rank.items()):
+        cuts, end = [(attribute(cut, "start"), attribute(cut, "numel"), name) for name, cut in of_rank.items()], 0
+        if not all(are_sizes(cut[:2]) for cut in cuts):
+            raise CheckpointError(f"the parts in the list of rank {rank} have no sizes")
+        for begin, count, name in sorted(cuts):
             if begin < end or begin + count > part.shape[0]:
                 raise CheckpointError(
                     f"the list of rank {rank} has {part.shape[0]:,} elements, and not all of '{name}'"
@@ -314,78 +352,59 @@ def _of_slices(
     for name, shape in shapes.items():
         if (count := sum(part.shape[0] for part in fragments[name])) != math.prod(shape):
             raise CheckpointError(f"the ranks have {count:,} elements of '{name}', a tensor {list(shape)}")
-        yield name, shape, next(from_list({name: shape}, fragments[name]))[1]
-
-
-def _of_stage_3(groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]]) -> NamedChunks:
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    lengths = {name: -(-math.prod(shape) // len(of_ranks)) for name, shape in shapes.items()}
-    parts: dict[str, list[TensorInfo]] = defaultdict(list)
-    for rank, lists in enumerate(of_ranks):
-        total, padded = sum(info.shape[0] for info in lists), sum(lengths.values())
-        if total != padded:
-            raise CheckpointError(f"the lists of rank {rank} have {total:,} elements, they should have {padded:,}")
-        for name, chunks in from_list({name: (length,) for name, length in lengths.items()}, lists):
-            parts[name] += [info for _, info in chunks]
-    for name, shape in shapes.items():
-        yield name, shape, next(from_list({name: shape}, parts[name]))[1]
+    return fragments
 
 
 # ----------------------------------------------------------------------------------------------------- all the others
 
 
-def _add_universal(
-    gathered: Gathered, folder: FilePath, groups: Sequence[Mapping[str, Shape]], shared: Mapping[str, str]
-) -> list[FilePath]:
-    """Add a file a tensor; those made from stage 3 are flat, and ``param_shapes`` of the model has their shapes.
+def _universal(
+    folder: FilePath, settings: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]], shared: Mapping[str, str]
+) -> tuple[Entries, list[FilePath]]:
+    """A file a tensor, and the files; those made from stage 3 are flat, and ``param_shapes`` of the model has their
+    shapes.
 
     Copies are not read: of tensor parallel ranks DeepSpeed's converter writes the first rank's part of one.
     """
-    files, shapes = [], {name: shape for group in groups for name, shape in group.items()}
-    steps = glob(folder, "zero/*/step.pt")
-    if (settings := folder / _SETTINGS_FILE).is_file():
-        saved = _read(settings)
-        files.append(settings)
-        inside = [] if steps else [*saved.table("optimizer_state_dict").get("state", {}).values()]
-        _add_settings(gathered, inside, saved.content, groups)
+    shapes, steps = {name: shape for group in groups for name, shape in group.items()}, glob(folder, "zero/*/step.pt")
+    inside = _File(folder, {**settings}).table("optimizer_state_dict").get("state", {}) if not steps else {}
+    entries, files = _settings([*inside.values()], settings, groups), list[FilePath]()
     for path in (path for path in glob(folder, "zero/*/*.pt") if path.parent.name not in shared):
+        name, kind = path.parent.name, path.name.removesuffix(".pt")
+        keys = ("model", name) if kind == "fp32" else (*STATE, name, kind)
         with torch_file(path) as archive:
             state = archive.read(_NAMES, "a tensor and its shape is read")
             value = state.get("param") if isinstance(state, dict) else state
             if isinstance(value, int | float) and path in steps:
-                gathered.add_object((*STATE, path.parent.name, "step"), value)
+                entries[keys] = value
                 continue
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a tensor")
-            info = archive.place(path.parent.name, value)
-        name, kind = path.parent.name, path.name.removesuffix(".pt")
-        keys = ("model", name) if kind == "fp32" else (*STATE, name, kind)
+            info = archive.place(name, value)
         is_flat = info.shape and not isinstance(state, dict)
-        shape = shapes.get(name, info.shape) if is_flat else info.shape
-        if math.prod(shape) != math.prod(info.shape):
-            raise MismatchError(f"{path}: it has {math.prod(info.shape):,} elements, param_shapes says {list(shape)}")
-        gathered.add(keys, shape, flat_chunks(info._replace(shape=(math.prod(shape),)), shape, 0))
+        shape, count = shapes.get(name, info.shape) if is_flat else info.shape, math.prod(info.shape)
+        if math.prod(shape) != count:
+            raise MismatchError(f"{path}: it has {count:,} elements, param_shapes says {list(shape)}")
+        entries[keys] = Sharded(shape, [*flat_chunks(info._replace(shape=(count,)), shape, 0)])
         files.append(path)
-    return files
+    return entries, files
 
 
-def _add_others(gathered: Gathered, models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> None:
-    """Add what has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
-    main, world = models[0], len(models)
-    frozen = main.table("frozen_param_shapes")
-    for name, shape in frozen.items():
+def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> Entries:
+    """What has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
+    main, world, entries = models[0], len(models), Entries()
+    for name, shape in _shapes(main.table("frozen_param_shapes"), main.path).items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
         if all(part is not None for part in parts) and name not in names:
-            whole = world == 1 or len(parts[0].shape) != 1
-            count = math.prod(shape) if whole else -(-math.prod(shape) // world)
-            flat = [list_range(part, 0, min(math.prod(part.shape), count)) for part in (parts[:1] if whole else parts)]
-            gathered.add(("model", name), shape, next(from_list({name: shape}, flat))[1])
-            names = names | {name}
+            is_whole = world == 1 or len(parts[0].shape) != 1
+            count = math.prod(shape) if is_whole else -(-math.prod(shape) // world)
+            ranges = parts[:1] if is_whole else parts
+            flat = [list_range(part, 0, min(math.prod(part.shape), count)) for part in ranges]
+            entries["model", name] = from_list({name: shape}, flat)[name]
     for name, info in main.table("module").items():
         if isinstance(info, TensorInfo) and info.nbytes and name not in names and name not in shared:
-            gathered.add_whole(("model", name), info)
-    for copy, origin in shared.items():
-        gathered.add_copy(("model", copy), ("model", origin))
+            entries.setdefault(("model", name), whole(info))
+    return entries
 
 
 # ---------------------------------------------------------------------------- a Universal Checkpoint's small files
@@ -439,13 +458,6 @@ def universal_documents(
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
     """The entries that can be saved again: those without tensors."""
-
-    def is_plain(value: object) -> bool:
-        try:
-            return bool(write_pickle(value))
-        except TypeError:
-            return False
-
     return {key: value for key, value in table.items() if is_plain(value)}
 
 
@@ -458,10 +470,10 @@ def _step_of(saved: Distributed) -> Step | None:
         if info.dtype in _NUMBERS and len(content) == struct.calcsize(_NUMBERS[info.dtype])
         for (number,) in struct.iter_unpack(_NUMBERS[info.dtype], content)
     ]
-    values = (read_object(blob) for name, blob in saved.objects.items() if _STEP.fullmatch(name))
+    values = (saved.object(name) for name in saved.objects if _STEP.fullmatch(name))
     steps += [Step(value, value) for value in values if isinstance(value, int | float)]
     low, high = (extreme((step.number for step in steps), default=0) for extreme in (min, max))
-    if low != high:
+    if not low == high < math.inf:
         why = f"its parameters have done {low:g} to {high:g} steps, and DeepSpeed has one number for all"
         raise MismatchError(f"{saved.path}: {why}", "merge it: the weights alone can be written")
     return next(iter(steps), None)
@@ -469,7 +481,6 @@ def _step_of(saved: Distributed) -> Step | None:
 
 def _groups_of(saved: Distributed) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
-    for name, blob in saved.objects.items():
-        if match := _SETTING.fullmatch(name):
-            groups.setdefault(int(match[1]), {})[match[2]] = read_object(blob)
+    for match in filter(None, map(_SETTING.fullmatch, saved.objects)):
+        groups.setdefault(int(match[1]), {})[match[2]] = saved.object(match[0])
     return [_plain(groups[number]) for number in sorted(groups)]

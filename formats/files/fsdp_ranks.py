@@ -21,30 +21,26 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.chunks import Chunk, from_list, in_boxes
-from formats.files.dcp import Distributed
-from formats.files.gathered import STATE, TOGETHER, Gathered, check_steps
-from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, kind_of, quote
+from formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
+from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings
+from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, attribute, kind_of, quote
 from formats.files.safetensors import TensorInfo
 from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
+from formats.mesh import MOST_RANKS
 from formats.notation.placements import Cut, runs_of
 from formats.store import FilePath
 
 _NAMES = SHARDS.with_classes(*BESIDE)
 
 
-Chunks = list[tuple[Chunk, TensorInfo]]
-
-
 class Part(NamedTuple):
-    """What a rank has of a tensor of ``shape``: chunks, and where they lie in its file.
+    """What a rank has of a tensor: some of its chunks.
 
     ``place`` is the rank's in the ``mesh``, ``is_first`` whether no rank before it has the same. A plain tensor has
     none.
     """
 
-    shape: tuple[int, ...]
-    chunks: Chunks
+    tensor: Sharded
     place: tuple[int, ...] | None = None
     is_first: bool = True
     mesh: str = ""
@@ -71,25 +67,32 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
     Raises CheckpointError and MismatchError if files are missing, or are not of one save.
     """
     ranks = [_read(number, len(files), *paths) for number, paths in enumerate(files)]
-    gathered, first = Gathered(folder), ranks[0]
+    first, entries = ranks[0], Entries()
     for rank in ranks:
-        other = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
-        if other is not None:
-            raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{other:.200}'", TOGETHER)
-        for name, part in rank.parts.items():
-            if rank is first or (part.is_first and part.place is not None):
-                gathered.add(("model", name), part.shape, part.chunks)
-            elif part.place is None and part.shape != first.parts[name].shape:
+        lacking = next(iter(first.parts.keys() ^ rank.parts.keys()), None)
+        if lacking is not None:
+            raise MismatchError(f"{rank.path} and {first.path}: only one of them has '{lacking:.200}'", TOGETHER)
+    for name, part in first.parts.items():
+        shape, chunks = part.tensor.shape, [*part.tensor.chunks]
+        for rank in ranks[1:]:
+            other = rank.parts[name]
+            if other.tensor.shape != shape and other.place is None:
                 raise MismatchError(
-                    f"{rank.path}: '{name}' is a plain tensor {list(part.shape)}, and {list(first.parts[name].shape)} "
+                    f"{rank.path}: '{name}' is a plain tensor {list(other.tensor.shape)}, and {list(shape)} "
                     f"in {first.path.name}: nothing says which part it is",
                     "save with FSDP's sharded state dict (DTensor)",
                 )
+            if other.tensor.shape != shape:
+                what = f"is of a tensor {list(other.tensor.shape)} here, and of another in {first.path}"
+                raise MismatchError(f"{rank.path}: 'model.{name}' {what}")
+            chunks += other.tensor.chunks if other.is_first and other.place is not None else ()
+        entries["model", name] = Sharded(shape, chunks)
     if first.groups is not None:
-        _add_states(gathered, ranks)
+        entries |= _states(ranks)
     meshes = dict.fromkeys(part.mesh for part in first.parts.values() if part.place is not None)
     form = f"{len(ranks)} ranks{''.join(f', mesh {mesh}' for mesh in meshes if mesh)}"
-    return gathered.finish(f"{what}: FSDP, {form}", [file for paths in files for file in paths if file is not None])
+    paths = [file for of_rank in files for file in of_rank if file is not None]
+    return gathered(folder, entries, f"{what}: FSDP, {form}", paths)
 
 
 # -------------------------------------------------------------------------------------------------------- the files
@@ -122,7 +125,7 @@ def _parts(
     for name, value in state.items():
         place = partial(archive.place, str(name))
         if isinstance(value, Tensor):
-            yield name, Part(value.shape, [(Chunk((0,) * len(value.shape), value.shape), place(value))])
+            yield name, Part(whole(place(value)))
         elif isinstance(value, Inert) and value.path in (*DTENSORS, SHARDED_TENSOR):
             shape: Any = value.arguments[2] if len(value.arguments) > 2 else None
             try:
@@ -139,12 +142,12 @@ Place = Callable[[Tensor], TensorInfo]
 
 
 def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
-    local, spec = value.get("_local_tensor"), value.get("_spec")
-    mesh = spec.get("mesh") if isinstance(spec, Inert) else None
+    local, mesh = attribute(value, "_local_tensor"), attribute(value, "_spec", "mesh")
     if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
         raise ValueError("it has no local tensor, or no mesh")
-    sizes, place, stated_rank = _mesh_shape(mesh), tuple(mesh.get("_coordinate_on_dim") or ()), mesh.get("_rank")
-    placements = [_placement(value_of, len(shape)) for value_of in spec.get("placements")]
+    sizes, place = _mesh_shape(mesh), tuple(attribute(mesh, "_coordinate_on_dim") or ())
+    stated_rank, placed = attribute(mesh, "_rank"), attribute(value, "_spec", "placements")
+    placements = [_placement(placement, len(shape)) for placement in placed]
     if not (len(sizes) == len(place) == len(placements)) or any(map(int.__ge__, place, sizes)):
         raise ValueError(f"the rank is at {list(place)} of a mesh {list(sizes)} with {len(placements)} placements")
     if math.prod(sizes) > world:
@@ -156,19 +159,19 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
     copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
-    names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("",) * len(sizes)
+    names = attribute(mesh, "_mesh_dim_names") or attribute(mesh, "mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
-    return Part(shape, [*in_boxes(place_of(local), itertools.product(*runs))], place, not any(copies), shown_mesh)
+    tensor = Sharded(shape, [*in_boxes(place_of(local), itertools.product(*runs))])
+    return Part(tensor, place, not any(copies), shown_mesh)
 
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
     """The sizes of a mesh: those of the array of its ranks or, since torch 2.10, of its layout."""
-    ranks, layout = mesh.get("mesh"), mesh.get("_layout")
+    ranks, axes = attribute(mesh, "mesh"), attribute(mesh, "_layout", "axes")
     if isinstance(ranks, Tensor):
         return ranks.shape
-    axes = layout.get("axes") if isinstance(layout, Inert) else None
-    shape = layout.get("shape") if isinstance(layout, Inert) else None
-    lengths = [axis.get("shape") for axis in axes] if axes is not None else shape
+    of_axes = [attribute(axis, "shape") for axis in axes] if axes is not None else None
+    lengths = attribute(mesh, "_layout", "shape") if of_axes is None else of_axes
     sizes = tuple(math.prod(length) if isinstance(length, tuple) else length for length in lengths or ())
     if not sizes or not are_sizes(sizes):
         raise ValueError("its mesh has no shape")
@@ -177,89 +180,88 @@ def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
 
 def _placement(placement: Inert, dims: int) -> Cut | None:
     """A placement as data. Raises ValueError for one that is no part of a tensor."""
-    kind, dim = placement.path.rpartition(".")[2], placement.get("dim")
+    kind, dim = placement.path.rpartition(".")[2], attribute(placement, "dim")
     if kind == "Replicate":
         return None
-    if kind not in ("Shard", "_StridedShard") or type(dim) is not int or not -dims <= dim < dims:
+    parts = {"Shard": 1, "_StridedShard": attribute(placement, "split_factor")}.get(kind)
+    if type(dim) is not int or not -dims <= dim < dims or type(parts) is not int or not 0 < parts <= MOST_RANKS:
         raise ValueError(f"the placement {kind} does not say which elements the rank holds")
-    return Cut(dim % dims, placement.get("split_factor") if kind == "_StridedShard" else 1)
+    return Cut(dim % dims, parts)
 
 
 def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
-    rank, size = (
-        (group.get("global_rank"), group.get("global_world_size")) if isinstance(group, Inert) else (None, None)
-    )
+    rank, size = attribute(group, "global_rank"), attribute(group, "global_world_size")
     if (rank, size) != (number, world):
         raise ValueError(f"the file is of rank {quote(rank)} of {quote(size)}, its name says rank {number} of {world}")
-    chunks = Chunks()
+    chunks = list[tuple[Chunk, TensorInfo]]()
     for shard in shards:
-        tensor, at = shard.get("tensor"), shard.get("metadata")
-        chunk = Chunk(*(tuple(at.get(key)) for key in ("shard_offsets", "shard_sizes")))
+        tensor = attribute(shard, "tensor")
+        chunk = Chunk(*(tuple(attribute(shard, "metadata", key)) for key in ("shard_offsets", "shard_sizes")))
         if not all(map(are_sizes, chunk)) or tensor.shape != chunk.shape or len(chunk.offset) != len(shape):
             raise ValueError(f"the part {list(tensor.shape)} is said to be {list(chunk.shape)}")
         chunks.append((chunk, place_of(tensor)))
-    return Part(shape, chunks, (number,))
+    return Part(Sharded(shape, chunks), (number,))
 
 
 # ---------------------------------------------------------------------------------------------------- the optimizer
 
 
-def _add_states(gathered: Gathered, ranks: Sequence[_Rank]) -> None:
-    """Add the states of the optimizer, by name if the order of the parameters is known, else by number."""
+def _states(ranks: Sequence[_Rank]) -> Entries:
+    """The states of the optimizer, by name if the order of the parameters is known, else by number, and its groups."""
     first = next((key for rank in ranks for key in rank.states), None)
-    steps = [rank.states[first]["step"] for rank in ranks if "step" in rank.states.get(first, ())]
-    check_steps((info.file, info) for part in steps if not part.shape for _, info in part.chunks)
+    steps = [rank.states[first]["step"].tensor for rank in ranks if "step" in rank.states.get(first, ())]
+    check_steps((info.file, info) for step in steps if not step.shape for _, info in step.chunks)
     groups = [
-        group for group in ranks[0].groups or () if isinstance(group, dict) and isinstance(group.get("params"), list)
+        group
+        for group in ranks[0].groups or ()
+        if isinstance(group, dict) and isinstance(of := group.get("params"), list) and {*map(type, of)} <= {int, str}
     ]
     numbers = [group["params"] for group in groups]
     stored = {
         (key, kind): _stored(ranks, key, kind) for rank in ranks for key, of in rank.states.items() for kind in of
     }
-    shapes = {name: part.shape for name, part in ranks[0].parts.items()}
+    shapes = {name: part.tensor.shape for name, part in ranks[0].parts.items()}
     ways: list[dict[Any, list[str]]] = [{key: [key] for key, _ in stored if isinstance(key, str)}]
     if not ways[0]:
         ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
     for names in ways:  # the first that fits
-        named = {at: [*_named(state, names.get(at[0], []), shapes, len(ranks))] for at, state in stored.items()}
+        named = {at: _named(state, names.get(at[0], []), shapes, len(ranks)) for at, state in stored.items()}
         if all(named.values()):
             break
     else:
-        names, named = {}, {at: [(at[0], *state)] for at, state in stored.items()}
-    for (_, kind), states in named.items():
-        for name, shape, chunks in states:
-            gathered.add((*STATE, name, kind), shape, chunks)
-    gathered.add_groups(groups, [[name for number in rows for name in names.get(number, [number])] for rows in numbers])
+        names, named = {}, {at: {at[0]: state} for at, state in stored.items()}
+    entries: Entries = {(*STATE, name, at[1]): state for at, of in named.items() for name, state in of.items()}
+    members = [[name for number in rows for name in names.get(number, [number])] for rows in numbers]
+    return entries | group_settings(groups, members)
 
 
-State = tuple[tuple[int, ...], Chunks]
-"""The shape of a parameter's state, and the chunks of it."""
-
-
-def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> State:
+def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> Sharded:
     """A kind of state as it is stored; what each rank has a plain list of is one list."""
     parts = [(rank, rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
     first = parts[0][1]
+    shape = first.tensor.shape
     if first.place is not None:
-        return first.shape, [chunk for _, part in parts if part.is_first for chunk in part.chunks]
-    if len(first.shape) != 1:
-        return first.shape, first.chunks
-    infos = [info for rank, part in parts if rank.is_first for _, info in part.chunks]
+        return Sharded(shape, [chunk for _, part in parts if part.is_first for chunk in part.tensor.chunks])
+    if len(shape) != 1:
+        return first.tensor
+    infos = [info for rank, part in parts if rank.is_first for _, info in part.tensor.chunks]
     begins = [*itertools.accumulate((info.shape[0] for info in infos), initial=0)]
-    return (begins[-1],), [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
+    chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
+    return Sharded((begins[-1],), chunks)
 
 
 def _named(
-    state: State, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
-) -> Iterator[tuple[str | int, tuple[int, ...], Chunks]]:
+    state: Sharded, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
+) -> Mapping[Any, Sharded]:
     """The state of one parameter, or of all those of a unit, each with its name; nothing if it does not fit them."""
-    (shape, chunks), sizes = state, {name: shapes.get(name, ()) for name in names}
+    shape, sizes = state.shape, {name: shapes.get(name, ()) for name in names}
     if not shape or [*sizes.values()] == [shape]:
-        yield from ((name, shape, chunks) for name in names)
-    elif names and len(shape) == 1 and 0 <= shape[0] - sum(map(math.prod, sizes.values())) < ranks:
-        yield from ((name, sizes[name], parts) for name, parts in from_list(sizes, [info for _, info in chunks]))
+        return dict.fromkeys(names, state)
+    if names and len(shape) == 1 and 0 <= shape[0] - sum(map(math.prod, sizes.values())) < ranks:
+        return from_list(sizes, [info for _, info in state.chunks])
+    return {}
 
 
 def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
@@ -272,7 +274,7 @@ def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
     is_sharded = any(part.place is not None for part in rank.parts.values())
     for name, part in rank.parts.items():
         if part.place is not None or not is_sharded:
-            offset = next((info.offset for _, info in part.chunks if info.nbytes), None)
+            offset = next((info.offset for _, info in part.tensor.chunks if info.nbytes), None)
             firsts.setdefault(name if offset is None else offset, name)
     for names in ([*firsts.values()], [name for name in firsts.values() if not name.endswith("lm_head.weight")]):
         yield [[name] for name in names]

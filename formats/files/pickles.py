@@ -17,12 +17,12 @@ import itertools
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from typing import Any
 
-from formats.documents import LARGEST
+from formats.documents import DEEPEST, LARGEST
 from formats.errors import CheckpointError
 from formats.files.safetensors import DAMAGED, MAX_DIMS, TORCH_NAMES
 
@@ -45,30 +45,37 @@ class Inert:
     arguments: tuple[Any, ...]
     state: Any = None
 
-    def get(self, name: str) -> Any:
-        """An attribute, as far as the state says; None if it does not. A state may be two: attributes and slots."""
-        if type(self.state) is dict:
-            return self.state.get(name)
-        states: tuple[Any, ...] = self.state if type(self.state) is tuple and len(self.state) == 2 else ()
-        return next((state[name] for state in reversed(states) if isinstance(state, dict) and name in state), None)
+
+def attribute(value: object, *names: str) -> Any:
+    """An attribute of what an ``Inert`` stands for, or of that attribute, and so on; None if no state says it.
+
+    A state may be two: attributes and slots.
+    """
+    for name in names:
+        state = value.state if isinstance(value, Inert) else None
+        if isinstance(state, tuple) and len(state) == 2:
+            state = next((each for each in reversed(state) if isinstance(each, dict) and name in each), None)
+        value = state.get(name) if isinstance(state, dict) else None
+    return value
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a pickle may name.
+    """What a pickle may name, with what a call of it makes; None: it is only referred to.
 
-    ``calls`` has what a call of a name makes, ``classes`` the names whose objects are ``Inert``, ``plain`` those that
-    are only referred to. ``load`` makes something of a persistent id; None: there may be none.
+    ``load`` makes something of a persistent id; None: there may be none.
     """
 
-    calls: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    classes: frozenset[str] = frozenset()
-    plain: frozenset[str] = frozenset()
+    makers: Mapping[str, Callable[..., object] | None]
     load: Callable[[object], object] | None = None
 
     def with_classes(self, *classes: str) -> Names:
-        """The same with more classes whose objects are ``Inert``."""
-        return replace(self, classes=self.classes | {*classes})
+        """The same with more classes, whose objects are ``Inert``."""
+        return replace(self, makers={**self.makers, **{path: partial(_inert, path) for path in classes}})
+
+
+def _inert(path: str, *arguments: object) -> Inert:
+    return Inert(path, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ def follow(pickled: bytes, names: Names) -> object:
         memo[len(memo) if index is None else index] = stack[-1]
 
     def name(path: str) -> None:
-        if path not in names.classes and path not in names.calls and path not in names.plain:
+        if path not in names.makers:
             raise RefusedError(repr(path) if len(path) < 100 else repr(path[:97] + "..."))
         push(Global(path))
 
@@ -157,10 +164,9 @@ def follow(pickled: bytes, names: Names) -> object:
         function, arguments = take(2)
         if type(function) is not Global or type(arguments) is not tuple:
             raise RefusedError(f"a call of {kind_of(function)}")
-        construct = names.calls.get(function.path)
-        if construct is None and function.path not in names.classes:
+        if (construct := names.makers.get(function.path)) is None:
             raise RefusedError(f"a call of {function.path}")
-        push(Inert(function.path, arguments) if construct is None else construct(*arguments))
+        push(construct(*arguments))
 
     def call_with_keywords(_: object) -> None:
         if stack.pop() != {}:
@@ -320,6 +326,30 @@ def write_pickle(value: object) -> bytes:
     return b"".join((*parts, b"."))
 
 
+def is_plain(value: object) -> bool:
+    """Whether a value is data that is written: not nested too deeply, nor too much with all that comes again in it."""
+    level = [value]
+    for _ in range(DEEPEST):
+        below = list[object]()
+        for item in level:
+            kind = type(item)
+            if isinstance(item, (dict, tuple, list)) and kind in _WRITTEN:
+                below += itertools.chain.from_iterable(item.items()) if isinstance(item, dict) else item
+            elif isinstance(item, Inert):
+                below += (item.arguments, item.state)
+            elif kind is bytes or kind not in (*_PLAIN, Global) or (isinstance(item, int) and item.bit_length() > 2000):
+                return False
+            if len(below) > _MOST_PLAIN:
+                return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+_MOST_PLAIN = 1 << 20
+
+
 _WRITTEN: dict[Any, tuple[bytes, bytes]] = {tuple: (b"(", b"t"), list: (b"](", b"e"), dict: (b"}(", b"u")}
 """What begins and ends values that hold others."""
 
@@ -459,24 +489,21 @@ _SHARD = "torch.distributed._shard"
 _PLACEMENTS = ("Shard", "Replicate", "_StridedShard", "Partial")
 _SPEC = ("DTensorSpec", "TensorMeta")
 
-TENSORS = Names(_CALLS, plain=frozenset([*DTYPES, *STORAGES, *_CLASSES]), load=_load)
+TENSORS = Names(dict.fromkeys((*DTYPES, *STORAGES, *_CLASSES)) | _CALLS, _load)
 """What a state dict names: a part of what ``torch.load(..., weights_only=True)`` allows."""
 
 SHARDS = Names(
-    _CALLS | {"__builtin__.getattr": _getattr},
-    frozenset([
-        *(f"torch.distributed.tensor.placement_types.{name}" for name in _PLACEMENTS),
-        *(f"torch.distributed._tensor.placement_types.{name}" for name in (*_PLACEMENTS, *_SPEC)),
-        *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in (*_SPEC, "ShardOrderEntry")),
-        *(f"torch.distributed._mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
-        *("torch.distributed.device_mesh.DeviceMesh", _GROUP),
-        *("torch.serialization._get_layout", "torch.distributed.remote_device._remote_device"),
-        *(f"{_SHARD}.metadata.ShardMetadata", f"{_SHARD}.sharded_tensor.shard.Shard"),
-        *(f"{_SHARD}.sharded_tensor.metadata.{name}" for name in ("ShardedTensorMetadata", "TensorProperties")),
-        f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-        f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-    ]),
-    frozenset([*TENSORS.plain, *DTENSORS, SHARDED_TENSOR, _WRAPPER]),
-    _load,
-)  # fmt: skip
+    {**dict.fromkeys((*DTENSORS, SHARDED_TENSOR, _WRAPPER)), **TENSORS.makers, "__builtin__.getattr": _getattr}, _load
+).with_classes(
+    *(f"torch.distributed.tensor.placement_types.{name}" for name in _PLACEMENTS),
+    *(f"torch.distributed._tensor.placement_types.{name}" for name in (*_PLACEMENTS, *_SPEC)),
+    *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in (*_SPEC, "ShardOrderEntry")),
+    *(f"torch.distributed._mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
+    *("torch.distributed.device_mesh.DeviceMesh", _GROUP),
+    *("torch.serialization._get_layout", "torch.distributed.remote_device._remote_device"),
+    *(f"{_SHARD}.metadata.ShardMetadata", f"{_SHARD}.sharded_tensor.shard.Shard"),
+    *(f"{_SHARD}.sharded_tensor.metadata.{name}" for name in ("ShardedTensorMetadata", "TensorProperties")),
+    f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+)
 """What the state dict of a rank names whose tensors are sharded: placements and meshes, as data."""

@@ -7,16 +7,18 @@ A folder is known by the names of its files: ``.metadata``; accelerate's and tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from formats.documents import Record, is_inside, optional, read_document, whole
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checkpoint import CONFIG, METADATA, find_side_files
-from formats.files.dcp import Distributed, read_distributed
+from formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
+from formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
 from formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
-from formats.files.gathered import joined, of_safetensors, with_named_states
+from formats.files.safetensors import TensorInfo, read_header
 from formats.mesh import MOST_RANKS
 from formats.store import FilePath, glob, name_in, read_file
 
@@ -31,6 +33,7 @@ class Training(NamedTuple):
 
 _ACCELERATE = "saved by accelerate or Trainer"
 _VERL = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
+_PARAMETERS = re.compile(r"optimizer\.param_groups\.\d+\.params")
 _RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
 
 
@@ -78,7 +81,7 @@ def read_training(folder: FilePath) -> Distributed:
     program = find_training(folder)
     try:
         return program.read() if program is not None else read_distributed(folder)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"what its files hold is not as the program saves it: {error!s:.200}"
         raise CheckpointError(f"{folder}: {what}", "fetch or copy the files again") from error
 
@@ -87,8 +90,62 @@ def _read_torch(folder: FilePath) -> Distributed:
     """A distributed checkpoint, or transformers': then the weights are safetensors, and the rest is the optimizer."""
     distributed, weights = read_distributed(folder), glob(folder, "shard-*.safetensors")
     if weights:
-        return joined([of_safetensors(weights, folder), distributed], folder, "saved by transformers")
-    return with_named_states(distributed)
+        return _joined([_of_safetensors(weights, folder), distributed], folder, "saved by transformers")
+    return _with_named_states(distributed)
+
+
+def _of_safetensors(files: Sequence[FilePath], folder: FilePath) -> Distributed:
+    """Safetensors whose headers say which chunks they have, as transformers' distributed checkpoints do."""
+    chunks_of = dict[str, list[tuple[Chunk, TensorInfo]]]()
+    for file in files:
+        header = read_header(file)
+        for name, at in read_chunks(file, header.metadata, header.tensors).items():
+            chunks_of.setdefault(name, []).append((at, header.tensors[name]))
+    entries: Entries = {
+        ("model", name): Sharded(whole_shape(at for at, _ in chunks), chunks) for name, chunks in chunks_of.items()
+    }
+    return gathered(folder, entries, "", files)
+
+
+def _joined(parts: Sequence[Distributed], folder: FilePath, what: str | None) -> Distributed:
+    """Several folders or forms of files as one checkpoint. Raises MismatchError if a name is in two of them."""
+    names = [name for part in parts for name in (*part.tensors, *part.objects)]
+    if len({*names}) < len(names):
+        raise MismatchError(f"{folder}: '{max(names, key=names.count)}' is there twice, in different files")
+
+    def of(field: str) -> Mapping[str, object]:
+        return {key: value for part in parts for key, value in getattr(part, field).items()}
+
+    return Distributed(folder, of("tensors"), of("objects"), of("keys"), of("files"), what)  # type: ignore[arg-type]
+
+
+def _with_named_states(saved: Distributed) -> Distributed:
+    """The same with the states of the optimizer by name, if they are numbered and the order of parameters is known.
+
+    That is the order of the model's keys, if one group has as many parameters, and all states have their shapes. A tied
+    head of the vocabulary is no parameter of its own. Names are without Megatron-FSDP's ``module.``.
+    """
+    keys = {name: keys for name, keys in saved.keys.items() if name in saved.tensors}
+    numbered = {name: k for name, k in keys.items() if len(k) == 4 and k[:2] == STATE and str(k[2]).isdecimal()}
+    groups = [name for name in saved.objects if _PARAMETERS.fullmatch(name)]
+    if not numbered or len(groups) != 1:
+        return saved
+    plain = {name: str(k[1]).removeprefix("module.") for name, k in keys.items() if k[0] == "model" and len(k) == 2}
+    value, shapes = saved.object(groups[0]), {key: saved.tensors[name].shape for name, key in plain.items()}
+    numbers = value if isinstance(value, list) and all(type(number) is int for number in value) else []
+    for way in ([*shapes], [name for name in shapes if not name.endswith("lm_head.weight")]):
+        if len(way) != len(numbers):
+            continue
+        of_number = dict(zip(map(str, numbers), way, strict=True))
+        new = {name: (*STATE, of_number.get(str(key[2]), ""), key[3]) for name, key in numbered.items()}
+        if all(saved.tensors[name].shape in ((), shapes.get(str(key[2]))) for name, key in new.items()):
+            new = {**saved.keys, **{name: ("model", key) for name, key in plain.items()}, **new}
+            renamed = {name: ".".join(map(str, new[name])) if name in new else name for name in saved.tensors}
+            tensors = {renamed[name]: tensor for name, tensor in saved.tensors.items()}
+            objects = {**saved.objects, groups[0]: way}
+            keys = {renamed.get(name, name): key for name, key in new.items()}
+            return replace(saved, tensors=tensors, objects=objects, keys=keys)
+    return saved
 
 
 def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
@@ -96,7 +153,7 @@ def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
         raise CheckpointError(f"{folder} has several models", "give the folder of one (pytorch_model_fsdp_0)")
     if "pytorch_model_fsdp_0" in names:
         parts = [read_distributed(folder / name) for name in ("pytorch_model_fsdp_0", "optimizer_0") if name in names]
-        return joined(parts, folder, _ACCELERATE)
+        return _joined(parts, folder, _ACCELERATE)
     if "pytorch_model_fsdp.bin" not in names:
         raise CheckpointError(
             f"{folder} has the states of an optimizer, and no model", "bring pytorch_model_fsdp_0 back"

@@ -44,7 +44,8 @@ SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 
 
-def _one_or_all(values: Sequence[object]) -> Any:
+def one_or_all(values: Sequence[object]) -> Any:
+    """The parsed form of values of which one alone stands in no list."""
     texts = document_of(values)
     return texts[0] if len(texts) == 1 else texts
 
@@ -57,7 +58,7 @@ class Rule:
     complete checkpoint may lack the tensor although other tensors demand it (see ``reshard.source.completeness``).
     """
 
-    shapes: tuple[Shape, ...] = field(metadata={"key": "shape", "write": _one_or_all})
+    shapes: tuple[Shape, ...] = field(metadata={"key": "shape", "write": one_or_all})
     when: Expression | None = None
     optional: Expression | None = None
 
@@ -164,7 +165,7 @@ class Architecture:
     stages: Mapping[str, Expression] = field(default_factory=dict, metadata={"read": _by_template("stage", Expression)})
     float32: Mapping[str, Expression] = field(default_factory=dict)
     partial: bool = False
-    sections: tuple[str, ...] = field(default=(), metadata={"key": "section", "write": _one_or_all})
+    sections: tuple[str, ...] = field(default=(), metadata={"key": "section", "write": one_or_all})
     inherited: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
     derived: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
 
@@ -482,8 +483,3 @@ def to_document(architecture: Architecture) -> dict[str, Any]:
     document: dict[str, Any] = order | document_of(replace(architecture, modules={}))
     document["parallel"] |= {"pad": [*architecture.pad]} if architecture.pad else {}
     return document
-
-
-def module_document(rules: Sequence[ModuleRule]) -> Any:
-    """The parsed form of a line of ``[modules]``."""
-    return _one_or_all(rules)

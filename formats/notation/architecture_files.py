@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from formats.notation.architecture import (
     SETTINGS,
     Architecture,
     architecture_from_document,
-    module_document,
+    one_or_all,
     to_document,
 )
 from formats.store import FilePath, read_file
@@ -78,21 +78,17 @@ no type.
 """
 
 
-def with_bases(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's parsed form with what it takes over from its bases, key by key: the later base wins, the file itself
     wins over all. A key that is ``false`` is removed. In names of a base, its first prefix is replaced by the file's
-    own. Raises PlanError.
+    own. ``above`` are the files that build on it. Raises PlanError.
     """
-    return _with_bases(document, path, (path,))
-
-
-def _with_bases(document: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+    merged, above = dict[str, Any](), (*above, path)
     for base in _bases(document, path):
         if base in above:
             way = " -> ".join(file.stem for file in (*above[above.index(base) :], base))
             raise PlanError(f"plan file {path}: its bases go round in a circle: {way}")
-        whole: Mapping[str, Any] = _with_bases(_shared(base), base, (*above, base))
+        whole: Mapping[str, Any] = with_bases(_shared(base), base, above)
         if base.stem == document.get(INSIDE):
             whole, document = _inside(whole, document)
         merged = _merged(merged, {key: value for key, value in whole.items() if key not in _OWN}, base)
@@ -216,7 +212,7 @@ def built_in_architectures() -> Mapping[str, Path]:
     """The file of each model type that has one."""
     file_of: dict[str, Path] = {}
     for path in sorted(BUILT_IN.glob("*.toml")):
-        for model_type in _names(path, "model_types"):
+        for model_type in _shared(path).get("model_types", ()):
             if model_type in file_of:
                 raise PlanError(f"model type '{model_type}' stands in {file_of[model_type].name} and in {path.name}")
             file_of[model_type] = path
@@ -281,21 +277,16 @@ def _file_with(key: str, names: tuple[str, ...]) -> Path | None:
     """Parses the files that mention a name: parsing all takes longer than planning."""
     for path in sorted(BUILT_IN.glob("*.toml")) if names else ():
         text = path.read_text(encoding="utf-8")
-        if any(json.dumps(name) in text and name in _names(path, key) for name in names):
+        if any(json.dumps(name) in text and name in _shared(path).get(key, ()) for name in names):
             return path
     return None
-
-
-def _names(path: Path, key: str) -> Sequence[str]:
-    names: Sequence[str] = tomllib.loads(path.read_text(encoding="utf-8")).get(key, ())
-    return names
 
 
 def to_toml(architecture: Architecture) -> str:
     """The text of one plain file, without bases, in the form that ``load_architecture`` reads."""
     import tomli_w
 
-    modules = {name: module_document(rules) for name, rules in architecture.modules.items()}
+    modules = {name: one_or_all(rules) for name, rules in architecture.modules.items()}
     document = to_document(architecture)
     tensors = document.pop("tensors")  # behind the modules: most of a file, and what a person adds lines to
     text: str = tomli_w.dumps({**document, **({"modules": modules} if modules else {}), "tensors": tensors})

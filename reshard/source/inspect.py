@@ -26,7 +26,7 @@ from formats.files.checkpoint import (
     read_weights,
     refuse_foreign,
 )
-from formats.files.dcp import Whole
+from formats.files.chunks import Sharded
 from formats.files.safetensors import Header, TensorInfo, read_header
 from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, read_shard
 from formats.files.training import find_training, read_training
@@ -370,7 +370,7 @@ def _take_formats(report: Report, formats: Sequence[Format]) -> None:
     report.loaded_by = " or ".join(dict.fromkeys(format.loading.program for format in formats))
 
 
-def _count(report: Report, tensors: Iterable[TensorInfo | Whole | Kind], times: int = 1) -> None:
+def _count(report: Report, tensors: Iterable[TensorInfo | Sharded | Kind], times: int = 1) -> None:
     dtypes = Counter(report.dtypes)
     for tensor in tensors:
         dtypes[tensor.dtype] += times * math.prod(tensor.shape)

@@ -389,11 +389,11 @@ class Training:
         """
         total = 0
         for name in self.parts.rest:
-            blob, whole = self.saved.objects.get(name), self.saved.tensors.get(name)
+            value, whole = self.saved.objects.get(name), self.saved.tensors.get(name)
             chunks = whole.chunks if whole is not None else ()
             ranges = [(info.file, info.offset, info.offset + info.nbytes) for _, info in chunks]
-            if isinstance(blob, Blob):
-                ranges.append((blob.file, blob.offset, blob.offset + blob.length))
+            if isinstance(value, Blob):
+                ranges.append((value.file, value.offset, value.offset + value.length))
             total += sum(end - begin for _, begin, end in ranges)
             if total > LARGEST:
                 raise CheckpointError(
@@ -404,8 +404,8 @@ class Training:
             contents = read_ranges(ranges)
             for (at, info), content in zip(chunks, contents, strict=False):
                 yield name, at, object_bytes(pickled_tensor(0, name, info.dtype, at.shape), content)
-            if blob is not None:
-                yield name, None, blob if isinstance(blob, bytes) else contents[-1]
+            if whole is None:
+                yield name, None, contents[-1] if isinstance(value, Blob) else object_bytes(value)
 
 
 LARGEST = 256 << 20

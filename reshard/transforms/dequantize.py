@@ -13,7 +13,7 @@ from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import CONFIG, MODELOPT
 from formats.files.safetensors import tensor_bytes
 from formats.notation.architecture import Architecture
-from formats.quantization.dequantizing import DTYPE, Grid, Stored, scaled_weights
+from formats.quantization.fp8 import DTYPE, Grid, Stored, scaled_weights
 from formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source

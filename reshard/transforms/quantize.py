@@ -20,8 +20,7 @@ from formats.files.checkpoint import CONFIG
 from formats.files.safetensors import DTYPE_BITS
 from formats.notation.architecture import SETTINGS as ADAPTER
 from formats.numbers import CODES
-from formats.quantization.dequantizing import PACKED
-from formats.quantization.quantizing import BLOCK, SETTINGS, what_stays
+from formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.text import plural

@@ -29,9 +29,8 @@ from formats.files.checksum import Stamp, check_unchanged
 from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.files.sharded import SourceFileRecord
 from formats.notation.format_file import HUGGING_FACE
-from formats.quantization.dequantizing import Grid, dequantize, scales_from
+from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from formats.quantization.methods import quantization_settings
-from formats.quantization.quantizing import Error, codes_of, scales_of
 from formats.store import FilePath, local_path, open_file, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, TargetFile, TargetPlace

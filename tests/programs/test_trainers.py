@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 
-from formats.errors import MismatchError
+from formats.errors import CheckpointError, MismatchError
+from formats.files.dcp import Distributed
+from formats.files.deepspeed import universal_documents
 from formats.files.pickles import Global, Inert
 from formats.files.torch_archive import archive_of, pickled_tensor
 from formats.files.training import read_training
@@ -263,34 +266,31 @@ def test_accelerates_files_of_ranks(tmp_path: Path) -> None:
         merge(folder, tmp_path / "again")
 
 
+def write_rank(folder: Path, rank: int, rows: Any, module: str, placement: Inert) -> None:
+    """The file of one of two ranks, which has these rows of a tensor of 5 x 3, as torch 2.4 or a later one saves it."""
+    old = module.endswith("_tensor")
+    spec = f"{module}.placement_types" if old else f"{module}._dtensor_spec"
+    local, ranks = pickled_tensor(0, "a", "F32", rows.shape), pickled_tensor(1, "mesh", "I32", (2,))
+    mesh = Inert("torch.distributed.device_mesh.DeviceMesh", (), {
+        "device_type": "cuda", "mesh": ranks, "mesh_dim_names": ("fsdp",), "_coordinate_on_dim": [rank],
+    })  # fmt: skip
+    kind = Global(f"{module}.api.DTensor" if old else f"{module}.DTensor")
+    placed = Inert(f"{spec}.DTensorSpec", (), {"mesh": mesh, "placements": (placement,)})
+    state = ({}, {"_local_tensor": local, "_spec": placed})
+    arguments = (Global("torch._utils._rebuild_wrapper_subclass"), kind, (kind, None, (5, 3), (3, 1)), state)
+    laid = archive_of({"a": Inert("torch._tensor._rebuild_from_type_v2", arguments)}, [("a", rows.nbytes), ("mesh", 8)])
+    content = bytearray(laid.size)
+    for offset, part in (*laid.fixed, (dict(laid.places)["a"], rows.tobytes())):
+        content[offset : offset + len(part)] = part
+    (folder / f"model_world_size_2_rank_{rank}.pt").write_bytes(content)
+
+
 @pytest.mark.parametrize("module", ["torch.distributed._tensor", "torch.distributed.tensor"])
 def test_meshes_of_older_versions_of_torch(module: str, tmp_path: Path) -> None:
     """torch 2.4 has other names of its classes; up to 2.8 a mesh is the array of its ranks."""
     numbers = np.arange(5 * 3, dtype=np.float32).reshape(5, 3)
-    old = module.endswith("_tensor")
-    spec = f"{module}.placement_types" if old else f"{module}._dtensor_spec"
     for rank, rows in enumerate((numbers[:3], numbers[3:])):
-        local, ranks = pickled_tensor(0, "a", "F32", rows.shape), pickled_tensor(1, "mesh", "I32", (2,))
-        mesh = Inert("torch.distributed.device_mesh.DeviceMesh", (), {
-            "device_type": "cuda", "mesh": ranks, "mesh_dim_names": ("fsdp",), "_coordinate_on_dim": [rank],
-        })  # fmt: skip
-        placements = (Inert(f"{module}.placement_types.Shard", (), {"dim": 0}),)
-        kind = Global(f"{module}.api.DTensor" if old else f"{module}.DTensor")
-        state = (
-            {},
-            {
-                "_local_tensor": local,
-                "_spec": Inert(f"{spec}.DTensorSpec", (), {"mesh": mesh, "placements": placements}),
-            },
-        )
-        arguments = (Global("torch._utils._rebuild_wrapper_subclass"), kind, (kind, None, (5, 3), (3, 1)), state)
-        laid = archive_of(
-            {"a": Inert("torch._tensor._rebuild_from_type_v2", arguments)}, [("a", rows.nbytes), ("mesh", 8)]
-        )
-        content = bytearray(laid.size)
-        for offset, part in (*laid.fixed, (dict(laid.places)["a"], rows.tobytes())):
-            content[offset : offset + len(part)] = part
-        (tmp_path / f"model_world_size_2_rank_{rank}.pt").write_bytes(content)
+        write_rank(tmp_path, rank, rows, module, Inert(f"{module}.placement_types.Shard", (), {"dim": 0}))
     whole = read_training(tmp_path).tensors["model.a"]
     assert (whole.shape, whole.dtype) == ((5, 3), "F32")
     for at, info in whole.chunks:
@@ -407,3 +407,78 @@ def test_it_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
     assert done.returncode in (1, 2) and said in done.stderr, done.stderr
     assert done.stderr.count("Error:") == 1 and len(done.stderr.strip().splitlines()) <= 2
     assert {path.name for path in tmp_path.iterdir()} == {case}
+
+
+@pytest.mark.parametrize("parts", [0, 1 << 40, 2.0, None])
+def test_a_placement_in_endless_parts_is_refused(parts: object, tmp_path: Path) -> None:
+    numbers, module = np.zeros((5, 3), np.float32), "torch.distributed.tensor"
+    for rank, rows in enumerate((numbers[:3], numbers[3:])):
+        strided = Inert(f"{module}.placement_types._StridedShard", (), {"dim": 0, "split_factor": parts})
+        write_rank(tmp_path, rank, rows, module, strided)
+    with pytest.raises(MismatchError, match="the placement _StridedShard does not say which elements the rank holds"):
+        read_training(tmp_path)
+
+
+def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
+    shapes, parts = {"w": (1,) * 3000}, {"w": torch.ones(1)}
+    state = {"module": {}, "frozen_param_shapes": shapes, "frozen_param_fragments": parts}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="its param_shapes are no shapes"):
+        read_training(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [math.inf, math.nan, "two", [2]])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: object, tmp_path: Path) -> None:
+    torch.save({"module": {"w": torch.ones(1)}, "mp_world_size": ranks}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="what its files hold is not as the program saves it"):
+        read_training(tmp_path)
+
+
+@pytest.mark.parametrize("step", [math.inf, math.nan])
+def test_a_step_that_is_no_number_is_refused(step: float, tmp_path: Path) -> None:
+    saved = Distributed(tmp_path, {}, {"optimizer.state.w.step": step}, {}, {})
+    with pytest.raises(MismatchError, match="its parameters have done"):
+        dict(universal_documents({"w": (1,)}, ["w"], {}, saved))
+
+
+def unfolding(depth: int, kind: type = list) -> Any:
+    """A list of two lists, which are one, and so on."""
+    value = kind([1])
+    for _ in range(depth):
+        value = kind([value, value])
+    return value
+
+
+@pytest.mark.parametrize("kind", ["doubled", "endless", "deep", "broad"])
+def test_settings_that_unfold_without_end_are_left_behind(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kB of a pickle may be a list of terabytes, of lists that come again."""
+    monkeypatch.setattr("formats.files.pickles._MOST_PLAIN", 1000)
+    value: list[Any] = unfolding(40) if kind == "doubled" else [1]
+    for _ in range({"deep": 200, "broad": 6}.get(kind, 0)):
+        value = [value] * (500 if kind == "broad" else 1)
+    if kind == "endless":
+        value.append(value)
+    if kind == "broad":
+        torch.save({"module": {"w": torch.ones(3)}, "further": value}, tmp_path / "mp_rank_00_model_states.pt")
+    else:
+        group = {"lr": 0.5, "params": [0], "further": value}
+        torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model_fsdp.bin")
+        torch.save({"state": {}, "param_groups": [group]}, tmp_path / "optimizer.bin")
+    saved = read_training(tmp_path)
+    kept = [] if kind == "broad" else [f"optimizer.param_groups.0.{key}" for key in ("lr", "params")]
+    assert ([*saved.tensors], [*saved.objects]) == (["model.w"], kept)
+
+
+def test_what_unfolds_without_end_is_not_compared(tmp_path: Path) -> None:
+    """Neither as the number of a parameter nor as the number of steps."""
+    (ranks := tmp_path / "ranks").mkdir()
+    group = {"lr": 0.5, "params": [unfolding(40, tuple)]}
+    torch.save({"w": torch.ones(3)}, ranks / "pytorch_model_fsdp.bin")
+    torch.save({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [group]}, ranks / "optimizer.bin")
+    assert [*read_training(ranks).tensors] == ["model.w", "optimizer.state.0.exp_avg"]
+    for rank in range(2):
+        file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        torch.save({"module": {"w": torch.ones(3)}, "global_steps": unfolding(40)}, file)
+    assert [*read_training(tmp_path).tensors] == ["model.w"]

@@ -22,8 +22,8 @@ from formats.errors import MismatchError, ReshardError
 from formats.files.checksum import Stamp
 from formats.files.safetensors import build_header, read_header
 from formats.notation.architecture_files import find_architecture
-from formats.quantization.dequantizing import Grid, dequantize, scaled_weights, scales_from
-from formats.quantization.dequantizing import Stored as Weight
+from formats.quantization.fp8 import Grid, dequantize, scaled_weights, scales_from
+from formats.quantization.fp8 import Stored as Weight
 from reshard.api import load, merge, split
 from reshard.model.model import AxisSizes
 from reshard.source import opening

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import ReshardError
 from formats.notation.adapters import SETTINGS
-from formats.quantization.quantizing import codes_of, scales_of, what_stays
+from formats.quantization.fp8 import codes_of, scales_of, what_stays
 from reshard.api import diff, load, merge, split
 from reshard.source.opening import Access, open_source
 from reshard.transforms.opening import open_any

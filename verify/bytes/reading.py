@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from formats.errors import CheckpointError, PlanError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.quantization.dequantizing import Grid
-from formats.quantization.quantizing import Error
+from formats.quantization.fp8 import Error, Grid
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import Read

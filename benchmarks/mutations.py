@@ -147,8 +147,7 @@ MUTATIONS = (
     Mutation("verify", "torch.arange(self.start, self.start + len(part)", "torch.arange(0, len(part)", EXPERTS),
     # a rank's model: what only a few architectures need
     Mutation("verify", "if not groups.is_first(roles[name].along)]", "if groups.is_first(roles[name].along)]", EXPERTS),
-    Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not axes", "kind in {Kind.COLUMN} and not axes",
-             BOTH_SIDES),
+    Mutation("verify", '{"column", "vector"} and not layout', '{"column"} and not layout', BOTH_SIDES),
     Mutation("verify", "if rule.sums in named and named", "if False and named", FORWARD),
     Mutation("verify", "return self._part(out, dims, indices)", "return out", FORWARD),
     Mutation("verify", "        if rule.alone:\n", "        if False:\n", FORWARD),

@@ -443,7 +443,7 @@ def other_stacks(
 def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
     """The axes of experts: those of expert parallelism, and those along which modules stack tensors."""
     stacked = {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked is not None}
-    return frozenset(axis for family in base.families.get("ep", ()) for axis in family) | stacked
+    return base.expert_axes | stacked
 
 
 def _form(

@@ -43,7 +43,7 @@ def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
         sizes = padded_sizes(tensor.sizes, padding)
         try:
             for rank in range(mesh.size):
-                shares = shares_of(model, mesh, rank, sizes, tensor.axes)
+                shares = shares_of(model.architecture, mesh, rank, sizes, tensor.axes)
                 for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
@@ -71,7 +71,7 @@ def units_of(model: Model, *, experts: bool) -> dict[str, int]:
     """The unit of each axis that may be split unevenly. Without ``experts``, tensors of experts do not count."""
     units = dict.fromkeys(model.channels, 1)
     for tensor in model.with_channels:
-        if not experts and tensor.axes & model.expert_axes:
+        if not experts and tensor.axes & model.architecture.expert_axes:
             continue
         *outer, last = tensor.rule.unfolded(tensor.sizes).dims
         whole_bytes = replace(last, step=math.lcm(last.step, 8 // math.gcd(8, DTYPE_BITS[tensor.dtype])))
@@ -260,7 +260,8 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
             raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
             for rank in range(mesh.size):
-                runs = owned(dim.whole, tensor.sizes, shares_of(model, mesh, rank, tensor.sizes, tensor.axes))
+                shares = shares_of(model.architecture, mesh, rank, tensor.sizes, tensor.axes)
+                runs = owned(dim.whole, tensor.sizes, shares)
                 edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(tensor.sizes)}
                 common[place] = math.gcd(common[place], *edges)
     return None if tuple(common) == block else (common[0], common[1])

@@ -294,11 +294,6 @@ class Model:
         return tuple({(kind.rule, kind.indices): kind for kind in reversed(blocked)}.values())
 
     @cached_property
-    def expert_axes(self) -> frozenset[str]:
-        """The axes that expert parallelism splits."""
-        return frozenset(axis for family in self.architecture.families.get("ep", ()) for axis in family)
-
-    @cached_property
     def channels(self) -> frozenset[str]:
         """The axes that may be split unevenly.
 
@@ -327,7 +322,7 @@ class Model:
         """
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
         for names, indices in self._axes:
-            if experts or not names & self.expert_axes:
+            if experts or not names & self.architecture.expert_axes:
                 axes.setdefault(indices, set()).update(names)
         restricted = []
         for indices, names_of in axes.items():
@@ -342,15 +337,15 @@ def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:
 
 
 def shares_of(
-    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+    architecture: Architecture, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
 ) -> dict[str, Share]:
     """A rank's share of each axis, in a tensor with these axes; an axis that is not split is absent."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
     for mesh_dim, degree in mesh.degrees:
-        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & model.expert_axes):
+        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & architecture.expert_axes):
             continue
-        for family in model.architecture.families.get(mesh_dim, ()):
+        for family in architecture.families.get(mesh_dim, ()):
             present = [axis for axis in family if axis in sizes]
             unit = mesh.unit(family[0]) if mesh_dim == "tp" else None
             if unit is not None:

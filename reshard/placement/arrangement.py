@@ -249,7 +249,7 @@ class Arrangement:
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         firsts_of = []
         for rank in range(mesh.size if numbered else 0):
-            shares = shares_of(model, mesh, rank, sizes, frozenset(sizes))
+            shares = shares_of(model.architecture, mesh, rank, sizes, frozenset(sizes))
             firsts = {axis: shares[axis].run(size).offset for axis, size in sizes.items() if axis in shares}
             if mesh.pp > 1:
                 firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
@@ -331,7 +331,7 @@ def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layou
         runs = tuple(Run(first + part * degree * size, size) for part in range(parts))
         dims = (*box.dims[:place], runs if degree > 1 else (Run(0, layout.full[place]),), *box.dims[place + 1 :])
         boxes[rank] = Box(dims, tuple(sum(run.length for run in dim) for dim in dims))
-    return replace(layout, boxes=boxes, parallel_dims=layout.parallel_dims | {place})
+    return replace(layout, boxes=boxes)
 
 
 def arrangement_of(
@@ -387,12 +387,7 @@ class StoredRow:
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     """The rows of what a program stores, in its order."""
-    names = dict[Portion, str]()
-    for kind, portions in arrangement.parts.items():
-        for portion in portions:
-            label = portion.component.label
-            names[portion] = f"{kind.pattern} ({label})" if label else kind.pattern
-    groups: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
+    kinds, groups = arrangement.plan.model.kind_of, dict[tuple[str, str, tuple[int, ...]], list[Stored]]()
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)
         first = next((shape for shape in shapes if shape is not None), ())
@@ -401,7 +396,12 @@ def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     rows = []
     for (name, dtype, shape), alike in groups.items():
         portions_of = () if alike[0].constant else alike[0].geometry.portions
-        sources = tuple(dict.fromkeys(names[portion] for portion in portions_of))
+        sources = tuple(
+            dict.fromkeys(
+                f"{kinds[atom.tensor].pattern} ({atom.label})" if atom.label else kinds[atom.tensor].pattern
+                for atom in alike[0].atoms[: len(portions_of)]
+            )
+        )
         nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
         rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
     return rows

@@ -105,7 +105,7 @@ def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = Tr
     if format.plain:
         mesh = unevenly(model, degrees.mesh) if degrees.uneven else degrees.mesh
         return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
-    if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.expert_axes:
+    if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.architecture.expert_axes:
         degrees = replace(degrees, ep=degrees.tp, same_ranks=True)
     ep, mesh = degrees.ep, degrees.mesh
     if ep > 1 and not degrees.same_ranks and not format.container.chunks and format.files.ep is None:

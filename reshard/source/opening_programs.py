@@ -101,7 +101,7 @@ class _Reading:
         if self.mesh is not None:
             return [self.mesh]
         stages = 1 + max(file.stage for file in self.files)
-        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.expert_axes)
+        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.architecture.expert_axes)
         dense = [mesh_of(tp, pp=stages)] if tp == 1 or not self.format.same_ranks or not has_experts else []
         return [*dense, mesh_of(tp, tp, same_ranks=True, pp=stages)] if has_experts and tp > 1 else dense
 

@@ -95,7 +95,7 @@ def valid_degrees(
     """
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:  # no axis is split, or only axes that may be padded
-        return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
+        return list(range(1, limit + 1)) if any(_families(model, mesh_dim)) else [1]
     least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in units)])
     fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in units]
     common = sorted(set(range(1, least + 1)).intersection(*fixed))
@@ -104,18 +104,17 @@ def valid_degrees(
 
 
 def _families(
-    model: Model, mesh_dim: str, *, pad: bool, same_ranks: bool
+    model: Model, mesh_dim: str, *, pad: bool = False, same_ranks: bool = False
 ) -> Iterable[tuple[list[str], Mapping[str, int]]]:
+    """The families of axes that a mesh dimension splits, each with the sizes of a set of tensors.
+
+    Those that may be padded are left out with ``pad``, those of experts with ``same_ranks``.
+    """
     for family in model.architecture.families.get(mesh_dim, ()):
         for sizes in model.axis_sets(experts=mesh_dim == "ep" or not same_ranks):
             present = [axis for axis in family if axis in sizes]
             if present and not (pad and set(present) <= set(model.architecture.pad)):
                 yield present, sizes
-
-
-def _is_dealt(model: Model, mesh_dim: str) -> bool:
-    axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
-    return any(axes & sizes.keys() for sizes in model.axis_sets())
 
 
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collection[str] = ()) -> None:
@@ -136,7 +135,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
             units = dict(mesh.uneven) if mesh_dim == "tp" else {}
             valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, units=units)
             raise SettingError(replace(why, valid=tuple(valid), instead=ways))
-        if not _is_dealt(model, mesh_dim):
+        if not any(_families(model, mesh_dim)):
             raise refused(mesh_dim, degree, f"the plan splits no axis over {mesh_dim}")
 
 
@@ -145,7 +144,7 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
     degree = dict(mesh.degrees)[why.name]
     if refusal(model, unevenly(model, Mesh(((why.name, degree),), mesh.same_ranks)), pad=pad) is None:
         yield {"uneven": True}
-    if mesh.degrees == (("tp", degree),) and _is_dealt(model, "ep"):
+    if mesh.degrees == (("tp", degree),) and any(_families(model, "ep")):
         tried = (refusal(model, Mesh(((dim, degree),), same_ranks=True), pad=pad) for dim in ("tp", "ep"))
         if all(obstacle is None for obstacle in tried):
             yield {"tp": degree, "ep": degree, "same_ranks": True}

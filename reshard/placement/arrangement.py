@@ -12,7 +12,7 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,11 +20,10 @@ from typing import NamedTuple
 from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
 from formats.files.safetensors import stated_dtype, tensor_bytes
-from formats.mesh import Mesh
 from formats.notation.architecture import filled, numbers_in, without_numbers
-from formats.notation.axes import Dim, Run, Shape, Summand
+from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
-from reshard.mesh.plan import Box, Layout, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
@@ -36,7 +35,7 @@ from reshard.placement.portions import (
     refine,
     uses_of,
 )
-from reshard.placement.stored import Atom, Chunks, Location, Naming, Stated, Stored
+from reshard.placement.stored import Atom, Chunks, Location, Stated, Stored
 
 
 class _Part(NamedTuple):
@@ -67,7 +66,6 @@ class Arrangement:
         self.dropped = dropped_of(plan.model, format)
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
         self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
@@ -158,7 +156,7 @@ class Arrangement:
         if len({place for place, _ in parts}) * first.slots != len(parts):
             why = f"{len(parts)} tensors, which are not {first.slots} for each index"
             raise PlanError(f"'{name}' would be made of {why}")
-        dtypes = {(part.portion.line.dtype if part.portion.line else None) or part.kind.dtype for part in ordered}
+        dtypes = {part.portion.line.dtype or part.kind.dtype for part in ordered}
         dtypes = {self.format.rules.dtypes.get(dtype, dtype) for dtype in dtypes}
         if len(dtypes) > 1:
             texts = " and ".join(sorted(dtypes))
@@ -167,7 +165,9 @@ class Arrangement:
         laid = self.plan if self.chunks is None else self.plan.unsplit
         layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, laid) for part in ordered)
         sizes = {layout.full for layout in layouts[: first.slots]}
-        if first.cut is not None and first.cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
+        if (
+            first.line.cut is not None and first.line.cut.dim is not None and len(sizes) > 1
+        ):  # keys of fewer heads, replicated
             texts = " and ".join(map(str, sorted(sizes)))
             raise PlanError(f"'{name}' would be joined from tensors of sizes {texts}, which was not compared")
         chunks = self.chunks.get(name) if self.chunks is not None else None
@@ -187,16 +187,11 @@ class Arrangement:
     def _geometry(
         self, portions: tuple[Portion, ...], layouts: tuple[Layout, ...], chunks: Mapping[int, Chunk] | None
     ) -> Geometry:
-        key: tuple[object, ...] = (portions, layouts)
-        if key not in self._geometries:
-            self._geometries[key] = Geometry(portions, layouts, portions[0].stacked is not None)
-        whole = self._geometries[key]
+        whole = Geometry(portions, layouts, portions[0].stacked is not None)
+        whole = self._geometries.setdefault((portions, layouts), whole)
         if chunks is None:
             return whole
-        key = (whole, tuple(sorted(chunks.items())))
-        if key not in self._geometries:
-            self._geometries[key] = whole.in_chunks(chunks)
-        return self._geometries[key]
+        return self._geometries.setdefault((whole, tuple(sorted(chunks.items()))), whole.in_chunks(chunks))
 
     def _equal_ranges(self, name: str, geometry: Geometry, heads: int, ranks: Iterable[int]) -> Mapping[int, Chunk]:
         """The chunk of each rank where ``tp`` has more ranks than KV heads: equal ranges, wherever they end."""
@@ -229,18 +224,22 @@ class Arrangement:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
-    def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Naming | None:
-        """The name of a stored tensor on each rank, if it is not the same on all."""
-        mesh, names = self.plan.mesh, portion.line.stage_names if portion.line and self.plan.mesh.pp > 1 else {}
-        target, at = self._placed_further(tensor, str(portion.target), at)
-        is_counted = self._firsts and any(f"{{{axis}}}" in target for axis in at)
+    def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Callable[[int], str] | None:
+        """The name of a stored tensor by its rank, if it is not the same on all."""
+        mesh, names, firsts = self.plan.mesh, portion.line.stage_names if self.plan.mesh.pp > 1 else {}, self._firsts
+        target, indices = self._placed_further(tensor, str(portion.target), at)
+        is_counted = firsts and any(f"{{{axis}}}" in target for axis in indices)
         if self.chunks is not None or not (names or is_counted):
             return None
-        stages = {0: names.get("first"), mesh.pp - 1: names.get("last")} if names else {}
-        key = (target, *stages.items())
-        if key not in self._targets:
-            self._targets[key] = tuple(stages.get(mesh.stage(rank)) or target for rank in range(mesh.size))
-        return Naming(self._targets[key], at, self._firsts or ({},) * mesh.size)
+        stages = {0: names.get("first"), mesh.pp - 1: names.get("last")}
+
+        def name_on(rank: int) -> str:
+            numbers = (
+                {axis: number - firsts[rank].get(axis, 0) for axis, number in indices.items()} if firsts else indices
+            )
+            return filled(stages.get(mesh.stage(rank)) or target, numbers)
+
+        return name_on
 
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
@@ -278,19 +277,31 @@ class Arrangement:
     def _layout(self, kind: Kind, portion: Portion, index: int | None, laid: Plan) -> Layout:
         """How an atom lies on the mesh of a plan, or, unsplit, on one rank."""
         alike = (kind, portion, index, laid is self.plan)
-        if alike not in self._layouts:
-            component, cut, places = portion.component, portion.cut, kind.places
-            rule = component.shape
-            if component.index:
-                places = (*places, (component.index, index or 0))
-            if cut is not None and cut.axis is None:
-                rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(kind.sizes)))
-            stages = None if portion.line is not None and portion.line.on == "every stage" else kind.stages
-            part = replace(kind, rule=rule, shape=rule.sizes(kind.sizes), places=places, stages=stages)
-            layout = laid.layout(part, cut.axis if cut is not None else None)
-            if cut is not None and cut.dim is not None:
-                layout = _in_ranges(kind.name, layout, portion, laid.mesh)
-            self._layouts[alike] = layout
+        if alike in self._layouts:
+            return self._layouts[alike]
+        component, cut, places, sizes = portion.component, portion.line.cut, kind.places, kind.sizes
+        rule, dealt = component.shape, cut.axis if cut is not None else None
+        if component.index:
+            places = (*places, (component.index, index or 0))
+        if cut is not None and cut.axis is None:  # numbers in place of the model's axes, of which none is dealt
+            lengths = rule.sizes(sizes)
+            dims = [Dim((Summand((length,)),)) for length in lengths]
+            if cut.dim is not None:
+                (place, *inner), parts, dealt = component.of_dim(cut.dim), cut.parts, "range"
+                while inner and parts % lengths[place] == 0:  # a factor counts the parts
+                    parts //= lengths[place]
+                    place, *inner = inner
+                degree = parts * dict(laid.mesh.degrees).get("tp", 1)
+                if lengths[place] % degree:
+                    why = f"{lengths[place]} do not divide by {degree}"
+                    raise PlanError(f"tensor '{kind.name}' cannot be split over {laid.mesh}: {why}")
+                dims[place] = Dim((Summand((parts, dealt) if parts > 1 else (dealt,)),))
+                sizes = {**sizes, dealt: lengths[place] // parts}
+            rule = Shape(tuple(dims))
+        stages = kind.stages if laid is self.plan and portion.line.on != "every stage" else None
+        shape = rule.sizes(sizes)
+        part = replace(kind, rule=rule, sizes=sizes, shape=shape, places=places, stages=stages)
+        self._layouts[alike] = laid.layout(part, dealt)
         return self._layouts[alike]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
@@ -312,26 +323,6 @@ class Arrangement:
                     if self.chunks is not None:
                         geometry = geometry.whole.in_chunks(self.chunks.get(name, {}))
                     yield Stored(name, dtype, geometry, (), constant)
-
-
-def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layout:
-    """The layout of what a line cuts along a dimension, whatever the model's rules say. Raises PlanError."""
-    assert portion.cut is not None and portion.cut.dim is not None
-    places, parts = [*portion.component.of_dim(portion.cut.dim)], portion.cut.parts
-    while len(places) > 1 and parts % layout.full[places[0]] == 0:  # a factor counts the parts
-        parts //= layout.full[places.pop(0)]
-    place, degree = places[0], dict(mesh.degrees).get("tp", 1)
-    size, remainder = divmod(layout.full[place], degree * parts)
-    if remainder:
-        why = f"{layout.full[place]} do not divide by {degree * parts}"
-        raise PlanError(f"tensor '{name}' cannot be split over {mesh}: {why}")
-    boxes = {}
-    for rank, box in layout.boxes.items():
-        first = mesh.coordinates(rank).get("tp", 0) * size
-        runs = tuple(Run(first + part * degree * size, size) for part in range(parts))
-        dims = (*box.dims[:place], runs if degree > 1 else (Run(0, layout.full[place]),), *box.dims[place + 1 :])
-        boxes[rank] = Box(dims, tuple(sum(run.length for run in dim) for dim in dims))
-    return replace(layout, boxes=boxes)
 
 
 def arrangement_of(
@@ -409,8 +400,6 @@ def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
 
 def _general(stored: Stored) -> str:
     target = stored.geometry.portions[0].target if stored.constant is None else None
-    if stored.naming is not None and len({*stored.naming.targets}) == 1:
-        return stored.naming.targets[0]
     if target is not None and Pattern(target).match(stored.name) is not None:
         return target
     return without_numbers(stored.name)
@@ -423,14 +412,13 @@ def _how(stored: Stored, portions: Sequence[Portion]) -> str:
     words = ["stacked"] if first.stacked and first.slots else []
     words += ["joined"] if len(portions) > 1 else []
     line = first.line
-    if line is not None:
-        words += ["output first"] if line.output_first and first.component.arrow is not None else []
-        words += ["halves as pairs"] if any(line.pairs) else []
-        words += ["pairs as halves"] if any(line.halves) else []
-        words += [f"{line.function}(x)"] if line.function else []
-        words += [f"as {line.dtype}"] if line.dtype else []
-        words += ["whole"] if line.cut == Cut() else []
-        words += ["on the first rank, else zeros"] if line.on == "first rank" else []
+    words += ["output first"] if line.output_first and first.component.arrow is not None else []
+    words += ["halves as pairs"] if any(line.pairs) else []
+    words += ["pairs as halves"] if any(line.halves) else []
+    words += [f"{line.function}(x)"] if line.function else []
+    words += [f"as {line.dtype}"] if line.dtype else []
+    words += ["whole"] if line.cut == Cut() else []
+    words += ["on the first rank, else zeros"] if line.on == "first rank" else []
     return ", ".join(words)
 
 

@@ -16,7 +16,7 @@ from formats.errors import PlanError
 from formats.notation.architecture import filled
 from formats.notation.components import Component, component_names, components, whole
 from formats.notation.expressions import Expression
-from formats.notation.format import Cut, Format, Line, Use
+from formats.notation.format import Format, Line, Pattern, Use
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 
@@ -37,21 +37,16 @@ class Portion:
     stacked: str | None
     slot: int
     slots: int
-    line: Line | None
+    line: Line
     order: tuple[int, ...]
     counts: tuple[int, ...]
     dim: int
     lead: int
 
     @property
-    def cut(self) -> Cut | None:
-        """How the format divides it over the ranks, if not by the model's rules."""
-        return self.line.cut if self.line else None
-
-    @property
     def function(self) -> str | None:
         """The function that is stored instead of the elements, if there is one."""
-        return self.line.function if self.line else None
+        return self.line.function
 
     @property
     def outer(self) -> int:
@@ -85,11 +80,14 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
 
+_KEPT = Line(Pattern("**"), (Pattern("**"),))
+
+
 def kept_whole(kind: Kind, target: str | None) -> Portion:
     """Tensors that are stored as they are, under this name or their own."""
     component = whole(kind.rule_in_rows)
     order = tuple(range(len(component.factors)))
-    return Portion(component, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
+    return Portion(component, target, None, 0, 1, _KEPT, order, component.counts, component.dim, component.lead)
 
 
 def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
@@ -251,7 +249,7 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
         lacking = [
             kind
             for kind, portions in first.items()
-            if any(part.line and len(joined[id(part.line), part.target]) < part.slots for part in portions)
+            if any(len(joined[id(part.line), part.target]) < part.slots for part in portions)
         ]
         for kind in lacking:
             del readings[kind][0]

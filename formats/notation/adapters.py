@@ -32,7 +32,7 @@ from formats.notation.architecture import (
 from formats.notation.axes import Dim, Shape, Summand, parse
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
-from formats.notation.format import Use
+from formats.notation.format import Pattern, Use
 from formats.notation.format_file import (
     AdapterFormat,
     Factor,
@@ -56,6 +56,10 @@ class Part:
     at: str | None = None
 
 
+Shapes = tuple[tuple[Shape, Expression | None], ...]
+"""The shapes that a tensor may have, each with its condition."""
+
+
 @dataclass(frozen=True)
 class ModuleTensor:
     """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
@@ -66,7 +70,7 @@ class ModuleTensor:
 
     name: str
     parts: tuple[Part, ...]
-    shapes: tuple[tuple[Shape, Expression | None], ...]
+    shapes: Shapes
     stacked: str | None = None
     turned: bool = False
 
@@ -83,30 +87,24 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     Of a model type that is not known there, they are the checkpoint's.
     """
     rules = format_of("transformers").of(config).rules
-    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
-    order: list[tuple[int, str, bool]] = []
+    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, Shapes]]] = defaultdict(dict)
     for template, rules_of in base.tensors.items():
-        for candidates in ([(template, Part(template), rules_of)], list(_components(template, rules_of))):
-            covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in candidates)
-            uses = [next(use, None) for use in covering]
-            if candidates and all(uses):
+        shapes = tuple(_each(rules_of))
+        for candidates in ([(template, Part(template), shapes)], [*_components(template, *shapes[0])]):
+            covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
+            if candidates and all(covering):
                 break
         else:
-            yield ModuleTensor(template, (Part(template),), tuple(_each(rules_of)))
+            yield ModuleTensor(template, (Part(template),), shapes)
             continue
-        for use, (_, part, of_part) in zip(uses, candidates, strict=True):
-            assert use is not None
-            key = id(use.line), use.target, part.label is not None
-            order.append(key)
-            joined[key][use.source] = use, part, of_part
-    for key in dict.fromkeys(order):
-        joining = [joined[key][slot] for slot in sorted(joined[key])]
-        use = joining[0][0]
-        name = _spelled(base, use.target)
-        if len(joining) == len(use.line.sources) and name is not None:
-            shapes = tuple(_joined(use, [rules for _, _, rules in joining]))
-            turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in joining[0][2])
-            yield ModuleTensor(name, tuple(part for _, part, _ in joining), shapes, use.stacked, turned)
+        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
+            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
+    for slots in joined.values():
+        uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
+        use, name = uses[0], _spelled(base, uses[0].target)
+        if len(slots) == len(use.line.sources) and name is not None:
+            turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
 
 
 def _spelled(base: Architecture, name: str) -> str | None:
@@ -152,25 +150,23 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
 
 
-def _components(name: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
     """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    shape, (module, _, leaf) = rules[0].shapes[0], name.rpartition(".")
+    module, _, leaf = name.rpartition(".")
     for part in components(shape) if not shape.is_open else ():
         dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
         if len(dim) == 1:
-            rule = Rule(
-                (Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow),), rules[0].when
-            )
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), (rule,)
+            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
+            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), ((own, when),)
 
 
 def _each(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
     return ((shape, rule.when) for rule in rules for shape in rule.shapes)
 
 
-def _joined(use: Use, rules: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
+def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expression | None]]:
     """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
-    for alternatives in zip(*map(list, map(_each, rules)), strict=False):
+    for alternatives in zip(*shapes_of, strict=False):
         shapes = [shape for shape, _ in alternatives]
         if any(shape.is_open for shape in shapes):
             continue
@@ -306,15 +302,9 @@ class Settings:
 
     def is_target(self, name: str) -> bool:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
-        segments, targets = name.split("."), [target.split(".") for target in self.targets]
-        return any(
-            all(
-                a == b or (a.startswith("{") and b.isdecimal())
-                for a, b in zip(segments[-len(ends) :], ends, strict=True)
-            )
-            for ends in targets
-            if len(ends) <= len(segments)
-        )
+        words = name.split(".")
+        ends = ((target, ".".join(words[-target.count(".") - 1 :])) for target in self.targets)
+        return any(Pattern(end).match(target) is not None for target, end in ends)
 
     def names(self, module: str) -> bool:
         """Whether PEFT would wrap a module of this name."""

@@ -30,7 +30,9 @@ def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
         if unit is None and deal(family, sizes, degree) is None:
             why = does_not_divide([(axis, sizes[axis]) for axis in family], degree)
         elif unit is not None and not Share(degree, degree - 1, unit).run(size).length:
-            why = too_few_units(family[0], size, unit, degree)
+            length = Share(degree, 0, unit).run(size).length
+            enough = f"is enough for {-(-size // length)} of {degree} ranks"
+            why = f"{_size_of(family[:1], size)} in units of {unit} {enough}"
         if why is not None:
             return Refusal(mesh_dim, degree, why, axes=tuple(family))
     return _cut_block(model, mesh, pad=pad)
@@ -169,12 +171,6 @@ def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
     if counted := _words()[0].get(axes):
         return f"{size:,} {counted} do not divide by {degree}"
     return f"{_size_of(axes, size)} does not divide by {degree}"
-
-
-def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
-    """``an intermediate size of 96 in units of 32 is enough for 3 of 4 ranks``."""
-    length = Share(degree, 0, unit).run(size).length
-    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // length)} of {degree} ranks"
 
 
 def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:

@@ -226,20 +226,15 @@ def make_plan(
     plan = Plan(model, mesh, padding, laid)
     for kind in model.kinds:
         laid[kind] = plan.layout(kind)
-        _check_whole_bytes(kind, laid[kind])
+        bits = DTYPE_BITS[kind.dtype]
+        for box in laid[kind].boxes.values() if bits % 8 else ():
+            for run in box.dims[-1] if box.dims else ():
+                if run.offset * bits % 8 or run.length * bits % 8:
+                    raise PlanError(
+                        f"tensor '{kind.name}' ({kind.dtype}): elements {run.offset} to {run.end} "
+                        f"of '{kind.rule.dims[-1]}' begin or end within a byte"
+                    )
     return plan
-
-
-def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
-    """Raise PlanError if a run begins or ends within a byte (elements smaller than a byte)."""
-    bits = DTYPE_BITS[tensor.dtype]
-    for box in layout.boxes.values() if bits % 8 else ():
-        for run in box.dims[-1] if box.dims else ():
-            if run.offset * bits % 8 or run.length * bits % 8:
-                raise PlanError(
-                    f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} "
-                    f"of '{tensor.rule.dims[-1]}' begin or end within a byte"
-                )
 
 
 def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: frozenset[str]) -> None:

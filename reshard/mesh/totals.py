@@ -110,15 +110,19 @@ def output_size(layout: Layout) -> int:
 
 def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
-    groups: dict[tuple[object, ...], list[Kind]] = {}
+    groups: dict[tuple[str, object, object, object, object, object], list[Kind]] = {}
     for kind, layout in plan.laid.items():
-        key = (_shown_name(kind), kind.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
+        prefix, dot, last = kind.template.rpartition(".")
+        # the rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to
+        is_general = last.startswith("{") or last == "*"
+        name = kind.template if is_general else f"{prefix}{dot}{kind.name.rpartition('.')[2]}"
+        key = (name, kind.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
         groups.setdefault(key, []).append(kind)
     # the rank that has the most: the first, but for pipeline stages
     nbytes = bytes_of_ranks(plan) if plan.mesh.pp > 1 else [0]
     largest = nbytes.index(max(nbytes))
     rows = []
-    for kinds in groups.values():
+    for (name, *_), kinds in groups.items():
         first, layout = kinds[0], plan.laid[kinds[0]]
         rank = min(layout.boxes)
         count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
@@ -126,7 +130,7 @@ def rows_of(plan: Plan) -> list[Row]:
         counts = copies_of(layout, rank)
         shared = sum(length for copies, length in counts.items() if copies > 1)
         row = Row(
-            name=_shown_name(first),
+            name=name,
             rule=str(layout.rule),
             kind=kind_of(plan, first),
             dtype=first.dtype,
@@ -141,13 +145,6 @@ def rows_of(plan: Plan) -> list[Row]:
         )
         rows.append(row)
     return rows
-
-
-def _shown_name(kind: Kind) -> str:
-    """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
-    prefix, dot, last = kind.template.rpartition(".")
-    leaf = kind.name.rpartition(".")[2]
-    return kind.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
 
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:

@@ -19,13 +19,10 @@ from typing import Any
 
 import tomli_w
 
-from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.files.checkpoint import open_checkpoint
-from formats.files.sharded import is_sharded
+from formats.errors import PlanError, ReshardError
 from formats.notation.architecture import Architecture, Rule, without_numbers
 from formats.notation.architecture_files import architecture_of, built_in_architectures
 from formats.quantization.methods import scheme_of
-from formats.store import FilePath
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 
@@ -41,17 +38,6 @@ class Draft:
     base: str
     model: Model
     checks: int
-
-
-def draft_of(path: FilePath) -> Draft:
-    """A draft for a checkpoint's folder. Raises CheckpointError and PlanError."""
-    if is_sharded(path):
-        raise CheckpointError(f"{path} is split already", "a draft is made from a full checkpoint")
-    checkpoint = open_checkpoint(path)
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: tensors[original]._replace(name=alias) for alias, original in checkpoint.aliases.items()}
-    return draft(checkpoint.config, [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()])
 
 
 def draft(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> Draft:

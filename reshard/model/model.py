@@ -129,10 +129,11 @@ class AxisSizes:
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
-        for rule in match.rules:
-            if rule.when is None or self.evaluate(rule.when, match.indices):
-                return rule
-        return None
+        return next((rule for rule in match.rules if self.is_true(rule.when, match.indices)), None)
+
+    def is_true(self, when: Expression | None, indices: Mapping[str, int] = {}) -> bool:
+        """Whether a condition holds for a tensor with these indices; what has none always does."""
+        return when is None or bool(self.evaluate(when, indices))
 
     def evaluate(self, expression: Expression, indices: Mapping[str, int] | None) -> Any:
         """The value of an expression for a tensor with these indices; raises NotationError if it has none.

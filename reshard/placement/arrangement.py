@@ -307,7 +307,7 @@ class Arrangement:
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
         sizes = self.plan.model.sizes
         for constant in constants:
-            if constant.when is not None and not sizes.evaluate(constant.when, {}):
+            if not sizes.is_true(constant.when):
                 continue
             dtype = constant.dtype
             if dtype == "model":

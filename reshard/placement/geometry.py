@@ -191,13 +191,12 @@ class Geometry:
             return
         strides, dims = list[int](), list[list[tuple[int, tuple[Run, ...]]]]()  # of each dimension: base, and runs
         for dim, (begin, length, step) in enumerate(zip(offset, shape, steps, strict=True)):
-            joined = [(portion, layouts[slot])]
-            if dim == portion.dim and len(self.portions) > 1:
-                joined = [*zip(self.portions, layouts, strict=True)]
-            lead = portion.lead if len(joined) > 1 else 0
+            joined, number, lead = [(portion, layouts[slot])], 0, 0
+            if dim == portion.dim:
+                joined, number, lead = [*zip(self.portions, layouts, strict=True)], slot, portion.lead
             extents = [math.prod(of.padded[f] for f in each.of_dim(dim)[lead:]) for each, of in joined]
-            first, row = sum(extents[:slot]) if len(joined) > 1 else 0, sum(extents)
-            end = first + extents[slot if len(joined) > 1 else 0]
+            first, row = sum(extents[:number]), sum(extents)
+            end = first + extents[number]
             factors = [sizes[f] for f in portion.of_dim(dim)]
             own_strides, parts = (*row_major(factors[:lead], row * step), *row_major(factors[lead:], step)), []
             for *leads, within in product_boxes(begin, length, (*factors[:lead], row)):

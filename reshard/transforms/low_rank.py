@@ -304,11 +304,7 @@ def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, 
 def shape_of(shapes: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
     """The first shape whose condition holds and all of whose axes have a size."""
     axes = model.sizes.of(dict(indices)).keys()
-    holds = (
-        shape
-        for shape, when in shapes
-        if shape.axes <= axes and (when is None or model.sizes.evaluate(when, dict(indices)))
-    )
+    holds = (shape for shape, when in shapes if shape.axes <= axes and model.sizes.is_true(when, indices))
     return next(holds, shapes[0][0])
 
 

@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation("reshard", "in product_boxes(low - first, high - low,", "in product_boxes(low, high - low,", PLACES),
     Mutation("reshard", "parts.append((at + (first - begin) * step, runs))", "parts.append((at - begin * step, runs))",
              PLACES),
-    Mutation("reshard", "if len(joined) > 1 else 0, sum(extents)", "if len(joined) > 1 else 0, extents[-1]", PLACES),
+    Mutation("reshard", "sum(extents[:number]), sum(extents)", "sum(extents[:number]), extents[-1]", PLACES),
     Mutation("reshard", "elif outer and stride == outer[-1][0] * outer[-1][1]:", "elif outer:", PLACES),
     Mutation("reshard", "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(order)):",
              "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(range(len(order)))):", PLACES),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
 from typing import Any, NamedTuple, TypeVar
 
-from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, size, structure, text, whole
+from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import (
     SETTINGS,
@@ -243,10 +243,6 @@ def _patterns(reader: Reader[Number]) -> Reader[Mapping[str, Number]]:
     return read
 
 
-def _indices(value: object, where: str) -> tuple[int, ...] | None:
-    return items(size)([value] if isinstance(value, int) else value, where) or None
-
-
 def _is_grouped(value: object, where: str) -> bool:
     if text(value, where) not in _LAYOUTS:
         raise Unfit(f"{where} is {brief(value)}, which is not known")
@@ -280,7 +276,7 @@ class Settings:
     excluded: tuple[str, ...] | re.Pattern[str] | None = field(
         default=None, metadata={"key": "exclude_modules", "read": _names}
     )
-    layers: tuple[int, ...] | None = field(default=None, metadata={"key": "layers_to_transform", "read": _indices})
+    layers: tuple[int, ...] = field(default=(), metadata={"key": "layers_to_transform"})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The rank of what covers a name, by the first pattern that fits; several, if one may be for some of its
@@ -313,7 +309,7 @@ class Settings:
         if self.modules is None or (not isinstance(self.modules, re.Pattern) and module in self.modules):
             return True
         of_targets = (f".{target}".rpartition(".")[0] for target in self.targets)
-        of_layer = self.layers is None or not {*map(str, self.layers)}.isdisjoint(module.split("."))
+        of_layer = not self.layers or not {*map(str, self.layers)}.isdisjoint(module.split("."))
         return of_layer and (_fits(module, self.modules) or any(f"{prefix}." in f".{module}." for prefix in of_targets))
 
     def key_of(self, place: str, target: Adapted) -> str:
@@ -421,19 +417,13 @@ def other_stacks(
     base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[tuple[AdapterFormat, Adapted]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
-    experts = expert_axes(base, config)
+    experts = base.expert_axes | {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked}
     for format in map(adapter_format, adapter_format_names() if names is None else names):
         for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
             stacks = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
                 place, form = _form(format, stacks[0], config)
                 yield format, Adapted(stacks, place, (form,))
-
-
-def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
-    """The axes of experts: those of expert parallelism, and those along which modules stack tensors."""
-    stacked = {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked is not None}
-    return base.expert_axes | stacked
 
 
 def _form(

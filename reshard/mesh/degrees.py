@@ -35,11 +35,6 @@ def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
             why = f"{_size_of(family[:1], size)} in units of {unit} {enough}"
         if why is not None:
             return Refusal(mesh_dim, degree, why, axes=tuple(family))
-    return _cut_block(model, mesh, pad=pad)
-
-
-def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
-    """The first tensor in which a mesh would cut a scale block or a packed element; None if there is none."""
     padding = padding_for(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
         sizes = padded_sizes(tensor.sizes, padding)
@@ -49,8 +44,8 @@ def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
                 for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
-            why = cuts_blocks(dim, sizes, shares) or error.message
-            return Refusal(*mesh.degrees[0], f"tensor '{tensor.name}': {why}", tensor=tensor.name, advice=tensor.advice)
+            why = f"tensor '{tensor.name}': {cuts_blocks(dim, sizes, shares) or error.message}"
+            return Refusal(mesh_dim, degree, why, tensor=tensor.name, advice=tensor.advice)
     return None
 
 

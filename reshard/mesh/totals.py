@@ -210,19 +210,16 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
     of_text = frozenset().union(*(table.rule.axes for table in tables.values() if "vocab" in table.rule.axes))
     # Embedding and head have a vocabulary or a width in common. A second embedding (Gemma's, by layers) has neither.
-    first = [_looked_up(table) for table in tables.values() if not of_text or table.rule.axes & of_text]
-    second = [_looked_up(table) for table in tables.values() if of_text and not table.rule.axes & of_text]
+    first, second = list[int](), list[int]()  # the elements that each puts out for one token
+    for table in tables.values():
+        outputs = max(n for i, n in enumerate(table.full) if i not in table.parallel_dims)
+        (second if of_text and not table.rule.axes & of_text else first).append(outputs)
     body, hidden = sum(sums.values()), max(first, default=0)
     head = hidden if len(first) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
     return (
         AllReduce(len(sums) + (hidden > 0) + len(second), (body + hidden + sum(second)) * width),
         AllReduce(len(sums) + (head > 0), (body + head) * width),
     )
-
-
-def _looked_up(layout: Layout) -> int:
-    """The elements that a vocabulary-parallel table puts out for one token."""
-    return max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
 
 
 def activation_bytes(plan: Plan) -> int:

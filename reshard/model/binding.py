@@ -286,18 +286,12 @@ def _with_layouts_on_disk(
             )
         chosen.setdefault((group.match.template, group.match.rules.index(group.rule)), set()).add(options[0])
         group.shapes = (group.shapes[options[0]],)
-    if not chosen:
-        return architecture
-    tensors = {
-        template: tuple(
-            replace(rule, shapes=tuple(shape for i, shape in enumerate(rule.shapes) if i in chosen[template, number]))
-            if (template, number) in chosen
-            else rule
-            for number, rule in enumerate(rules)
-        )
-        for template, rules in architecture.tensors.items()
-    }
-    return replace(architecture, tensors=tensors)
+    lines = dict(architecture.tensors)
+    for (template, number), places in chosen.items():
+        rules = [*lines[template]]
+        shapes = tuple(shape for place, shape in enumerate(rules[number].shapes) if place in places)
+        lines[template] = (*rules[:number], replace(rules[number], shapes=shapes), *rules[number + 1 :])
+    return replace(architecture, tensors=lines) if chosen else architecture
 
 
 def _ending(template: str) -> str:

@@ -325,11 +325,9 @@ class Model:
         for names, indices in self._axes:
             if experts or not names & self.architecture.expert_axes:
                 axes.setdefault(indices, set()).update(names)
-        restricted = []
-        for indices, names_of in axes.items():
-            sizes = self.sizes.of(dict(indices))
-            restricted.append({name: sizes[name] for name in sorted(names_of)})
-        return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
+        sizes_of = {indices: self.sizes.of(dict(indices)) for indices in axes}
+        sets = (tuple((name, sizes_of[at][name]) for name in sorted(names)) for at, names in axes.items())
+        return tuple(map(dict, dict.fromkeys(sets)))
 
 
 def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:

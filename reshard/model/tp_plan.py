@@ -64,19 +64,15 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     """
     if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
-    return _Planner(model, _network(model), degree).plan()
-
-
-def _network(model: Model) -> Any:
-    """transformers' model of a checkpoint, without weights."""
     try:
         config = transformers.AutoConfig.for_model(**settings_of(model.config))
         cls = model_class(model.config)
         with torch.device("meta"):
-            return cls.from_config(config) if is_auto(cls) else cls._from_config(config)
+            network = cls.from_config(config) if is_auto(cls) else cls._from_config(config)
     except Exception as error:  # whatever the constructors of transformers raise
         kind, text = model.config.get("model_type"), " ".join(str(error).split())
         raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
+    return _Planner(model, network, degree).plan()
 
 
 class _Part(NamedTuple):

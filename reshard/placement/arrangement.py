@@ -59,7 +59,7 @@ class Arrangement:
         self, plan: Plan, parts: Mapping[Kind, Parts], format: Format, chunks: Chunks | None, twice: Mapping[str, str]
     ) -> None:
         format = format.of(plan.model.config)
-        self.plan, self.parts, self.format, self.chunks, self._twice = plan, parts, format, chunks, twice
+        self.plan, self.parts, self.format, self.chunks, self.twice = plan, parts, format, chunks, twice
         self.ranks = plan.mesh.size
         if chunks is not None:
             self.ranks = 1 + max((number for chunks_of in chunks.values() for number in chunks_of), default=-1)
@@ -71,15 +71,6 @@ class Arrangement:
         self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
         self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
         self.stored += tuple(location.stored for _, location in self.copies)
-
-    def refined(self, other_parts: Iterable[tuple[Kind, Parts]]) -> Arrangement:
-        """The same arrangement, with the tensors of kinds in parts as fine as another side's. Raises PlanError."""
-        parts_of = dict(self.parts)
-        for kind, other in dict.fromkeys(other_parts):
-            parts_of[kind] = refine(kind, parts_of[kind], other)
-        return (
-            self if parts_of == self.parts else Arrangement(self.plan, parts_of, self.format, self.chunks, self._twice)
-        )
 
     def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
@@ -211,7 +202,7 @@ class Arrangement:
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name (tied tensors)."""
         model, rules, again = self.plan.model, self.format.rules, dict[str, list[str]]()
-        for second, first in self._twice.items():
+        for second, first in self.twice.items():
             again.setdefault(first, []).append(second)
         if not again and not any(line.also for line in rules.lines):
             return
@@ -352,11 +343,16 @@ def on_mesh(plan: Plan, format: Format, twice: Mapping[str, str] = {}) -> Arrang
 def align_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
     """Two arrangements of one model, refined to the same atoms. Raises PlanError if that is not possible."""
     tensors = zip(source.plan.model.tensors, target.plan.model.tensors, strict=True)
-    pairs = [*dict.fromkeys((kind.kind, other.kind) for kind, other in tensors)]
-    return (
-        source.refined((kind, target.parts[other]) for kind, other in pairs),
-        target.refined((other, source.parts[kind]) for kind, other in pairs),
-    )
+    kinds = dict.fromkeys((one.kind, other.kind) for one, other in tensors)
+
+    def refined(side: Arrangement, beside: Arrangement, pairs: Iterable[tuple[Kind, Kind]]) -> Arrangement:
+        parts = dict(side.parts)
+        for kind, other in pairs:
+            parts[kind] = refine(kind, parts[kind], beside.parts[other])
+        same = parts == side.parts
+        return side if same else Arrangement(side.plan, parts, side.format, side.chunks, side.twice)
+
+    return refined(source, target, kinds), refined(target, source, ((other, kind) for kind, other in kinds))
 
 
 @dataclass(frozen=True)
@@ -383,7 +379,10 @@ def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
         shapes = map(stored.geometry.shape, stored.geometry.holders)
         first = next((shape for shape in shapes if shape is not None), ())
         shape = stored.constant.shape if stored.constant else first
-        groups.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
+        target = stored.geometry.portions[0].target if stored.constant is None else None
+        is_general = target is not None and Pattern(target).match(stored.name) is not None
+        name = str(target) if is_general else without_numbers(stored.name)
+        groups.setdefault((name, stored.dtype, shape), []).append(stored)
     rows = []
     for (name, dtype, shape), alike in groups.items():
         portions_of = () if alike[0].constant else alike[0].geometry.portions
@@ -396,13 +395,6 @@ def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
         nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
         rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
     return rows
-
-
-def _general(stored: Stored) -> str:
-    target = stored.geometry.portions[0].target if stored.constant is None else None
-    if target is not None and Pattern(target).match(stored.name) is not None:
-        return target
-    return without_numbers(stored.name)
 
 
 def _how(stored: Stored, portions: Sequence[Portion]) -> str:

@@ -103,13 +103,13 @@ def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
         dims = [stored_as.get(portion.of_dim(dim), -1) for dim in range(len(portion.counts))]
         if -1 in dims:
             raise _not_in_parts(kind, "stored in another order within a dimension here and in parts")
-        parts = [part.at_index() if portion.component.index else part for part in components(kind.rule_in_rows)]
+        own = [part.at_index() if portion.component.index else part for part in components(kind.rule_in_rows)]
         portions = ()
-        for slot, part in enumerate(parts):
-            of_dims = [part.of_dim(dim) for dim in dims]
-            order, counts = tuple(itertools.chain(*of_dims)), tuple(map(len, of_dims))
-            at = {"slot": slot, "slots": len(parts), "dim": dims.index(part.dim), "lead": part.lead}
-            portions = (*portions, replace(portion, component=part, order=order, counts=counts, **at))
+        for slot, component in enumerate(own):
+            of_dims = [component.of_dim(dim) for dim in dims]
+            order, counts, at = tuple(itertools.chain(*of_dims)), tuple(map(len, of_dims)), dims.index(component.dim)
+            part = replace(portion, component=component, slot=slot, slots=len(own), dim=at, lead=component.lead)
+            portions = (*portions, replace(part, order=order, counts=counts))
     is_indexed, refined = any(component.index for component in finer.values()), list[Portion]()
     for part in portions:
         if is_indexed and part.component.index is None:  # the atoms of each index
@@ -119,14 +119,14 @@ def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
             order, dim = tuple(place - 1 for place in part.order[1:]), max(part.dim - 1, 0)
             component, counts = part.component.at_index(), part.counts[1:]
             part = replace(part, component=component, order=order, counts=counts, stacked=index.axis, dim=dim)
-        component = finer.get(part.component.label)
-        place = component.pair if component is not None else None
-        if component is not None and place is not None and part.component.pair is None:  # two factors in place of one
+        theirs = finer.get(part.component.label, part.component)
+        place = theirs.pair
+        if place is not None and part.component.pair is None:  # two factors in place of one
             dim = next(dim for dim in range(len(part.counts)) if place in part.of_dim(dim))
             is_lead = dim == part.dim and place in part.of_dim(dim)[: part.lead]
             order = tuple(new for f in part.order for new in (f + (f > place), *([f + 1] if f == place else [])))
             counts = tuple(count + (number == dim) for number, count in enumerate(part.counts))
-            part = replace(part, component=component, order=order, counts=counts, lead=part.lead + is_lead)
+            part = replace(part, component=theirs, order=order, counts=counts, lead=part.lead + is_lead)
         refined.append(part)
     return tuple(refined)
 

@@ -404,8 +404,8 @@ def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -
         elif tensors[0].dims == 3 and settings.is_target(name):
             of_module.setdefault(module, []).append(tensors)
     for stacks in of_module.values():  # PEFT wraps a module once for each of its tensors, in their order
-        inputs = {_matrix(tensors[0].shapes[0][0])[1] for tensors in stacks}
-        stacks.sort(key=lambda tensors: _matrix(tensors[0].shapes[0][0])[0] in inputs)
+        inputs = {matrix_sides(tensors[0].shapes[0][0])[1] for tensors in stacks}
+        stacks.sort(key=lambda tensors: matrix_sides(tensors[0].shapes[0][0])[0] in inputs)
         for depth, tensors in enumerate(reversed(stacks)):
             forms = dict.fromkeys(
                 _form(format, tensors[0], config, depth, grouped=settings.grouped) for format in settings.formats()
@@ -418,8 +418,9 @@ def other_stacks(
 ) -> Iterator[tuple[AdapterFormat, Adapted]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
     experts = base.expert_axes | {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked}
+    every = parameters(base, config).values()
     for format in map(adapter_format, adapter_format_names() if names is None else names):
-        for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
+        for tensors in every if format.factors and format.since is None else ():
             stacks = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
                 place, form = _form(format, stacks[0], config)
@@ -447,8 +448,8 @@ def _form(
     return place, FactorLayout(a, replace(b, axes=b.axes.replace("(rank expert)", "(expert rank)")) if grouped else b)
 
 
-def _matrix(shape: Shape) -> tuple[str, str]:
-    """The output and the input of a matrix, or of each of a stack."""
+def matrix_sides(shape: Shape) -> tuple[str, str]:
+    """The output and the input of a matrix, or of each of a stack, as texts."""
     first, second = (str(dim) for dim in shape.dims[-2:])
     return (second, first) if shape.arrow is not None else (first, second)
 
@@ -492,32 +493,22 @@ def belongings(
             yield f"{PREFIX}{target.place}{end}", target, end, _rules(target.tensors, axes, ranks)
 
 
-def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout | None:
-    """The form of a stack, by the rule of A or by ``sides`` (the last of A, the first of B); None: ambiguous."""
-    of_a = {form.a.axes: form for form in target.forms}
-    if len(of_a) == 1:
-        return target.forms[0]
-    inner = _matrix(_unlabelled(target.tensors[0].shapes[0][0]))[1]
-    forms = [form for form in target.forms if form.a.side == ("in" if str(a.dims[-1]) == inner else "out")]
-    return forms[0] if forms and sides[0] != sides[1] else None
-
-
 def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> tuple[Rule, ...]:
     """Rules for what belongs to a tensor: these axes for each shape that it may have, under the same conditions."""
     rules = []
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):
         shapes = dict[Shape, None]()
-        for shape in (_unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
+        for shape in (unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
             words = {"whole": str(shape)}
             if len(shape.dims) > 1:
-                words |= dict(zip(("out", "in"), _matrix(shape), strict=True)) | {"expert": str(shape.dims[0])}
+                words |= dict(zip(("out", "in"), matrix_sides(shape), strict=True)) | {"expert": str(shape.dims[0])}
             for rank, line in product(ranks, axes):
                 shapes[parse(re.sub(r"\w+", r"{\g<0>}", line).format_map({**words, "rank": rank}))] = None
         rules.append(Rule(tuple(shapes), when))
     return tuple(rule for rule in rules if rule.shapes)
 
 
-def _unlabelled(shape: Shape) -> Shape:
+def unlabelled(shape: Shape) -> Shape:
     """The same shape without the names of components: a tensor may be known under several."""
     return parse(re.sub(r"\w+: ", "", str(shape)))

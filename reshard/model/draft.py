@@ -96,7 +96,10 @@ def _lines(
     groups: dict[str, list[FullTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
-        groups[match.template if match else base.in_general(kind.name, _axis)].append(kind)
+        named = base.in_general(  # with names for indices that the base does not know
+            kind.name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
+        )
+        groups[match.template if match else named].append(kind)
     unclear = set[str]()
     unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
     for template, group in unlike.items():
@@ -122,11 +125,6 @@ def _whole(group: Sequence[FullTensor]) -> str:
     """A shape that is not split: its numbers, if they are the same in all layers."""
     shapes = {kind.shape or () for kind in group}
     return " ".join(map(str, *shapes)) if len(shapes) == 1 else "..."
-
-
-def _axis(number: int, before: str) -> str:
-    """The name of an index that the base does not know."""
-    return "expert" if before == "experts" else "layer" if number == 0 else f"index_{number}"
 
 
 def _part(template: str) -> str:

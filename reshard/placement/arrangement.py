@@ -39,11 +39,12 @@ from reshard.placement.stored import Atom, Chunks, Location, Stated, Stored
 
 
 class _Part(NamedTuple):
-    """An atom, on its way into a stored tensor, with the indices in that one's name."""
+    """An atom, on its way into a stored tensor, with that one's name (None: the atom's own) and the indices in it."""
 
     atom: Atom
     kind: Kind
     portion: Portion
+    target: str | None
     at: Mapping[str, int]
 
 
@@ -128,22 +129,27 @@ class Arrangement:
 
     def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
         """The name of the stored tensor that an atom is a part of, its place in the stack, and the part."""
-        kind = tensor.kind
-        at: Mapping[str, int] = tensor.indices
+        name, target, at = tensor.name, portion.target, tensor.indices
         if portion.component.index and index is not None:
             at = {**at, portion.component.index: index}
         place = at[portion.stacked] if portion.stacked is not None else 0
-        name = tensor.name
-        if portion.target is not None:
-            if "{number" in portion.target:
+        if target is not None:
+            if "{number" in target:
                 at = {**at, **{f"number{i}": number for i, number in enumerate(numbers_in(name))}}
-            target, at = self._placed_further(name, portion.target, at)
+            for layers, end in self._ends.items():  # layers behind the last are called otherwise
+                words = layers.old.match(target)
+                if words is not None and at.get(layers.index, -1) >= end:
+                    if layers.one_stage is not None and self.plan.mesh.pp > 1:
+                        raise PlanError(f"tensor '{name}' has no place on several stages: {layers.one_stage}")
+                    target = layers.new.fill({**words, layers.new_index: f"{{{layers.new_index}}}"})
+                    at = {**at, layers.new_index: at[layers.index] - end}
+                    break
             name = filled(target, at)
-        return name, place, _Part(Atom(tensor.name, portion.component.label, index), kind, portion, at)
+        return name, place, _Part(Atom(tensor.name, portion.component.label, index), tensor.kind, portion, target, at)
 
     def _join(self, name: str, parts: Mapping[tuple[int, int], _Part]) -> Stored:
         ordered = [parts[place] for place in sorted(parts)]
-        atom, kind, first, at = ordered[0]
+        kind, first, cut = ordered[0].kind, ordered[0].portion, ordered[0].portion.line.cut
         if len({place for place, _ in parts}) * first.slots != len(parts):
             why = f"{len(parts)} tensors, which are not {first.slots} for each index"
             raise PlanError(f"'{name}' would be made of {why}")
@@ -156,9 +162,7 @@ class Arrangement:
         laid = self.plan if self.chunks is None else self.plan.unsplit
         layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, laid) for part in ordered)
         sizes = {layout.full for layout in layouts[: first.slots]}
-        if (
-            first.line.cut is not None and first.line.cut.dim is not None and len(sizes) > 1
-        ):  # keys of fewer heads, replicated
+        if cut is not None and cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
             texts = " and ".join(map(str, sorted(sizes)))
             raise PlanError(f"'{name}' would be joined from tensors of sizes {texts}, which was not compared")
         chunks = self.chunks.get(name) if self.chunks is not None else None
@@ -171,9 +175,7 @@ class Arrangement:
             chunks = self._equal_ranges(name, self._geometry(portions, layouts, None), heads, ranks)
         geometry = self._geometry(portions, layouts, chunks)
         atoms = tuple(part.atom for part in ordered)
-        return Stored(
-            name, dtypes.pop(), geometry, atoms, None, self._naming(atom.tensor, first, at), self._stated(kind)
-        )
+        return Stored(name, dtypes.pop(), geometry, atoms, None, self._naming(ordered[0]), self._stated(kind))
 
     def _geometry(
         self, portions: tuple[Portion, ...], layouts: tuple[Layout, ...], chunks: Mapping[int, Chunk] | None
@@ -191,13 +193,10 @@ class Arrangement:
         if degree % heads or rows % degree:
             why = f"{rows} rows do not divide into {degree} equal parts of one head's group"
             raise PlanError(f"'{name}' cannot be split over {mesh}: {why}")
-        length = rows // degree
-        offsets = {rank: [0] * len(shape) for rank in ranks}
-        for rank, offset in offsets.items():
-            offset[dim] = mesh.coordinates(rank)["tp"] * length
-        return {
-            rank: Chunk(tuple(offset), (*shape[:dim], length, *shape[dim + 1 :])) for rank, offset in offsets.items()
-        }
+        length, outer, inner = rows // degree, shape[:dim], shape[dim + 1 :]
+        begins = {rank: mesh.coordinates(rank)["tp"] * length for rank in ranks}
+        offsets = {rank: (*(0 for _ in outer), begin, *(0 for _ in inner)) for rank, begin in begins.items()}
+        return {rank: Chunk(offset, (*outer, length, *inner)) for rank, offset in offsets.items()}
 
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name (tied tensors)."""
@@ -215,19 +214,18 @@ class Arrangement:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
-    def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Callable[[int], str] | None:
-        """The name of a stored tensor by its rank, if it is not the same on all."""
-        mesh, names, firsts = self.plan.mesh, portion.line.stage_names if self.plan.mesh.pp > 1 else {}, self._firsts
-        target, indices = self._placed_further(tensor, str(portion.target), at)
-        is_counted = firsts and any(f"{{{axis}}}" in target for axis in indices)
+    def _naming(self, part: _Part) -> Callable[[int], str] | None:
+        """The name of a stored tensor by its rank, if it is not the same on all; ``part`` is its first."""
+        mesh, firsts, target = self.plan.mesh, self._firsts, str(part.target)
+        names = part.portion.line.stage_names if mesh.pp > 1 else {}
+        is_counted = firsts and any(f"{{{axis}}}" in target for axis in part.at)
         if self.chunks is not None or not (names or is_counted):
             return None
         stages = {0: names.get("first"), mesh.pp - 1: names.get("last")}
 
         def name_on(rank: int) -> str:
-            numbers = (
-                {axis: number - firsts[rank].get(axis, 0) for axis, number in indices.items()} if firsts else indices
-            )
+            first = firsts[rank] if firsts else {}
+            numbers = {axis: number - first.get(axis, 0) for axis, number in part.at.items()}
             return filled(stages.get(mesh.stage(rank)) or target, numbers)
 
         return name_on
@@ -245,18 +243,6 @@ class Arrangement:
                 firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
             firsts_of.append(firsts)
         return firsts_of
-
-    def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
-        """The program's name and the indices in it, where layers behind the last are called otherwise."""
-        for layers, end in self._ends.items():
-            words = layers.old.match(target)
-            if words is None or at.get(layers.index, -1) < end:
-                continue
-            if layers.one_stage is not None and self.plan.mesh.pp > 1:
-                raise PlanError(f"tensor '{tensor}' has no place on several stages: {layers.one_stage}")
-            words = {**words, layers.new_index: f"{{{layers.new_index}}}"}
-            return layers.new.fill(words), {**at, layers.new_index: at[layers.index] - end}
-        return target, at
 
     @cached_property
     def _ends(self) -> Mapping[LaterLayers, int]:

@@ -126,7 +126,7 @@ def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = Tru
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format, files=files)
     kind = format.types.name_of(model.config)
-    compared = format.types.meshes.get(kind, dict.fromkeys(dict(mesh.degrees)))
+    compared = format.types.meshes.get(kind, dict.fromkeys(dict(mesh.degrees)))  # any mesh of a type without a table
     for dimension, degree in mesh.degrees:
         if dimension not in compared:
             why = f"what {format.loading.program} has of '{kind}' was compared with {' and '.join(compared)} alone"

@@ -24,9 +24,10 @@ from formats.notation.adapters import (
     Part,
     Settings,
     belongings,
-    form_of,
+    matrix_sides,
     of_pattern,
     settings_of,
+    unlabelled,
 )
 from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.axes import Shape
@@ -312,10 +313,13 @@ def layout_of(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
     """How A and B lie. Raises PlanError if that cannot be told of a stack."""
     if not target.is_stack:
         return LINEAR
-    form = form_of(target, a.kind.rule, (a.shape[-1], b.shape[0]))
-    if form is None:
-        raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
-    return form
+    forms = target.forms
+    if len({form.a.axes for form in forms}) > 1:
+        is_in = str(a.kind.rule.dims[-1]) == matrix_sides(unlabelled(target.tensors[0].shapes[0][0]))[1]
+        forms = tuple(form for form in forms if form.a.side == ("in" if is_in else "out"))
+        if not forms or a.shape[-1] == b.shape[0]:
+            raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+    return forms[0]
 
 
 _OTHER_BASE = "give the base model that the adapter was trained on"

@@ -91,11 +91,11 @@ def kind_of(plan: Plan, kind: Kind) -> str:
 
 def is_summed(plan: Plan, kind: Kind) -> bool:
     """Whether the outputs of a weight are summed over the ranks: it is row-parallel, and neither a bias nor a scale."""
-    return _is_weight(kind) and kind_of(plan, kind).endswith("row")
+    return _is_weight(plan, kind) and kind_of(plan, kind).endswith("row")
 
 
-def _is_weight(kind: Kind) -> bool:
-    return len(kind.shape) > 1 and not kind.name.endswith(_SCALES)
+def _is_weight(plan: Plan, kind: Kind) -> bool:
+    return len(plan.laid[kind].full) > 1 and not kind.name.endswith(_SCALES)
 
 
 def output_size(layout: Layout) -> int:
@@ -206,7 +206,8 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     """
     width, laid = activation_bytes(plan), plan.laid
     blocks = {(kind.template, kind.layers): output_size(laid[kind]) for kind in laid if is_summed(plan, kind)}
-    tables = {kind.template: laid[kind] for kind in laid if _is_weight(kind) and kind_of(plan, kind) == "vocabulary"}
+    weights = [kind for kind in laid if _is_weight(plan, kind)]
+    tables = {kind.template: laid[kind] for kind in weights if kind_of(plan, kind) == "vocabulary"}
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
     of_text = frozenset().union(*(table.rule.axes for table in tables.values() if "vocab" in table.rule.axes))
     # Embedding and head have a vocabulary or a width in common. A second embedding (Gemma's, by layers) has neither.

@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation("reshard", "in product_boxes(low - first, high - low,", "in product_boxes(low, high - low,", PLACES),
     Mutation("reshard", "places.append((at + (first - before) * step, runs))", "places.append((at, runs))",
              PLACES),
-    Mutation("reshard", "if len(joined) > 1 else 0, sum(extents)", "if len(joined) > 1 else 0, extents[-1]", PLACES),
+    Mutation("reshard", "sum(extents[:number]), sum(extents)", "sum(extents[:number]), extents[-1]", PLACES),
     Mutation("reshard", "elif outer and stride == outer[-1][0] * outer[-1][1]:", "elif outer:", PLACES),
     Mutation("reshard", "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(order)):",
              "for size, stride in ((shape[d], piece.strides[d]) for d in reversed(range(len(order)))):", PLACES),
@@ -147,8 +147,7 @@ MUTATIONS = (
     Mutation("verify", "torch.arange(self.start, self.start + len(part)", "torch.arange(0, len(part)", EXPERTS),
     # a rank's model: what only a few architectures need
     Mutation("verify", "if not groups.is_first(roles[name].along)]", "if groups.is_first(roles[name].along)]", EXPERTS),
-    Mutation("verify", "kind in {Kind.COLUMN, Kind.VECTOR} and not axes", "kind in {Kind.COLUMN} and not axes",
-             BOTH_SIDES),
+    Mutation("verify", '{"column", "vector"} and not layout', '{"column"} and not layout', BOTH_SIDES),
     Mutation("verify", "if rule.sums in named and named", "if False and named", FORWARD),
     Mutation("verify", "return self._part(out, dims, indices)", "return out", FORWARD),
     Mutation("verify", "        if rule.alone:\n", "        if False:\n", FORWARD),

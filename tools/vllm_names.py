@@ -289,7 +289,7 @@ def _as_bfloat16(dtype: str, stored: Any) -> str:
         return dtype
     if stored.constant is not None:
         return "F32" if stored.constant.dtype == "F32" else "BF16"
-    lines = {portion.line.dtype for portion in getattr(stored.geometry, "portions", ()) if portion.line is not None}
+    lines = {portion.line.dtype for portion in stored.geometry.portions}
     return "F32" if "F32" in lines else "BF16"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
 from typing import Any, NamedTuple, TypeVar
 
-from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, size, structure, text, whole
+from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
 from formats.errors import PlanError, brief
 from formats.notation.architecture import (
     SETTINGS,
@@ -32,7 +32,7 @@ from formats.notation.architecture import (
 from formats.notation.axes import Dim, Shape, Summand, parse
 from formats.notation.components import components, linear, unfused
 from formats.notation.expressions import Expression
-from formats.notation.format import Use
+from formats.notation.format import Pattern, Use
 from formats.notation.format_file import (
     AdapterFormat,
     Factor,
@@ -56,6 +56,10 @@ class Part:
     at: str | None = None
 
 
+Shapes = tuple[tuple[Shape, Expression | None], ...]
+"""The shapes that a tensor may have, each with its condition."""
+
+
 @dataclass(frozen=True)
 class ModuleTensor:
     """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
@@ -66,7 +70,7 @@ class ModuleTensor:
 
     name: str
     parts: tuple[Part, ...]
-    shapes: tuple[tuple[Shape, Expression | None], ...]
+    shapes: Shapes
     stacked: str | None = None
     turned: bool = False
 
@@ -83,30 +87,24 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     Of a model type that is not known there, they are the checkpoint's.
     """
     rules = format_of("transformers").of(config).rules
-    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, tuple[Rule, ...]]]] = defaultdict(dict)
-    order: list[tuple[int, str, bool]] = []
+    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, Shapes]]] = defaultdict(dict)
     for template, rules_of in base.tensors.items():
-        for candidates in ([(template, Part(template), rules_of)], list(_components(template, rules_of))):
-            covering = ((use for use in rules.uses(name) if not use.line.also) for name, _, _ in candidates)
-            uses = [next(use, None) for use in covering]
-            if candidates and all(uses):
+        shapes = tuple(_each(rules_of))
+        for candidates in ([(template, Part(template), shapes)], [*_components(template, *shapes[0])]):
+            covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
+            if candidates and all(covering):
                 break
         else:
-            yield ModuleTensor(template, (Part(template),), tuple(_each(rules_of)))
+            yield ModuleTensor(template, (Part(template),), shapes)
             continue
-        for use, (_, part, of_part) in zip(uses, candidates, strict=True):
-            assert use is not None
-            key = id(use.line), use.target, part.label is not None
-            order.append(key)
-            joined[key][use.source] = use, part, of_part
-    for key in dict.fromkeys(order):
-        joining = [joined[key][slot] for slot in sorted(joined[key])]
-        use = joining[0][0]
-        name = _spelled(base, use.target)
-        if len(joining) == len(use.line.sources) and name is not None:
-            shapes = tuple(_joined(use, [rules for _, _, rules in joining]))
-            turned = use.line.output_first and any(rule.shapes[0].arrow is not None for rule in joining[0][2])
-            yield ModuleTensor(name, tuple(part for _, part, _ in joining), shapes, use.stacked, turned)
+        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
+            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
+    for slots in joined.values():
+        uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
+        use, name = uses[0], _spelled(base, uses[0].target)
+        if len(slots) == len(use.line.sources) and name is not None:
+            turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
 
 
 def _spelled(base: Architecture, name: str) -> str | None:
@@ -152,25 +150,23 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
 
 
-def _components(name: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, Part, tuple[Rule, ...]]]:
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
     """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    shape, (module, _, leaf) = rules[0].shapes[0], name.rpartition(".")
+    module, _, leaf = name.rpartition(".")
     for part in components(shape) if not shape.is_open else ():
         dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
         if len(dim) == 1:
-            rule = Rule(
-                (Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow),), rules[0].when
-            )
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), (rule,)
+            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
+            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), ((own, when),)
 
 
 def _each(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
     return ((shape, rule.when) for rule in rules for shape in rule.shapes)
 
 
-def _joined(use: Use, rules: Sequence[Sequence[Rule]]) -> Iterator[tuple[Shape, Expression | None]]:
+def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expression | None]]:
     """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
-    for alternatives in zip(*map(list, map(_each, rules)), strict=False):
+    for alternatives in zip(*shapes_of, strict=False):
         shapes = [shape for shape, _ in alternatives]
         if any(shape.is_open for shape in shapes):
             continue
@@ -247,10 +243,6 @@ def _patterns(reader: Reader[Number]) -> Reader[Mapping[str, Number]]:
     return read
 
 
-def _indices(value: object, where: str) -> tuple[int, ...] | None:
-    return items(size)([value] if isinstance(value, int) else value, where) or None
-
-
 def _is_grouped(value: object, where: str) -> bool:
     if text(value, where) not in _LAYOUTS:
         raise Unfit(f"{where} is {brief(value)}, which is not known")
@@ -284,7 +276,7 @@ class Settings:
     excluded: tuple[str, ...] | re.Pattern[str] | None = field(
         default=None, metadata={"key": "exclude_modules", "read": _names}
     )
-    layers: tuple[int, ...] | None = field(default=None, metadata={"key": "layers_to_transform", "read": _indices})
+    layers: tuple[int, ...] = field(default=(), metadata={"key": "layers_to_transform"})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The rank of what covers a name, by the first pattern that fits; several, if one may be for some of its
@@ -306,15 +298,9 @@ class Settings:
 
     def is_target(self, name: str) -> bool:
         """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
-        segments, targets = name.split("."), [target.split(".") for target in self.targets]
-        return any(
-            all(
-                a == b or (a.startswith("{") and b.isdecimal())
-                for a, b in zip(segments[-len(ends) :], ends, strict=True)
-            )
-            for ends in targets
-            if len(ends) <= len(segments)
-        )
+        words = name.split(".")
+        ends = ((target, ".".join(words[-target.count(".") - 1 :])) for target in self.targets)
+        return any(Pattern(end).match(target) is not None for target, end in ends)
 
     def names(self, module: str) -> bool:
         """Whether PEFT would wrap a module of this name."""
@@ -323,7 +309,7 @@ class Settings:
         if self.modules is None or (not isinstance(self.modules, re.Pattern) and module in self.modules):
             return True
         of_targets = (f".{target}".rpartition(".")[0] for target in self.targets)
-        of_layer = self.layers is None or not {*map(str, self.layers)}.isdisjoint(module.split("."))
+        of_layer = not self.layers or not {*map(str, self.layers)}.isdisjoint(module.split("."))
         return of_layer and (_fits(module, self.modules) or any(f"{prefix}." in f".{module}." for prefix in of_targets))
 
     def key_of(self, place: str, target: Adapted) -> str:
@@ -418,8 +404,8 @@ def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -
         elif tensors[0].dims == 3 and settings.is_target(name):
             of_module.setdefault(module, []).append(tensors)
     for stacks in of_module.values():  # PEFT wraps a module once for each of its tensors, in their order
-        inputs = {_matrix(tensors[0].shapes[0][0])[1] for tensors in stacks}
-        stacks.sort(key=lambda tensors: _matrix(tensors[0].shapes[0][0])[0] in inputs)
+        inputs = {matrix_sides(tensors[0].shapes[0][0])[1] for tensors in stacks}
+        stacks.sort(key=lambda tensors: matrix_sides(tensors[0].shapes[0][0])[0] in inputs)
         for depth, tensors in enumerate(reversed(stacks)):
             forms = dict.fromkeys(
                 _form(format, tensors[0], config, depth, grouped=settings.grouped) for format in settings.formats()
@@ -431,19 +417,14 @@ def other_stacks(
     base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[tuple[AdapterFormat, Adapted]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
-    experts = expert_axes(base, config)
+    experts = base.expert_axes | {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked}
+    every = parameters(base, config).values()
     for format in map(adapter_format, adapter_format_names() if names is None else names):
-        for tensors in parameters(base, config).values() if format.factors and format.since is None else ():
+        for tensors in every if format.factors and format.since is None else ():
             stacks = tuple(map(in_halves, tensors)) if format.halves else tensors
             if tensors[0].dims == 3 and tensors[0].shapes[0][0].dims[0].axis in experts:
                 place, form = _form(format, stacks[0], config)
                 yield format, Adapted(stacks, place, (form,))
-
-
-def expert_axes(base: Architecture, config: Mapping[str, Any]) -> frozenset[str]:
-    """The axes of experts: those of expert parallelism, and those along which modules stack tensors."""
-    stacked = {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked is not None}
-    return frozenset(axis for family in base.families.get("ep", ()) for axis in family) | stacked
 
 
 def _form(
@@ -467,8 +448,8 @@ def _form(
     return place, FactorLayout(a, replace(b, axes=b.axes.replace("(rank expert)", "(expert rank)")) if grouped else b)
 
 
-def _matrix(shape: Shape) -> tuple[str, str]:
-    """The output and the input of a matrix, or of each of a stack."""
+def matrix_sides(shape: Shape) -> tuple[str, str]:
+    """The output and the input of a matrix, or of each of a stack, as texts."""
     first, second = (str(dim) for dim in shape.dims[-2:])
     return (second, first) if shape.arrow is not None else (first, second)
 
@@ -512,32 +493,22 @@ def belongings(
             yield f"{PREFIX}{target.place}{end}", target, end, _rules(target.tensors, axes, ranks)
 
 
-def form_of(target: Adapted, a: Shape, sides: tuple[int, int]) -> FactorLayout | None:
-    """The form of a stack, by the rule of A or by ``sides`` (the last of A, the first of B); None: ambiguous."""
-    of_a = {form.a.axes: form for form in target.forms}
-    if len(of_a) == 1:
-        return target.forms[0]
-    inner = _matrix(_unlabelled(target.tensors[0].shapes[0][0]))[1]
-    forms = [form for form in target.forms if form.a.side == ("in" if str(a.dims[-1]) == inner else "out")]
-    return forms[0] if forms and sides[0] != sides[1] else None
-
-
 def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> tuple[Rule, ...]:
     """Rules for what belongs to a tensor: these axes for each shape that it may have, under the same conditions."""
     rules = []
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):
         shapes = dict[Shape, None]()
-        for shape in (_unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
+        for shape in (unlabelled(shape) for shape, _ in pairs if axes == _WHOLE or len(shape.dims) == tensors[0].dims):
             words = {"whole": str(shape)}
             if len(shape.dims) > 1:
-                words |= dict(zip(("out", "in"), _matrix(shape), strict=True)) | {"expert": str(shape.dims[0])}
+                words |= dict(zip(("out", "in"), matrix_sides(shape), strict=True)) | {"expert": str(shape.dims[0])}
             for rank, line in product(ranks, axes):
                 shapes[parse(re.sub(r"\w+", r"{\g<0>}", line).format_map({**words, "rank": rank}))] = None
         rules.append(Rule(tuple(shapes), when))
     return tuple(rule for rule in rules if rule.shapes)
 
 
-def _unlabelled(shape: Shape) -> Shape:
+def unlabelled(shape: Shape) -> Shape:
     """The same shape without the names of components: a tensor may be known under several."""
     return parse(re.sub(r"\w+: ", "", str(shape)))

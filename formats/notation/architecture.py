@@ -188,6 +188,11 @@ class Architecture:
         """The axes that ranks divide."""
         return frozenset(axis for families in self.families.values() for family in families for axis in family)
 
+    @cached_property
+    def expert_axes(self) -> frozenset[str]:
+        """The axes that expert parallelism divides."""
+        return frozenset(axis for family in self.families.get("ep", ()) for axis in family)
+
     def match(self, name: str) -> Match | None:
         """The line that covers a tensor of this name, or None."""
         covering = _find(self.tries["tensors"], name)

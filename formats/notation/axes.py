@@ -13,13 +13,18 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Union
+from typing import Literal, Union
 
 from formats.errors import NotationError
 
 Factor = Union[str, int, "Dim"]
+Split = Literal["whole", "vector", "column", "row"]
+"""How ranks have a tensor: all of it, a part of a vector, of a matrix's output (column-parallel), or of its input
+(row-parallel).
+"""
 
 OPEN = "..."
 
@@ -221,6 +226,23 @@ class Shape:
         last = max([1, *named])
         is_matrix = last == len(self.dims) - 1 or len(named) > 1
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
+
+    def split(self, dealt: AbstractSet[str], experts: AbstractSet[str]) -> Split:
+        """How a tensor of this shape is split if ranks have parts of the axes ``dealt``.
+
+        The axes of ``experts`` do not count: a stack is split as each of its matrices or vectors is.
+        """
+        leading = next((i for i, dim in enumerate(self.dims[:-1]) if dim.axis not in experts), len(self.dims) - 1)
+        inner = {i for i, dim in enumerate(self.dims) if dim.axes & (dealt - experts)}
+        if not inner:
+            return "whole"
+        if len(self.dims) - leading == 1:
+            return "vector"
+        if self.input_dims & inner:
+            return "row"
+        outer = [dim for i, dim in enumerate(self.dims) if i >= leading and i not in inner]
+        is_one_row = all(not dim.axes and dim.size({}) == 1 for dim in outer)  # "1 -> vocab"
+        return "vector" if is_one_row else "column"
 
     def unfolded(self, sizes: Mapping[str, int]) -> Shape:
         """The same elements in the same order, with each dimension unfolded (see ``Dim.unfolded``)."""

@@ -203,8 +203,7 @@ def _write_new(file: Path, text: str, option: str) -> None:
 
 def _write_draft(request: PlanRequest, file: Path) -> None:
     from reshard.mesh.degrees import valid_degrees
-    from reshard.model.draft import draft_of
-    from reshard.source.opening import find
+    from reshard.source.opening import draft_of, find
     from reshard.store.selection import Weights
 
     draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))

@@ -30,25 +30,22 @@ def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
         if unit is None and deal(family, sizes, degree) is None:
             why = does_not_divide([(axis, sizes[axis]) for axis in family], degree)
         elif unit is not None and not Share(degree, degree - 1, unit).run(size).length:
-            why = too_few_units(family[0], size, unit, degree)
+            length = Share(degree, 0, unit).run(size).length
+            enough = f"is enough for {-(-size // length)} of {degree} ranks"
+            why = f"{_size_of(family[:1], size)} in units of {unit} {enough}"
         if why is not None:
             return Refusal(mesh_dim, degree, why, axes=tuple(family))
-    return _cut_block(model, mesh, pad=pad)
-
-
-def _cut_block(model: Model, mesh: Mesh, *, pad: bool) -> Refusal | None:
-    """The first tensor in which a mesh would cut a scale block or a packed element; None if there is none."""
     padding = padding_for(model, mesh, 1) if pad else {}
     for tensor in model.in_blocks:
         sizes = padded_sizes(tensor.sizes, padding)
         try:
             for rank in range(mesh.size):
-                shares = shares_of(model, mesh, rank, sizes, tensor.axes)
+                shares = shares_of(model.architecture, mesh, rank, sizes, tensor.axes)
                 for dim in tensor.rule.unfolded(sizes).dims:
                     owned(dim, sizes, shares)
         except NotationError as error:
-            why = cuts_blocks(dim, sizes, shares) or error.message
-            return Refusal(*mesh.degrees[0], f"tensor '{tensor.name}': {why}", tensor=tensor.name, advice=tensor.advice)
+            why = f"tensor '{tensor.name}': {cuts_blocks(dim, sizes, shares) or error.message}"
+            return Refusal(mesh_dim, degree, why, tensor=tensor.name, advice=tensor.advice)
     return None
 
 
@@ -71,7 +68,7 @@ def units_of(model: Model, *, experts: bool) -> dict[str, int]:
     """The unit of each axis that may be split unevenly. Without ``experts``, tensors of experts do not count."""
     units = dict.fromkeys(model.channels, 1)
     for tensor in model.with_channels:
-        if not experts and tensor.axes & model.expert_axes:
+        if not experts and tensor.axes & model.architecture.expert_axes:
             continue
         *outer, last = tensor.rule.unfolded(tensor.sizes).dims
         whole_bytes = replace(last, step=math.lcm(last.step, 8 // math.gcd(8, DTYPE_BITS[tensor.dtype])))
@@ -95,7 +92,7 @@ def valid_degrees(
     """
     families = list(_families(model, mesh_dim, pad=pad, same_ranks=same_ranks))
     if not families:  # no axis is split, or only axes that may be padded
-        return list(range(1, limit + 1)) if _is_dealt(model, mesh_dim) else [1]
+        return list(range(1, limit + 1)) if any(_families(model, mesh_dim)) else [1]
     least = min([limit, *(sizes[family[0]] for family, sizes in families if family[0] in units)])
     fixed = [degrees(family, sizes, limit) for family, sizes in families if family[0] not in units]
     common = sorted(set(range(1, least + 1)).intersection(*fixed))
@@ -104,18 +101,17 @@ def valid_degrees(
 
 
 def _families(
-    model: Model, mesh_dim: str, *, pad: bool, same_ranks: bool
+    model: Model, mesh_dim: str, *, pad: bool = False, same_ranks: bool = False
 ) -> Iterable[tuple[list[str], Mapping[str, int]]]:
+    """The families of axes that a mesh dimension splits, each with the sizes of a set of tensors.
+
+    Those that may be padded are left out with ``pad``, those of experts with ``same_ranks``.
+    """
     for family in model.architecture.families.get(mesh_dim, ()):
         for sizes in model.axis_sets(experts=mesh_dim == "ep" or not same_ranks):
             present = [axis for axis in family if axis in sizes]
             if present and not (pad and set(present) <= set(model.architecture.pad)):
                 yield present, sizes
-
-
-def _is_dealt(model: Model, mesh_dim: str) -> bool:
-    axes = {axis for family in model.architecture.families.get(mesh_dim, ()) for axis in family}
-    return any(axes & sizes.keys() for sizes in model.axis_sets())
 
 
 def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collection[str] = ()) -> None:
@@ -136,7 +132,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
             units = dict(mesh.uneven) if mesh_dim == "tp" else {}
             valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, units=units)
             raise SettingError(replace(why, valid=tuple(valid), instead=ways))
-        if not _is_dealt(model, mesh_dim):
+        if not any(_families(model, mesh_dim)):
             raise refused(mesh_dim, degree, f"the plan splits no axis over {mesh_dim}")
 
 
@@ -145,7 +141,7 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
     degree = dict(mesh.degrees)[why.name]
     if refusal(model, unevenly(model, Mesh(((why.name, degree),), mesh.same_ranks)), pad=pad) is None:
         yield {"uneven": True}
-    if mesh.degrees == (("tp", degree),) and _is_dealt(model, "ep"):
+    if mesh.degrees == (("tp", degree),) and any(_families(model, "ep")):
         tried = (refusal(model, Mesh(((dim, degree),), same_ranks=True), pad=pad) for dim in ("tp", "ep"))
         if all(obstacle is None for obstacle in tried):
             yield {"tp": degree, "ep": degree, "same_ranks": True}
@@ -170,12 +166,6 @@ def does_not_divide(family: Sequence[tuple[str, int]], degree: int) -> str:
     if counted := _words()[0].get(axes):
         return f"{size:,} {counted} do not divide by {degree}"
     return f"{_size_of(axes, size)} does not divide by {degree}"
-
-
-def too_few_units(axis: str, size: int, unit: int, degree: int) -> str:
-    """``an intermediate size of 96 in units of 32 is enough for 3 of 4 ranks``."""
-    length = Share(degree, 0, unit).run(size).length
-    return f"{_size_of((axis,), size)} in units of {unit} is enough for {-(-size // length)} of {degree} ranks"
 
 
 def cuts_blocks(dim: Dim, sizes: Mapping[str, int], shares: Mapping[str, Share]) -> str | None:
@@ -260,7 +250,8 @@ def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
             raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
         for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
             for rank in range(mesh.size):
-                runs = owned(dim.whole, tensor.sizes, shares_of(model, mesh, rank, tensor.sizes, tensor.axes))
+                shares = shares_of(model.architecture, mesh, rank, tensor.sizes, tensor.axes)
+                runs = owned(dim.whole, tensor.sizes, shares)
                 edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(tensor.sizes)}
                 common[place] = math.gcd(common[place], *edges)
     return None if tuple(common) == block else (common[0], common[1])

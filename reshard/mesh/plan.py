@@ -20,7 +20,7 @@ from formats.errors import NotationError, PlanError, refused
 from formats.files.safetensors import DTYPE_BITS
 from formats.mesh import Mesh, mesh_of
 from formats.notation.architecture import Architecture, is_index
-from formats.notation.axes import Dim, Run, Shape, owned
+from formats.notation.axes import Dim, Run, Shape, Share, Split, owned
 from reshard.mesh.degrees import check_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
@@ -43,7 +43,8 @@ class Layout:
     ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded (see ``Dim.unfolded``) if it
     belongs to scales or packed integers that are stored in one row; ``rule`` is unfolded too. ``padded`` is ``full``
     with the zeros that a degree needs. ``boxes`` has the part of each rank. A rank without a part (of another rank's
-    expert or layer) is absent, which is possible only with ``dealt_by_name``. ``ranks`` is the number of all ranks.
+    expert or layer) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes of which ranks have parts:
+    of the shape, or, as experts, of the tensors' names. ``split`` is what they make of it (see ``Shape.split``).
     """
 
     rule: Shape
@@ -52,8 +53,18 @@ class Layout:
     boxes: Mapping[int, Box]
     ranks: int
     stored: tuple[int, ...]
-    parallel_dims: frozenset[int]
-    dealt_by_name: bool = False
+    dealt: frozenset[str]
+    split: Split
+
+    @cached_property
+    def parallel_dims(self) -> frozenset[int]:
+        """The dimensions of which ranks have parts."""
+        return frozenset(i for i, dim in enumerate(self.rule.dims) if dim.axes & self.dealt)
+
+    @property
+    def dealt_by_name(self) -> bool:
+        """Whether some rank has no part, as a part of another expert or layer."""
+        return len(self.boxes) < self.ranks
 
     @property
     def is_replicated(self) -> bool:
@@ -108,8 +119,8 @@ class Plan(Result):
 
         With ``dealt``, tp deals this axis and no other. Raises PlanError.
         """
-        model, mesh, sizes = self.model, self.mesh, kind.sizes
-        shares = shares_of(model, mesh, 0, sizes, kind.axes) if kind.places else {}
+        architecture, mesh, sizes = self.model.architecture, self.mesh, kind.sizes
+        shares = shares_of(architecture, mesh, 0, sizes, kind.axes) if kind.places else {}
         dealt_by_name = [(axis, index) for axis, index in kind.places if axis in shares and shares[axis].parts > 1]
         parts = tuple((axis, index * shares[axis].parts // sizes[axis]) for axis, index in dealt_by_name)
         key = (kind.rule, kind.indices, kind.shape, DTYPE_BITS[kind.dtype] % 8, parts, kind.stages, dealt)
@@ -117,14 +128,13 @@ class Plan(Result):
             return self._layouts[key]
         ranks = [rank for rank in range(mesh.size) if kind.stages is None or mesh.stage(rank) in kind.stages]
         if parts:
-            shares_of_ranks = {rank: shares_of(model, mesh, rank, sizes, kind.axes) for rank in ranks}
+            shares_of_ranks = {rank: shares_of(architecture, mesh, rank, sizes, kind.axes) for rank in ranks}
             ranks = [r for r in ranks if all(shares_of_ranks[r][axis].index == part for axis, part in parts)]
         if dealt is not None:
-            families = {**model.architecture.families, "tp": ((dealt,),)}
-            model = replace(model, architecture=replace(model.architecture, families=families))
+            architecture = replace(architecture, families={**architecture.families, "tp": ((dealt,),)})
         padded, rule, boxes = padded_sizes(sizes, self.padding), kind.rule.unfolded(sizes), dict[int, Box]()
         for rank in ranks:
-            shares = shares_of(model, mesh, rank, padded, kind.axes)
+            shares = shares_of(architecture, mesh, rank, padded, kind.axes)
             try:
                 runs = [owned(dim, padded, shares) for dim in rule.dims]
             except NotationError as error:
@@ -133,16 +143,15 @@ class Plan(Result):
             lengths = iter([sum(run.length for run in dim) for dim in runs])
             shape = tuple(math.prod(itertools.islice(lengths, len(dim.unfolded(sizes)))) for dim in kind.rule.dims)
             boxes[rank] = Box(tuple(runs), shape)
-        axes = {axis for axis, part in shares_of(model, mesh, 0, padded, kind.axes).items() if part.parts > 1}
-        parallel = frozenset(i for i, dim in enumerate(rule.dims) if dim.axes & axes)
+        shares = shares_of(architecture, mesh, 0, padded, kind.axes)
+        axes = frozenset(axis for axis in kind.axes & shares.keys() if shares[axis].parts > 1)
         for dim in kind.rule.dims:
             if dim.axis is None and (inside := dim.axes & self.padding.keys()):
                 why = f"the axis '{min(inside)}' is not alone in '{dim}', so it cannot be padded"
                 raise PlanError(f"tensor '{kind.name}': {why}")
-        _check_every_element_is_owned(model.architecture, kind, axes)
-        self._layouts[key] = Layout(
-            rule, rule.sizes(sizes), rule.sizes(padded), boxes, mesh.size, kind.shape, parallel, len(boxes) < mesh.size
-        )
+        _check_every_element_is_owned(architecture, kind, axes)
+        split, full = rule.split(axes, architecture.expert_axes), rule.sizes(sizes)
+        self._layouts[key] = Layout(rule, full, rule.sizes(padded), boxes, mesh.size, kind.shape, axes, split)
         return self._layouts[key]
 
     @property
@@ -175,14 +184,19 @@ class Plan(Result):
         """A rank's part of the tensors of each kind; kinds of which it holds nothing are absent."""
         return {kind: layout.boxes[rank] for kind, layout in self.laid.items() if rank in layout.boxes}
 
+    def shares(self, kind: Kind, rank: int) -> dict[str, Share]:
+        """A rank's share of each axis that is split, for the tensors of a kind."""
+        sizes = padded_sizes(kind.sizes, self.padding)
+        return shares_of(self.model.architecture, self.mesh, rank, sizes, kind.axes)
+
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of each axis on a rank."""
-        padded = padded_sizes(sizes, self.padding)
-        shares = shares_of(self.model, self.mesh, rank, padded, frozenset())
+        padded, architecture = padded_sizes(sizes, self.padding), self.model.architecture
+        shares = shares_of(architecture, self.mesh, rank, padded, frozenset())
         if self.mesh.same_ranks:  # an axis that only experts have is not split by tp
             outside = {axis for axes in self.model.axis_sets(experts=False) for axis in axes}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
-            shares |= shares_of(self.model, self.mesh, rank, padded, self.model.expert_axes)
+            shares |= shares_of(architecture, self.mesh, rank, padded, architecture.expert_axes)
         return sizes_of_parts(padded, shares)
 
 
@@ -211,23 +225,18 @@ def make_plan(
     plan = Plan(model, mesh, padding, laid)
     for kind in model.kinds:
         laid[kind] = plan.layout(kind)
-        _check_whole_bytes(kind, laid[kind])
+        bits = DTYPE_BITS[kind.dtype]
+        for box in laid[kind].boxes.values() if bits % 8 else ():
+            for run in box.dims[-1] if box.dims else ():
+                if run.offset * bits % 8 or run.length * bits % 8:
+                    raise PlanError(
+                        f"tensor '{kind.name}' ({kind.dtype}): elements {run.offset} to {run.end} "
+                        f"of '{kind.rule.dims[-1]}' begin or end within a byte"
+                    )
     return plan
 
 
-def _check_whole_bytes(tensor: Kind, layout: Layout) -> None:
-    """Raise PlanError if a run begins or ends within a byte (elements smaller than a byte)."""
-    bits = DTYPE_BITS[tensor.dtype]
-    for box in layout.boxes.values() if bits % 8 else ():
-        for run in box.dims[-1] if box.dims else ():
-            if run.offset * bits % 8 or run.length * bits % 8:
-                raise PlanError(
-                    f"tensor '{tensor.name}' ({tensor.dtype}): elements {run.offset} to {run.end} "
-                    f"of '{tensor.rule.dims[-1]}' begin or end within a byte"
-                )
-
-
-def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: set[str]) -> None:
+def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, dealt: frozenset[str]) -> None:
     """Raise PlanError if a mesh dimension splits two dimensions of a tensor: ranks would own only a diagonal."""
     for mesh_dim, families in architecture.families.items():
         split = [family for family in families if dealt & tensor.rule.axes & {*family}]

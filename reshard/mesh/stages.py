@@ -29,13 +29,19 @@ HEADED = ("ForCausalLM", "HeadModel", "HeadsModel", "ForConditionalGeneration")
 
 
 def with_stages(model: Model, mesh: Mesh) -> Mesh:
-    """The same mesh with the number of layers of each pipeline stage.
+    """The same mesh with the number of layers of each pipeline stage; MTP layers do not count.
 
-    Raises PlanError if there are more stages than layers, or if the mesh has another number of layers.
+    Raises PlanError if config.json does not give their number, if there are more stages than layers, or if the mesh has
+    another number of layers.
     """
     if mesh.pp == 1:
         return mesh
-    count = layers_of(model)
+    layers = model.architecture.layers
+    count = model.sizes.count(layers.text, {}, without=predicts_further)
+    if count is None:
+        count = model.sizes.evaluate(layers, {}) or model.sizes.of({}).get(layers.text)
+    if not isinstance(count, int) or count < 1:
+        raise refused("pp", None, f"config.json does not give the number of layers ('{layers.text}')")
     if mesh.stages and sum(mesh.stages) != count:
         why = f"that is {sum(mesh.stages)} layers of {count}"
         raise refused("pp_layers", mesh.stages, why)
@@ -52,18 +58,6 @@ def even_stages(layers: int, degree: int) -> tuple[int, ...]:
     """
     least, remainder = divmod(layers, degree)
     return tuple(least + (degree - 1 - remainder <= stage < degree - 1) for stage in range(degree))
-
-
-def layers_of(model: Model) -> int:
-    """The number of layers that are dealt to stages, without MTP layers. Raises PlanError."""
-    layers = model.architecture.layers
-    count = model.sizes.count(layers.text, {}, without=predicts_further)
-    if count is None:
-        count = model.sizes.evaluate(layers, {}) or model.sizes.of({}).get(layers.text)
-    if not isinstance(count, int) or count < 1:
-        why = f"config.json does not give the number of layers ('{layers.text}')"
-        raise refused("pp", None, why)
-    return count
 
 
 def predicts_further(name: str) -> bool:

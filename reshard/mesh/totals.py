@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
-from formats.notation.architecture import Architecture
 from formats.notation.axes import Share, segments
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
@@ -76,37 +75,27 @@ class Totals:
         return self.replicated / self.bytes_per_rank if self.bytes_per_rank else 0.0
 
 
-def kind_of(tensor: Kind, layout: Layout, architecture: Architecture) -> str:
+def kind_of(plan: Plan, kind: Kind) -> str:
     """``column``, ``row``, ``vocabulary``, ``replicated`` or, dealt expert by expert, ``whole``; for experts ``expert
     column`` and so on.
 
     Column-parallel: split along the output (or along its only dimension, as its bias is); row-parallel: along the
     input. Vocabulary: along the vocabulary, which is the output of an LM head and what an embedding is looked up by.
     """
-    kind = _plain_kind(tensor, layout, architecture)
-    of_experts = {axis for family in architecture.families.get("ep", ()) for axis in family}
-    named = {segment[1:-1] for segment in tensor.template.split(".") if segment.startswith("{")}
-    return f"expert {kind}" if of_experts & (named | layout.rule.axes) else kind
+    layout, architecture = plan.laid[kind], plan.model.architecture
+    what: str = "replicated" if layout.is_replicated else "column" if layout.split == "vector" else layout.split
+    if layout.dealt & layout.rule.axes & {"vocab", *architecture.pad}:
+        what = "vocabulary"
+    return f"expert {what}" if kind.axes & architecture.expert_axes else what
 
 
-def _plain_kind(tensor: Kind, layout: Layout, architecture: Architecture) -> str:
-    if layout.is_replicated:
-        return "replicated"
-    if not layout.parallel_dims:
-        return "whole"
-    axes = frozenset().union(*(layout.rule.dims[i].axes for i in layout.parallel_dims))
-    if axes & {"vocab", *architecture.pad}:
-        return "vocabulary"
-    if axes <= {axis for family in architecture.families.get("ep", ()) for axis in family}:
-        return "whole"
-    is_bias = tensor.name.endswith(("_bias", ".bias"))  # of experts, it has two dimensions
-    return "row" if layout.rule.input_dims & layout.parallel_dims and not is_bias else "column"
-
-
-def is_summed(tensor: Kind, layout: Layout, architecture: Architecture) -> bool:
+def is_summed(plan: Plan, kind: Kind) -> bool:
     """Whether the outputs of a weight are summed over the ranks: it is row-parallel, and neither a bias nor a scale."""
-    is_weight = len(layout.full) > 1 and not tensor.name.endswith(_SCALES)
-    return is_weight and _plain_kind(tensor, layout, architecture) == "row"
+    return _is_weight(plan, kind) and kind_of(plan, kind).endswith("row")
+
+
+def _is_weight(plan: Plan, kind: Kind) -> bool:
+    return len(plan.laid[kind].full) > 1 and not kind.name.endswith(_SCALES)
 
 
 def output_size(layout: Layout) -> int:
@@ -121,15 +110,19 @@ def output_size(layout: Layout) -> int:
 
 def rows_of(plan: Plan) -> list[Row]:
     """One row for each rule, dtype and shape, in the order in which they occur in the checkpoint."""
-    groups: dict[tuple[object, ...], list[Kind]] = {}
+    groups: dict[tuple[str, object, object, object, object, object], list[Kind]] = {}
     for kind, layout in plan.laid.items():
-        key = (_shown_name(kind), kind.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
+        prefix, dot, last = kind.template.rpartition(".")
+        # the rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to
+        is_general = last.startswith("{") or last == "*"
+        name = kind.template if is_general else f"{prefix}{dot}{kind.name.rpartition('.')[2]}"
+        key = (name, kind.dtype, layout.rule, layout.full, layout.parallel_dims, layout.dealt_by_name)
         groups.setdefault(key, []).append(kind)
     # the rank that has the most: the first, but for pipeline stages
     nbytes = bytes_of_ranks(plan) if plan.mesh.pp > 1 else [0]
     largest = nbytes.index(max(nbytes))
     rows = []
-    for kinds in groups.values():
+    for (name, *_), kinds in groups.items():
         first, layout = kinds[0], plan.laid[kinds[0]]
         rank = min(layout.boxes)
         count, local = sum(kind.count for kind in kinds), layout.boxes[rank].shape
@@ -137,9 +130,9 @@ def rows_of(plan: Plan) -> list[Row]:
         counts = copies_of(layout, rank)
         shared = sum(length for copies, length in counts.items() if copies > 1)
         row = Row(
-            name=_shown_name(first),
+            name=name,
             rule=str(layout.rule),
-            kind=kind_of(first, layout, plan.model.architecture),
+            kind=kind_of(plan, first),
             dtype=first.dtype,
             full=layout.stored,
             local=local,
@@ -152,13 +145,6 @@ def rows_of(plan: Plan) -> list[Row]:
         )
         rows.append(row)
     return rows
-
-
-def _shown_name(kind: Kind) -> str:
-    """The rule's line; with its own last word for what goes by the line of the quantized weight that it belongs to."""
-    prefix, dot, last = kind.template.rpartition(".")
-    leaf = kind.name.rpartition(".")[2]
-    return kind.template if last.startswith("{") or last == "*" else f"{prefix}{dot}{leaf}"
 
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
@@ -218,33 +204,23 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     each link. An engine may need fewer (parallel attention and MLP, or shared and routed experts, together), and a norm
     over heads that are split one number more.
     """
-    width, architecture = activation_bytes(plan), plan.model.architecture
-    blocks: dict[tuple[str, frozenset[int]], int] = {}
-    tables: dict[str, Layout] = {}
-    for kind, layout in plan.laid.items():
-        if layout.is_replicated or len(layout.full) < 2 or kind.name.endswith(_SCALES):
-            continue
-        plain = _plain_kind(kind, layout, architecture)
-        if plain == "row":
-            blocks[kind.template, kind.layers] = output_size(layout)
-        elif plain == "vocabulary":
-            tables[kind.template] = layout
+    width, laid = activation_bytes(plan), plan.laid
+    blocks = {(kind.template, kind.layers): output_size(laid[kind]) for kind in laid if is_summed(plan, kind)}
+    weights = [kind for kind in laid if _is_weight(plan, kind)]
+    tables = {kind.template: laid[kind] for kind in weights if kind_of(plan, kind) == "vocabulary"}
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
     of_text = frozenset().union(*(table.rule.axes for table in tables.values() if "vocab" in table.rule.axes))
     # Embedding and head have a vocabulary or a width in common. A second embedding (Gemma's, by layers) has neither.
-    first = [_looked_up(table) for table in tables.values() if not of_text or table.rule.axes & of_text]
-    second = [_looked_up(table) for table in tables.values() if of_text and not table.rule.axes & of_text]
+    first, second = list[int](), list[int]()  # the elements that each puts out for one token
+    for table in tables.values():
+        outputs = max(n for i, n in enumerate(table.full) if i not in table.parallel_dims)
+        (second if of_text and not table.rule.axes & of_text else first).append(outputs)
     body, hidden = sum(sums.values()), max(first, default=0)
     head = hidden if len(first) > 1 or plan.model.sizes.settings.get("tie_word_embeddings") is not False else 0
     return (
         AllReduce(len(sums) + (hidden > 0) + len(second), (body + hidden + sum(second)) * width),
         AllReduce(len(sums) + (head > 0), (body + head) * width),
     )
-
-
-def _looked_up(layout: Layout) -> int:
-    """The elements that a vocabulary-parallel table puts out for one token."""
-    return max(n for i, n in enumerate(layout.full) if i not in layout.parallel_dims)
 
 
 def activation_bytes(plan: Plan) -> int:

@@ -248,13 +248,13 @@ def _with_layouts_on_disk(
     Several shapes may fit one tensor. Then all tensors with the same end of their name (``self_attn.qkv_proj``, with
     its companions) decide together, because they are laid out in the same way.
     """
-    skeleton, fitting = Model(architecture, sizes.settings, sizes, (), ()), dict[_TensorGroup, set[int]]()
+    fitting = dict[_TensorGroup, set[int]]()
     for group in several:  # the positions of the shapes that fit it, or one rank's part where only that is known
         lengths_of, tensor = sizes.of(group.match.indices), group.tensor
         if tensor.shape is None:
             axes = frozenset().union(*(shape.axes for shape in group.shapes), group.match.indices)
             padded = padded_sizes(lengths_of, padding)
-            lengths_of = sizes_of_parts(padded, shares_of(skeleton, mesh, 0, padded, axes))
+            lengths_of = sizes_of_parts(padded, shares_of(architecture, mesh, 0, padded, axes))
         alternatives: list[tuple[int, ...] | None] = []
         for shape in group.shapes:
             try:
@@ -286,18 +286,12 @@ def _with_layouts_on_disk(
             )
         chosen.setdefault((group.match.template, group.match.rules.index(group.rule)), set()).add(options[0])
         group.shapes = (group.shapes[options[0]],)
-    if not chosen:
-        return architecture
-    tensors = {
-        template: tuple(
-            replace(rule, shapes=tuple(shape for i, shape in enumerate(rule.shapes) if i in chosen[template, number]))
-            if (template, number) in chosen
-            else rule
-            for number, rule in enumerate(rules)
-        )
-        for template, rules in architecture.tensors.items()
-    }
-    return replace(architecture, tensors=tensors)
+    lines = dict(architecture.tensors)
+    for (template, number), places in chosen.items():
+        rules = [*lines[template]]
+        shapes = tuple(shape for place, shape in enumerate(rules[number].shapes) if place in places)
+        lines[template] = (*rules[:number], replace(rules[number], shapes=shapes), *rules[number + 1 :])
+    return replace(architecture, tensors=lines) if chosen else architecture
 
 
 def _ending(template: str) -> str:

@@ -19,13 +19,10 @@ from typing import Any
 
 import tomli_w
 
-from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.files.checkpoint import open_checkpoint
-from formats.files.sharded import is_sharded
+from formats.errors import PlanError, ReshardError
 from formats.notation.architecture import Architecture, Rule, without_numbers
 from formats.notation.architecture_files import architecture_of, built_in_architectures
 from formats.quantization.methods import scheme_of
-from formats.store import FilePath
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 
@@ -41,17 +38,6 @@ class Draft:
     base: str
     model: Model
     checks: int
-
-
-def draft_of(path: FilePath) -> Draft:
-    """A draft for a checkpoint's folder. Raises CheckpointError and PlanError."""
-    if is_sharded(path):
-        raise CheckpointError(f"{path} is split already", "a draft is made from a full checkpoint")
-    checkpoint = open_checkpoint(path)
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: tensors[original]._replace(name=alias) for alias, original in checkpoint.aliases.items()}
-    return draft(checkpoint.config, [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()])
 
 
 def draft(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> Draft:
@@ -110,7 +96,10 @@ def _lines(
     groups: dict[str, list[FullTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
-        groups[match.template if match else base.in_general(kind.name, _axis)].append(kind)
+        named = base.in_general(  # with names for indices that the base does not know
+            kind.name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
+        )
+        groups[match.template if match else named].append(kind)
     unclear = set[str]()
     unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
     for template, group in unlike.items():
@@ -136,11 +125,6 @@ def _whole(group: Sequence[FullTensor]) -> str:
     """A shape that is not split: its numbers, if they are the same in all layers."""
     shapes = {kind.shape or () for kind in group}
     return " ".join(map(str, *shapes)) if len(shapes) == 1 else "..."
-
-
-def _axis(number: int, before: str) -> str:
-    """The name of an index that the base does not know."""
-    return "expert" if before == "experts" else "layer" if number == 0 else f"index_{number}"
 
 
 def _part(template: str) -> str:

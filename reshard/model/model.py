@@ -129,10 +129,11 @@ class AxisSizes:
 
     def holds(self, match: Match) -> Rule | None:
         """The first rule of a line whose condition holds."""
-        for rule in match.rules:
-            if rule.when is None or self.evaluate(rule.when, match.indices):
-                return rule
-        return None
+        return next((rule for rule in match.rules if self.is_true(rule.when, match.indices)), None)
+
+    def is_true(self, when: Expression | None, indices: Mapping[str, int] = {}) -> bool:
+        """Whether a condition holds for a tensor with these indices; what has none always does."""
+        return when is None or bool(self.evaluate(when, indices))
 
     def evaluate(self, expression: Expression, indices: Mapping[str, int] | None) -> Any:
         """The value of an expression for a tensor with these indices; raises NotationError if it has none.
@@ -294,11 +295,6 @@ class Model:
         return tuple({(kind.rule, kind.indices): kind for kind in reversed(blocked)}.values())
 
     @cached_property
-    def expert_axes(self) -> frozenset[str]:
-        """The axes that expert parallelism splits."""
-        return frozenset(axis for family in self.architecture.families.get("ep", ()) for axis in family)
-
-    @cached_property
     def channels(self) -> frozenset[str]:
         """The axes that may be split unevenly.
 
@@ -327,13 +323,11 @@ class Model:
         """
         axes: dict[tuple[tuple[str, int], ...], set[str]] = {}
         for names, indices in self._axes:
-            if experts or not names & self.expert_axes:
+            if experts or not names & self.architecture.expert_axes:
                 axes.setdefault(indices, set()).update(names)
-        restricted = []
-        for indices, names_of in axes.items():
-            sizes = self.sizes.of(dict(indices))
-            restricted.append({name: sizes[name] for name in sorted(names_of)})
-        return tuple(dict(pairs) for pairs in dict.fromkeys(tuple(sizes.items()) for sizes in restricted))
+        sizes_of = {indices: self.sizes.of(dict(indices)) for indices in axes}
+        sets = (tuple((name, sizes_of[at][name]) for name in sorted(names)) for at, names in axes.items())
+        return tuple(map(dict, dict.fromkeys(sets)))
 
 
 def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:
@@ -342,15 +336,15 @@ def in_order(tensors: Iterable[BoundTensor]) -> list[BoundTensor]:
 
 
 def shares_of(
-    model: Model, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
+    architecture: Architecture, mesh: Mesh, rank: int, sizes: Mapping[str, int], axes: AbstractSet[str]
 ) -> dict[str, Share]:
     """A rank's share of each axis, in a tensor with these axes; an axis that is not split is absent."""
     shares: dict[str, Share] = {}
     coordinates = mesh.coordinates(rank)
     for mesh_dim, degree in mesh.degrees:
-        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & model.expert_axes):
+        if mesh.same_ranks and (mesh_dim == "ep") != bool(axes & architecture.expert_axes):
             continue
-        for family in model.architecture.families.get(mesh_dim, ()):
+        for family in architecture.families.get(mesh_dim, ()):
             present = [axis for axis in family if axis in sizes]
             unit = mesh.unit(family[0]) if mesh_dim == "tp" else None
             if unit is not None:

@@ -30,7 +30,7 @@ from torch import nn
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard as generic
 
 from formats.errors import PlanError
-from formats.notation.axes import Dim, Shape, deal
+from formats.notation.axes import Dim, Split, deal
 from formats.quantization.methods import quantization_settings
 from formats.transformers_internals import (
     get_model_conversion_mapping,
@@ -64,19 +64,15 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     """
     if quantization_settings(model.sizes.settings):
         raise PlanError("transformers' plan for a quantized checkpoint depends on its quantizer", "use its own plan")
-    return _Planner(model, _network(model), degree).plan()
-
-
-def _network(model: Model) -> Any:
-    """transformers' model of a checkpoint, without weights."""
     try:
         config = transformers.AutoConfig.for_model(**settings_of(model.config))
         cls = model_class(model.config)
         with torch.device("meta"):
-            return cls.from_config(config) if is_auto(cls) else cls._from_config(config)
+            network = cls.from_config(config) if is_auto(cls) else cls._from_config(config)
     except Exception as error:  # whatever the constructors of transformers raise
         kind, text = model.config.get("model_type"), " ".join(str(error).split())
         raise PlanError(f"transformers cannot build a model of type '{kind}': {text}") from None
+    return _Planner(model, network, degree).plan()
 
 
 class _Part(NamedTuple):
@@ -88,7 +84,7 @@ class _Part(NamedTuple):
 
     name: str
     owner: str
-    kind: str
+    kind: Split
     family: int
     tensor: Kind
     shape: tuple[int, ...]
@@ -116,7 +112,7 @@ class _Planner:
         for part in self._parts():
             if part.tensor.rule.axes & {"vocab", *self.model.architecture.pad}:
                 vocabulary[part.family].append(part)
-            elif len(part.shape) > 2 or self._expert_axis_leads(part.tensor.rule):
+            elif len(part.shape) > 2 or part.tensor.rule.dims[0].axis in self.model.architecture.expert_axes:
                 experts[part.owner].append(part)
             else:  # what works on one family's axes in a layer
                 layers[part.owner.partition("*")[0], part.family].append(part)
@@ -140,7 +136,7 @@ class _Planner:
     def _parts(self) -> Iterator[_Part]:
         """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
         tensors = self.model.kind_of
-        kinds_of: dict[str, set[tuple[str, int] | None]] = defaultdict(set)
+        kinds_of: dict[str, set[tuple[Split, int] | None]] = defaultdict(set)
         first: dict[str, tuple[Kind, tuple[int, ...]]] = {}
         shapes = {name: kind.shape for name, kind in tensors.items()}
         for name, parameter in placements(self.network, shapes).items():
@@ -152,23 +148,18 @@ class _Planner:
             if len(split) == len(kinds) and len({kind for kind, _ in split}) == 1:
                 yield _Part(name, name.rpartition(".")[0], *split[0], *first[name], len(split) > 1)
 
-    def _kind(self, tensor: Kind) -> tuple[str, int] | None:
-        """Whether a tensor is split along its output, its input, or its only dimension; the number of the family."""
+    def _kind(self, tensor: Kind) -> tuple[Split, int] | None:
+        """How a tensor is split, and the number of the family by which it is; None if it is whole."""
         for number, family in enumerate(self.model.architecture.families.get("tp", ())):
             present = [axis for axis in family if axis in tensor.sizes]
             dealt = set(present)
             if self.degree is not None and not set(present) <= set(self.model.architecture.pad):
                 parts = deal(present, tensor.sizes, self.degree) or {}
                 dealt = {axis for axis in present if parts.get(axis, 1) > 1}
-            split = [i for i, dim in enumerate(tensor.rule.dims) if dim.axes & dealt]
-            if split and len(tensor.rule.dims) - self._expert_axis_leads(tensor.rule) == 1:
-                return "vector", number
-            if split:
-                return ("column" if tensor.rule.output_dim in split else "row"), number
+            split = tensor.rule.split(dealt, self.model.architecture.expert_axes)
+            if split != "whole":
+                return split, number
         return None
-
-    def _expert_axis_leads(self, rule: Shape) -> bool:
-        return len(rule.dims) > 1 and rule.dims[0].axis in self.model.expert_axes
 
     def _are(self, kind: type[nn.Module], owner: str) -> bool:
         return all(isinstance(module, kind) for module in self.modules[owner].values())

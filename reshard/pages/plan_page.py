@@ -114,9 +114,8 @@ def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
     """
     if not any(kind.layers for kind in kinds):
         return [[*kinds]]
-    architecture = plan.model.architecture
     stems = {kind: re.sub(r"[._](weight|bias)$", "", _in_layer(kind)) for kind in kinds}  # of a bias its weight's
-    summed = {stems[kind] for kind in kinds if is_summed(kind, plan.laid[kind], architecture)}
+    summed = {stems[kind] for kind in kinds if is_summed(plan, kind)}
     modules = {kind: stem.rpartition(".")[0] for kind, stem in stems.items()}
     shared = {module for module in modules.values() if module}
     whole = {module for module in shared if all(plan.laid[k].is_replicated for k in kinds if modules[k] == module)}
@@ -205,17 +204,17 @@ class _Picture:
 
     def row(self, kinds: Sequence[Kind]) -> Iterator[Drawn]:
         """The weights of a module in their order: arrows to the row-parallel ones, a mark at each all-reduce."""
-        plan, architecture = self.plan, self.plan.model.architecture
+        plan = self.plan
         scale = LONGEST / max(side.length for kind in kinds for side in _sides(plan.laid[kind])[0])
         is_cut = any(plan.laid[kind].parallel_dims for kind in kinds)
         begin = next((kind for kind in kinds if is_cut and kind.layers and len(kind.shape) > 1), None)
         experts = next((kind for kind in kinds if kind.places), None)
         for kind in kinds:
             layout, arrows = plan.laid[kind], list[str]()  # they stand before what they lead to, also in a new line
-            what = kind_of(kind, layout, architecture)
+            what = kind_of(plan, kind)
             if what == "whole" and frozenset(layout.boxes) in self.stages:
                 what = "replicated"
-            sums = is_summed(kind, layout, architecture) and plan.mesh.size > 1
+            sums = is_summed(plan, kind) and plan.mesh.size > 1
             if kind is begin and plan.mesh.size > 1:
                 arrows.append("x →")
             if kind is experts:

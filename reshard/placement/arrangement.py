@@ -12,7 +12,7 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,11 +20,10 @@ from typing import NamedTuple
 from formats.errors import MismatchError, PlanError
 from formats.files.chunks import Chunk
 from formats.files.safetensors import stated_dtype, tensor_bytes
-from formats.mesh import Mesh
 from formats.notation.architecture import filled, numbers_in, without_numbers
-from formats.notation.axes import Dim, Run, Shape, Summand
+from formats.notation.axes import Dim, Shape, Summand
 from formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
-from reshard.mesh.plan import Box, Layout, Plan
+from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
@@ -36,15 +35,16 @@ from reshard.placement.portions import (
     refine,
     uses_of,
 )
-from reshard.placement.stored import Atom, Chunks, Location, Naming, Stated, Stored
+from reshard.placement.stored import Atom, Chunks, Location, Stated, Stored
 
 
 class _Part(NamedTuple):
-    """An atom, on its way into a stored tensor, with the indices in that one's name."""
+    """An atom, on its way into a stored tensor, with that one's name (None: the atom's own) and the indices in it."""
 
     atom: Atom
     kind: Kind
     portion: Portion
+    target: str | None
     at: Mapping[str, int]
 
 
@@ -60,28 +60,18 @@ class Arrangement:
         self, plan: Plan, parts: Mapping[Kind, Parts], format: Format, chunks: Chunks | None, twice: Mapping[str, str]
     ) -> None:
         format = format.of(plan.model.config)
-        self.plan, self.parts, self.format, self.chunks, self._twice = plan, parts, format, chunks, twice
+        self.plan, self.parts, self.format, self.chunks, self.twice = plan, parts, format, chunks, twice
         self.ranks = plan.mesh.size
         if chunks is not None:
             self.ranks = 1 + max((number for chunks_of in chunks.values() for number in chunks_of), default=-1)
         self.dropped = dropped_of(plan.model, format)
         self._geometries: dict[tuple[object, ...], Geometry] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._targets: dict[tuple[object, ...], tuple[str, ...]] = {}
         self.stored = tuple(self._stored())
         self.stored += tuple(self._constants(format.rules.constants))
         self.atoms = {atom: Location(t, number) for t in self.stored for number, atom in enumerate(t.atoms)}
         self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
         self.stored += tuple(location.stored for _, location in self.copies)
-
-    def refined(self, other_parts: Iterable[tuple[Kind, Parts]]) -> Arrangement:
-        """The same arrangement, with the tensors of kinds in parts as fine as another side's. Raises PlanError."""
-        parts_of = dict(self.parts)
-        for kind, other in dict.fromkeys(other_parts):
-            parts_of[kind] = refine(kind, parts_of[kind], other)
-        return (
-            self if parts_of == self.parts else Arrangement(self.plan, parts_of, self.format, self.chunks, self._twice)
-        )
 
     def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
@@ -139,26 +129,31 @@ class Arrangement:
 
     def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
         """The name of the stored tensor that an atom is a part of, its place in the stack, and the part."""
-        kind = tensor.kind
-        at: Mapping[str, int] = tensor.indices
+        name, target, at = tensor.name, portion.target, tensor.indices
         if portion.component.index and index is not None:
             at = {**at, portion.component.index: index}
         place = at[portion.stacked] if portion.stacked is not None else 0
-        name = tensor.name
-        if portion.target is not None:
-            if "{number" in portion.target:
+        if target is not None:
+            if "{number" in target:
                 at = {**at, **{f"number{i}": number for i, number in enumerate(numbers_in(name))}}
-            target, at = self._placed_further(name, portion.target, at)
+            for layers, end in self._ends.items():  # layers behind the last are called otherwise
+                words = layers.old.match(target)
+                if words is not None and at.get(layers.index, -1) >= end:
+                    if layers.one_stage is not None and self.plan.mesh.pp > 1:
+                        raise PlanError(f"tensor '{name}' has no place on several stages: {layers.one_stage}")
+                    target = layers.new.fill({**words, layers.new_index: f"{{{layers.new_index}}}"})
+                    at = {**at, layers.new_index: at[layers.index] - end}
+                    break
             name = filled(target, at)
-        return name, place, _Part(Atom(tensor.name, portion.component.label, index), kind, portion, at)
+        return name, place, _Part(Atom(tensor.name, portion.component.label, index), tensor.kind, portion, target, at)
 
     def _join(self, name: str, parts: Mapping[tuple[int, int], _Part]) -> Stored:
         ordered = [parts[place] for place in sorted(parts)]
-        atom, kind, first, at = ordered[0]
+        kind, first, cut = ordered[0].kind, ordered[0].portion, ordered[0].portion.line.cut
         if len({place for place, _ in parts}) * first.slots != len(parts):
             why = f"{len(parts)} tensors, which are not {first.slots} for each index"
             raise PlanError(f"'{name}' would be made of {why}")
-        dtypes = {(part.portion.line.dtype if part.portion.line else None) or part.kind.dtype for part in ordered}
+        dtypes = {part.portion.line.dtype or part.kind.dtype for part in ordered}
         dtypes = {self.format.rules.dtypes.get(dtype, dtype) for dtype in dtypes}
         if len(dtypes) > 1:
             texts = " and ".join(sorted(dtypes))
@@ -167,7 +162,7 @@ class Arrangement:
         laid = self.plan if self.chunks is None else self.plan.unsplit
         layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, laid) for part in ordered)
         sizes = {layout.full for layout in layouts[: first.slots]}
-        if first.cut is not None and first.cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
+        if cut is not None and cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
             texts = " and ".join(map(str, sorted(sizes)))
             raise PlanError(f"'{name}' would be joined from tensors of sizes {texts}, which was not compared")
         chunks = self.chunks.get(name) if self.chunks is not None else None
@@ -180,23 +175,16 @@ class Arrangement:
             chunks = self._equal_ranges(name, self._geometry(portions, layouts, None), heads, ranks)
         geometry = self._geometry(portions, layouts, chunks)
         atoms = tuple(part.atom for part in ordered)
-        return Stored(
-            name, dtypes.pop(), geometry, atoms, None, self._naming(atom.tensor, first, at), self._stated(kind)
-        )
+        return Stored(name, dtypes.pop(), geometry, atoms, None, self._naming(ordered[0]), self._stated(kind))
 
     def _geometry(
         self, portions: tuple[Portion, ...], layouts: tuple[Layout, ...], chunks: Mapping[int, Chunk] | None
     ) -> Geometry:
-        key: tuple[object, ...] = (portions, layouts)
-        if key not in self._geometries:
-            self._geometries[key] = Geometry(portions, layouts, portions[0].stacked is not None)
-        whole = self._geometries[key]
+        whole = Geometry(portions, layouts, portions[0].stacked is not None)
+        whole = self._geometries.setdefault((portions, layouts), whole)
         if chunks is None:
             return whole
-        key = (whole, tuple(sorted(chunks.items())))
-        if key not in self._geometries:
-            self._geometries[key] = whole.in_chunks(chunks)
-        return self._geometries[key]
+        return self._geometries.setdefault((whole, tuple(sorted(chunks.items()))), whole.in_chunks(chunks))
 
     def _equal_ranges(self, name: str, geometry: Geometry, heads: int, ranks: Iterable[int]) -> Mapping[int, Chunk]:
         """The chunk of each rank where ``tp`` has more ranks than KV heads: equal ranges, wherever they end."""
@@ -205,18 +193,15 @@ class Arrangement:
         if degree % heads or rows % degree:
             why = f"{rows} rows do not divide into {degree} equal parts of one head's group"
             raise PlanError(f"'{name}' cannot be split over {mesh}: {why}")
-        length = rows // degree
-        offsets = {rank: [0] * len(shape) for rank in ranks}
-        for rank, offset in offsets.items():
-            offset[dim] = mesh.coordinates(rank)["tp"] * length
-        return {
-            rank: Chunk(tuple(offset), (*shape[:dim], length, *shape[dim + 1 :])) for rank, offset in offsets.items()
-        }
+        length, outer, inner = rows // degree, shape[:dim], shape[dim + 1 :]
+        begins = {rank: mesh.coordinates(rank)["tp"] * length for rank in ranks}
+        offsets = {rank: (*(0 for _ in outer), begin, *(0 for _ in inner)) for rank, begin in begins.items()}
+        return {rank: Chunk(offset, (*outer, length, *inner)) for rank, offset in offsets.items()}
 
     def _copies(self) -> Iterator[Stored]:
         """What is stored a second time, under another name (tied tensors)."""
         model, rules, again = self.plan.model, self.format.rules, dict[str, list[str]]()
-        for second, first in self._twice.items():
+        for second, first in self.twice.items():
             again.setdefault(first, []).append(second)
         if not again and not any(line.also for line in rules.lines):
             return
@@ -229,18 +214,21 @@ class Arrangement:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
-    def _naming(self, tensor: str, portion: Portion, at: Mapping[str, int]) -> Naming | None:
-        """The name of a stored tensor on each rank, if it is not the same on all."""
-        mesh, names = self.plan.mesh, portion.line.stage_names if portion.line and self.plan.mesh.pp > 1 else {}
-        target, at = self._placed_further(tensor, str(portion.target), at)
-        is_counted = self._firsts and any(f"{{{axis}}}" in target for axis in at)
+    def _naming(self, part: _Part) -> Callable[[int], str] | None:
+        """The name of a stored tensor by its rank, if it is not the same on all; ``part`` is its first."""
+        mesh, firsts, target = self.plan.mesh, self._firsts, str(part.target)
+        names = part.portion.line.stage_names if mesh.pp > 1 else {}
+        is_counted = firsts and any(f"{{{axis}}}" in target for axis in part.at)
         if self.chunks is not None or not (names or is_counted):
             return None
-        stages = {0: names.get("first"), mesh.pp - 1: names.get("last")} if names else {}
-        key = (target, *stages.items())
-        if key not in self._targets:
-            self._targets[key] = tuple(stages.get(mesh.stage(rank)) or target for rank in range(mesh.size))
-        return Naming(self._targets[key], at, self._firsts or ({},) * mesh.size)
+        stages = {0: names.get("first"), mesh.pp - 1: names.get("last")}
+
+        def name_on(rank: int) -> str:
+            first = firsts[rank] if firsts else {}
+            numbers = {axis: number - first.get(axis, 0) for axis, number in part.at.items()}
+            return filled(stages.get(mesh.stage(rank)) or target, numbers)
+
+        return name_on
 
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:
@@ -249,24 +237,12 @@ class Arrangement:
         sizes = {axis: size for axis, size in model.sizes.of({}).items() if axis in numbered}
         firsts_of = []
         for rank in range(mesh.size if numbered else 0):
-            shares = shares_of(model, mesh, rank, sizes, frozenset(sizes))
+            shares = shares_of(model.architecture, mesh, rank, sizes, frozenset(sizes))
             firsts = {axis: shares[axis].run(size).offset for axis, size in sizes.items() if axis in shares}
             if mesh.pp > 1:
                 firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
             firsts_of.append(firsts)
         return firsts_of
-
-    def _placed_further(self, tensor: str, target: str, at: Mapping[str, int]) -> tuple[str, Mapping[str, int]]:
-        """The program's name and the indices in it, where layers behind the last are called otherwise."""
-        for layers, end in self._ends.items():
-            words = layers.old.match(target)
-            if words is None or at.get(layers.index, -1) < end:
-                continue
-            if layers.one_stage is not None and self.plan.mesh.pp > 1:
-                raise PlanError(f"tensor '{tensor}' has no place on several stages: {layers.one_stage}")
-            words = {**words, layers.new_index: f"{{{layers.new_index}}}"}
-            return layers.new.fill(words), {**at, layers.new_index: at[layers.index] - end}
-        return target, at
 
     @cached_property
     def _ends(self) -> Mapping[LaterLayers, int]:
@@ -278,25 +254,37 @@ class Arrangement:
     def _layout(self, kind: Kind, portion: Portion, index: int | None, laid: Plan) -> Layout:
         """How an atom lies on the mesh of a plan, or, unsplit, on one rank."""
         alike = (kind, portion, index, laid is self.plan)
-        if alike not in self._layouts:
-            component, cut, places = portion.component, portion.cut, kind.places
-            rule = component.shape
-            if component.index:
-                places = (*places, (component.index, index or 0))
-            if cut is not None and cut.axis is None:
-                rule = Shape(tuple(Dim((Summand((length,)),)) for length in rule.sizes(kind.sizes)))
-            stages = None if portion.line is not None and portion.line.on == "every stage" else kind.stages
-            part = replace(kind, rule=rule, shape=rule.sizes(kind.sizes), places=places, stages=stages)
-            layout = laid.layout(part, cut.axis if cut is not None else None)
-            if cut is not None and cut.dim is not None:
-                layout = _in_ranges(kind.name, layout, portion, laid.mesh)
-            self._layouts[alike] = layout
+        if alike in self._layouts:
+            return self._layouts[alike]
+        component, cut, places, sizes = portion.component, portion.line.cut, kind.places, kind.sizes
+        rule, dealt = component.shape, cut.axis if cut is not None else None
+        if component.index:
+            places = (*places, (component.index, index or 0))
+        if cut is not None and cut.axis is None:  # numbers in place of the model's axes, of which none is dealt
+            lengths = rule.sizes(sizes)
+            dims = [Dim((Summand((length,)),)) for length in lengths]
+            if cut.dim is not None:
+                (place, *inner), parts, dealt = component.of_dim(cut.dim), cut.parts, "range"
+                while inner and parts % lengths[place] == 0:  # a factor counts the parts
+                    parts //= lengths[place]
+                    place, *inner = inner
+                degree = parts * dict(laid.mesh.degrees).get("tp", 1)
+                if lengths[place] % degree:
+                    why = f"{lengths[place]} do not divide by {degree}"
+                    raise PlanError(f"tensor '{kind.name}' cannot be split over {laid.mesh}: {why}")
+                dims[place] = Dim((Summand((parts, dealt) if parts > 1 else (dealt,)),))
+                sizes = {**sizes, dealt: lengths[place] // parts}
+            rule = Shape(tuple(dims))
+        stages = kind.stages if laid is self.plan and portion.line.on != "every stage" else None
+        shape = rule.sizes(sizes)
+        part = replace(kind, rule=rule, sizes=sizes, shape=shape, places=places, stages=stages)
+        self._layouts[alike] = laid.layout(part, dealt)
         return self._layouts[alike]
 
     def _constants(self, constants: Sequence[Constant]) -> Iterator[Stored]:
         sizes = self.plan.model.sizes
         for constant in constants:
-            if constant.when is not None and not sizes.evaluate(constant.when, {}):
+            if not sizes.is_true(constant.when):
                 continue
             dtype = constant.dtype
             if dtype == "model":
@@ -312,26 +300,6 @@ class Arrangement:
                     if self.chunks is not None:
                         geometry = geometry.whole.in_chunks(self.chunks.get(name, {}))
                     yield Stored(name, dtype, geometry, (), constant)
-
-
-def _in_ranges(name: str, layout: Layout, portion: Portion, mesh: Mesh) -> Layout:
-    """The layout of what a line cuts along a dimension, whatever the model's rules say. Raises PlanError."""
-    assert portion.cut is not None and portion.cut.dim is not None
-    places, parts = [*portion.component.of_dim(portion.cut.dim)], portion.cut.parts
-    while len(places) > 1 and parts % layout.full[places[0]] == 0:  # a factor counts the parts
-        parts //= layout.full[places.pop(0)]
-    place, degree = places[0], dict(mesh.degrees).get("tp", 1)
-    size, remainder = divmod(layout.full[place], degree * parts)
-    if remainder:
-        why = f"{layout.full[place]} do not divide by {degree * parts}"
-        raise PlanError(f"tensor '{name}' cannot be split over {mesh}: {why}")
-    boxes = {}
-    for rank, box in layout.boxes.items():
-        first = mesh.coordinates(rank).get("tp", 0) * size
-        runs = tuple(Run(first + part * degree * size, size) for part in range(parts))
-        dims = (*box.dims[:place], runs if degree > 1 else (Run(0, layout.full[place]),), *box.dims[place + 1 :])
-        boxes[rank] = Box(dims, tuple(sum(run.length for run in dim) for dim in dims))
-    return replace(layout, boxes=boxes, parallel_dims=layout.parallel_dims | {place})
 
 
 def arrangement_of(
@@ -361,11 +329,16 @@ def on_mesh(plan: Plan, format: Format, twice: Mapping[str, str] = {}) -> Arrang
 def align_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, Arrangement]:
     """Two arrangements of one model, refined to the same atoms. Raises PlanError if that is not possible."""
     tensors = zip(source.plan.model.tensors, target.plan.model.tensors, strict=True)
-    pairs = [*dict.fromkeys((kind.kind, other.kind) for kind, other in tensors)]
-    return (
-        source.refined((kind, target.parts[other]) for kind, other in pairs),
-        target.refined((other, source.parts[kind]) for kind, other in pairs),
-    )
+    kinds = dict.fromkeys((one.kind, other.kind) for one, other in tensors)
+
+    def refined(side: Arrangement, beside: Arrangement, pairs: Iterable[tuple[Kind, Kind]]) -> Arrangement:
+        parts = dict(side.parts)
+        for kind, other in pairs:
+            parts[kind] = refine(kind, parts[kind], beside.parts[other])
+        same = parts == side.parts
+        return side if same else Arrangement(side.plan, parts, side.format, side.chunks, side.twice)
+
+    return refined(source, target, kinds), refined(target, source, ((other, kind) for kind, other in kinds))
 
 
 @dataclass(frozen=True)
@@ -387,33 +360,27 @@ class StoredRow:
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
     """The rows of what a program stores, in its order."""
-    names = dict[Portion, str]()
-    for kind, portions in arrangement.parts.items():
-        for portion in portions:
-            label = portion.component.label
-            names[portion] = f"{kind.pattern} ({label})" if label else kind.pattern
-    groups: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
+    kinds, groups = arrangement.plan.model.kind_of, dict[tuple[str, str, tuple[int, ...]], list[Stored]]()
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)
         first = next((shape for shape in shapes if shape is not None), ())
         shape = stored.constant.shape if stored.constant else first
-        groups.setdefault((_general(stored), stored.dtype, shape), []).append(stored)
+        target = stored.geometry.portions[0].target if stored.constant is None else None
+        is_general = target is not None and Pattern(target).match(stored.name) is not None
+        name = str(target) if is_general else without_numbers(stored.name)
+        groups.setdefault((name, stored.dtype, shape), []).append(stored)
     rows = []
     for (name, dtype, shape), alike in groups.items():
         portions_of = () if alike[0].constant else alike[0].geometry.portions
-        sources = tuple(dict.fromkeys(names[portion] for portion in portions_of))
+        sources = tuple(
+            dict.fromkeys(
+                f"{kinds[atom.tensor].pattern} ({atom.label})" if atom.label else kinds[atom.tensor].pattern
+                for atom in alike[0].atoms[: len(portions_of)]
+            )
+        )
         nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
         rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
     return rows
-
-
-def _general(stored: Stored) -> str:
-    target = stored.geometry.portions[0].target if stored.constant is None else None
-    if stored.naming is not None and len({*stored.naming.targets}) == 1:
-        return stored.naming.targets[0]
-    if target is not None and Pattern(target).match(stored.name) is not None:
-        return target
-    return without_numbers(stored.name)
 
 
 def _how(stored: Stored, portions: Sequence[Portion]) -> str:
@@ -423,14 +390,13 @@ def _how(stored: Stored, portions: Sequence[Portion]) -> str:
     words = ["stacked"] if first.stacked and first.slots else []
     words += ["joined"] if len(portions) > 1 else []
     line = first.line
-    if line is not None:
-        words += ["output first"] if line.output_first and first.component.arrow is not None else []
-        words += ["halves as pairs"] if any(line.pairs) else []
-        words += ["pairs as halves"] if any(line.halves) else []
-        words += [f"{line.function}(x)"] if line.function else []
-        words += [f"as {line.dtype}"] if line.dtype else []
-        words += ["whole"] if line.cut == Cut() else []
-        words += ["on the first rank, else zeros"] if line.on == "first rank" else []
+    words += ["output first"] if line.output_first and first.component.arrow is not None else []
+    words += ["halves as pairs"] if any(line.pairs) else []
+    words += ["pairs as halves"] if any(line.halves) else []
+    words += [f"{line.function}(x)"] if line.function else []
+    words += [f"as {line.dtype}"] if line.dtype else []
+    words += ["whole"] if line.cut == Cut() else []
+    words += ["on the first rank, else zeros"] if line.on == "first rank" else []
     return ", ".join(words)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from formats.files.chunks import Chunk
-from formats.notation.axes import Run, merge_runs, product_boxes, product_runs
+from formats.notation.axes import Run, merge_runs, product_boxes, product_runs, segments
 from reshard.mesh.plan import Layout
 from reshard.placement.pieces import Piece, Runs, Spread, local_index
 from reshard.placement.portions import Portion
@@ -95,13 +95,10 @@ class Geometry:
         All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint.
         """
         owned = {rank: dims for rank in self.holders if (dims := self.dims(rank)) is not None}
-        cuts = [
-            sorted({end for run in itertools.chain(*dim_runs) for end in (run.offset, run.end)})
-            for dim_runs in zip(*owned.values(), strict=True)
-        ]
+        cut = [[*segments(dict(zip(owned, runs, strict=True)))] for runs in zip(*owned.values(), strict=True)]
         file_of, ranks = dict[Chunk, int](), self.layouts[0].ranks
-        for rank, dims in owned.items():
-            pieces = [[*itertools.chain(*(_cut(run, at) for run in runs))] for runs, at in zip(dims, cuts, strict=True)]
+        for rank in owned:
+            pieces = [[run for run, holders in parts if rank in holders] for parts in cut]
             for number, chunk in enumerate(itertools.product(*pieces)):
                 at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
                 file_of.setdefault(at, number * ranks + rank)
@@ -192,13 +189,12 @@ def _within(part: Piece, portions: Sequence[Portion], slot: int, layouts: Sequen
         return
     strides, dims = list[int](), list[list[tuple[int, tuple[Run, ...]]]]()  # of each dimension: base, and runs
     for dim, (own, step) in enumerate(zip(part.runs, part.strides, strict=True)):
-        joined = [(portion, layouts[slot])]
-        if dim == portion.dim and len(portions) > 1:
-            joined = [*zip(portions, layouts, strict=True)]
-        lead = portion.lead if len(joined) > 1 else 0
+        joined, number, lead = [(portion, layouts[slot])], 0, 0
+        if dim == portion.dim:
+            joined, number, lead = [*zip(portions, layouts, strict=True)], slot, portion.lead
         extents = [math.prod(of.padded[f] for f in each.of_dim(dim)[lead:]) for each, of in joined]
-        first, row = sum(extents[:slot]) if len(joined) > 1 else 0, sum(extents)
-        end = first + extents[slot if len(joined) > 1 else 0]
+        first, row = sum(extents[:number]), sum(extents)
+        end = first + extents[number]
         factors = [sizes[f] for f in portion.of_dim(dim)]
         own_strides, places = (*row_major(factors[:lead], row * step), *row_major(factors[lead:], step)), []
         for run in own:
@@ -220,11 +216,6 @@ def _within(part: Piece, portions: Sequence[Portion], slot: int, layouts: Sequen
 def _by_factor(order: Sequence[int], stored: Sequence[_T]) -> tuple[_T, ...]:
     """What each factor has, given it in the stored order."""
     return tuple(each for _, each in sorted(zip(order, stored, strict=True), key=lambda pair: pair[0]))
-
-
-def _cut(run: Run, cuts: Sequence[int]) -> Iterator[Run]:
-    ends = [run.offset, *(cut for cut in cuts if run.offset < cut < run.end), run.end]
-    return (Run(begin, end - begin) for begin, end in itertools.pairwise(ends))
 
 
 def contiguous(runs: Sequence[Runs]) -> Piece:

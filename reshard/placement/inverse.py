@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from formats.errors import CheckpointError, PlanError
 from formats.notation.architecture import Architecture, filled
 from formats.notation.components import component_names
-from formats.notation.expressions import Expression
 from formats.notation.format import Format, Line, Renaming
 from reshard.model.model import AxisSizes, check_members
 
@@ -30,7 +29,7 @@ class NameInverse:
             for name in itertools.chain(*component_names(template, shape))
             if name not in architecture.tensors or name in architecture.derived
         }
-        constants = (constant for constant in self._format.rules.constants if self._holds(constant.when))
+        constants = (constant for constant in self._format.rules.constants if self._sizes.is_true(constant.when))
         self._constants = [pattern for constant in constants for pattern in constant.names]
         self._present: set[str] = set()
 
@@ -66,11 +65,8 @@ class NameInverse:
     def _is_copy(self, name: str) -> bool:
         """Whether a name is another one of a tensor that the architecture has: of a tied one."""
         lines = (line for line in self._format.rules.lines if line.also)
-        matches = ((line, line.target.match(name)) for line in lines if self._holds(line.when))
+        matches = ((line, line.target.match(name)) for line in lines if self._sizes.is_true(line.when))
         return any(words is not None and self._sources_of(line, words) is not None for line, words in matches)
-
-    def _holds(self, when: Expression | None) -> bool:
-        return when is None or bool(self._sizes.evaluate(when, {}))
 
     def _old_names(self, name: str) -> Iterator[str]:
         """The names that a tensor may have had before it was renamed, as one of a later layer or by ``[names]``."""
@@ -92,12 +88,12 @@ class NameInverse:
     def _renaming(self, name: str) -> Renaming | None:
         """The renaming of a tensor's name."""
         names = (renaming for renaming in self._format.rules.names if renaming.old.match(name) is not None)
-        return next((renaming for renaming in names if self._holds(renaming.when)), None)
+        return next((renaming for renaming in names if self._sizes.is_true(renaming.when)), None)
 
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
             words = line.target.match(name)
-            if words is None or line.also or not self._holds(line.when):
+            if words is None or line.also or not self._sizes.is_true(line.when):
                 continue
             sources = self._sources_of(line, words)
             if sources is not None:

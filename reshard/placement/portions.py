@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from formats.errors import PlanError
 from formats.notation.architecture import filled
 from formats.notation.components import Component, component_names, components, whole
-from formats.notation.expressions import Expression
-from formats.notation.format import Cut, Format, Line, Use
+from formats.notation.format import Format, Line, Pattern, Use
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 
@@ -37,21 +36,16 @@ class Portion:
     stacked: str | None
     slot: int
     slots: int
-    line: Line | None
+    line: Line
     order: tuple[int, ...]
     counts: tuple[int, ...]
     dim: int
     lead: int
 
     @property
-    def cut(self) -> Cut | None:
-        """How the format divides it over the ranks, if not by the model's rules."""
-        return self.line.cut if self.line else None
-
-    @property
     def function(self) -> str | None:
         """The function that is stored instead of the elements, if there is one."""
-        return self.line.function if self.line else None
+        return self.line.function
 
     @property
     def outer(self) -> int:
@@ -85,11 +79,14 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
         raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
 
 
+_KEPT = Line(Pattern("**"), (Pattern("**"),))
+
+
 def kept_whole(kind: Kind, target: str | None) -> Portion:
     """Tensors that are stored as they are, under this name or their own."""
     component = whole(kind.rule_in_rows)
     order = tuple(range(len(component.factors)))
-    return Portion(component, target, None, 0, 1, None, order, component.counts, component.dim, component.lead)
+    return Portion(component, target, None, 0, 1, _KEPT, order, component.counts, component.dim, component.lead)
 
 
 def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
@@ -97,50 +94,41 @@ def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
 
     Refined by each other, both sides have the same atoms. Raises PlanError if a stored order cannot be expressed so.
     """
-    finer = {part.component.label: part.component for part in other}
-    if None not in finer and any(part.component.label is None for part in one):
-        one = tuple(part for portion in one for part in _by_label(kind, portion))
-    is_indexed = any(component.index for component in finer.values())
-    return tuple(_factored(kind, part, finer.get(part.component.label), is_indexed) for part in one)
-
-
-def _by_label(kind: Kind, portion: Portion) -> Iterator[Portion]:
-    """A tensor that is stored whole, as its labelled components."""
-    if portion.slots > 1:
-        raise _not_in_parts(kind, "joined with others here and stored in parts")
-    places = {tuple(portion.component.of_dim(dim)): dim for dim in range(len(portion.component.counts))}
-    ends = [*itertools.accumulate(portion.counts, initial=0)]
-    dims = [places.get(portion.order[begin:end]) for begin, end in itertools.pairwise(ends)]
-    parts = components(kind.rule_in_rows)
-    for slot, part in enumerate(part.at_index() if portion.component.index else part for part in parts):
-        of_dims = [part.of_dim(dim) for dim in dims if dim is not None]
-        if len(of_dims) < len(dims):
+    finer, portions = {part.component.label: part.component for part in other}, one
+    if None not in finer and one[0].component.label is None:  # what is whole here, as its labelled components
+        (portion,) = one
+        if portion.slots > 1:
+            raise _not_in_parts(kind, "joined with others here and stored in parts")
+        stored_as = {tuple(portion.component.of_dim(dim)): dim for dim in range(len(portion.component.counts))}
+        dims = [stored_as.get(portion.of_dim(dim), -1) for dim in range(len(portion.counts))]
+        if -1 in dims:
             raise _not_in_parts(kind, "stored in another order within a dimension here and in parts")
-        yield replace(
-            portion, component=part, slot=slot, slots=len(parts), dim=dims.index(part.dim), lead=part.lead,
-            order=tuple(itertools.chain(*of_dims)), counts=tuple(map(len, of_dims)),
-        )  # fmt: skip
-
-
-def _factored(kind: Kind, part: Portion, other: Component | None, is_indexed: bool) -> Portion:
-    """A portion as the atoms of each index, and with two factors where the other side has halves or pairs in place of
-    one. The stored order stays.
-    """
-    if is_indexed and part.component.index is None:
-        if part.order[0] != 0 or part.counts[0] != 1 or part.stacked is not None or (part.slots > 1 and part.dim == 0):
-            raise _not_in_parts(kind, f"stored by '{kind.rule.dims[0]}' there, and here in another order", "")
-        order = tuple(place - 1 for place in part.order[1:])
-        part = replace(part, component=part.component.at_index(), order=order, counts=part.counts[1:],
-                      stacked=kind.rule.dims[0].axis, dim=max(part.dim - 1, 0))  # fmt: skip
-    place = other.pair if other else None
-    if other is None or place is None or part.component.pair is not None:
-        return part
-    at, ends = part.order.index(place), [*itertools.accumulate(part.counts)]
-    dim = next(dim for dim, end in enumerate(ends) if at < end)
-    order = tuple(new for f in part.order for new in (f + (f > place), *([f + 1] if f == place else [])))
-    counts = tuple(count + (number == dim) for number, count in enumerate(part.counts))
-    is_lead = dim == part.dim and at < ends[dim] - part.counts[dim] + part.lead
-    return replace(part, component=other, order=order, counts=counts, lead=part.lead + is_lead)
+        own = [part.at_index() if portion.component.index else part for part in components(kind.rule_in_rows)]
+        portions = ()
+        for slot, component in enumerate(own):
+            of_dims = [component.of_dim(dim) for dim in dims]
+            order, counts, at = tuple(itertools.chain(*of_dims)), tuple(map(len, of_dims)), dims.index(component.dim)
+            part = replace(portion, component=component, slot=slot, slots=len(own), dim=at, lead=component.lead)
+            portions = (*portions, replace(part, order=order, counts=counts))
+    is_indexed, refined = any(component.index for component in finer.values()), list[Portion]()
+    for part in portions:
+        if is_indexed and part.component.index is None:  # the atoms of each index
+            index, is_joined = kind.rule.dims[0], part.slots > 1 and part.dim == 0
+            if part.order[0] != 0 or part.counts[0] != 1 or part.stacked is not None or is_joined:
+                raise _not_in_parts(kind, f"stored by '{index}' there, and here in another order", "")
+            order, dim = tuple(place - 1 for place in part.order[1:]), max(part.dim - 1, 0)
+            component, counts = part.component.at_index(), part.counts[1:]
+            part = replace(part, component=component, order=order, counts=counts, stacked=index.axis, dim=dim)
+        theirs = finer.get(part.component.label, part.component)
+        place = theirs.pair
+        if place is not None and part.component.pair is None:  # two factors in place of one
+            dim = next(dim for dim in range(len(part.counts)) if place in part.of_dim(dim))
+            is_lead = dim == part.dim and place in part.of_dim(dim)[: part.lead]
+            order = tuple(new for f in part.order for new in (f + (f > place), *([f + 1] if f == place else [])))
+            counts = tuple(count + (number == dim) for number, count in enumerate(part.counts))
+            part = replace(part, component=theirs, order=order, counts=counts, lead=part.lead + is_lead)
+        refined.append(part)
+    return tuple(refined)
 
 
 def _not_in_parts(kind: Kind, how: str, where: str = " there") -> PlanError:
@@ -182,7 +170,7 @@ class _Reading:
             raise PlanError(f"{lacking}: no model that was compared with {self.format.loading.program} has it")
         for refusal in self.format.rules.refusals:
             is_of_it = refusal.old.match(name) is not None and not (refusal.scalars and math.prod(kind.shape) > 1)
-            if is_of_it and _holds(self.model, refusal.when, kind):
+            if is_of_it and self.model.sizes.is_true(refusal.when, dict(kind.indices)):
                 raise PlanError(f"{lacking}: {refusal.why}", "'reshard formats SOURCE' says which formats are possible")
 
     def _uses(self, name: str, kind: Kind) -> Iterator[Use]:
@@ -194,7 +182,7 @@ class _Reading:
                 continue
             if line.beside is not None and not self._beside[kind][id(use)]:
                 continue
-            if _holds(self.model, line.when, kind):
+            if self.model.sizes.is_true(line.when, dict(kind.indices)):
                 yield use
 
     def _portion(self, kind: Kind, component: Component, use: Use) -> Portion:
@@ -230,7 +218,7 @@ class _Reading:
             portion = replace(portion, counts=(0,))
         for name in rules.names:
             words = name.old.match(target)
-            if words is not None and _holds(self.model, name.when):
+            if words is not None and self.model.sizes.is_true(name.when):
                 return replace(portion, target=name.new.fill(words))
         return portion
 
@@ -251,7 +239,7 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
         lacking = [
             kind
             for kind, portions in first.items()
-            if any(part.line and len(joined[id(part.line), part.target]) < part.slots for part in portions)
+            if any(len(joined[id(part.line), part.target]) < part.slots for part in portions)
         ]
         for kind in lacking:
             del readings[kind][0]
@@ -267,11 +255,6 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
         kind: tuple(map(reading.named, portions[0])) if portions else (kept_whole(kind, None),)
         for kind, portions in readings.items()
     }
-
-
-def _holds(model: Model, when: Expression | None, kind: Kind | None = None) -> bool:
-    """Whether a condition is true of a model, for the tensors of a kind."""
-    return when is None or bool(model.sizes.evaluate(when, dict(kind.indices) if kind else {}))
 
 
 def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[int]) -> tuple[int, ...]:
@@ -323,7 +306,7 @@ def dropped_of(model: Model, format: Format) -> frozenset[str]:
     """The tensors that a program does not store."""
     names: set[str] = set()
     for dropped in format.of(model.config).rules.dropped:
-        if not _holds(model, dropped.when):
+        if not model.sizes.is_true(dropped.when):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
         covered: dict[Kind, list[int]] = {}

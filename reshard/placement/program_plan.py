@@ -105,7 +105,7 @@ def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = Tr
     if format.plain:
         mesh = unevenly(model, degrees.mesh) if degrees.uneven else degrees.mesh
         return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
-    if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.expert_axes:
+    if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.architecture.expert_axes:
         degrees = replace(degrees, ep=degrees.tp, same_ranks=True)
     ep, mesh = degrees.ep, degrees.mesh
     if ep > 1 and not degrees.same_ranks and not format.container.chunks and format.files.ep is None:
@@ -125,7 +125,18 @@ def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = Tru
 
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format, files=files)
-    _check_compared(model, format, mesh)
+    kind = format.types.name_of(model.config)
+    compared = format.types.meshes.get(kind, dict.fromkeys(dict(mesh.degrees)))  # any mesh of a type without a table
+    for dimension, degree in mesh.degrees:
+        if dimension not in compared:
+            why = f"what {format.loading.program} has of '{kind}' was compared with {' and '.join(compared)} alone"
+            advice = "leave it out, or write another format"
+            raise refused(dimension, degree, why, format=format.name, advice=advice)
+        largest = compared[dimension]
+        if largest is not None and degree > largest:
+            why = f"how {format.loading.program} splits '{kind}' was compared up to {dimension} {largest}"
+            advice = f"give {largest} or less, or write another format"
+            raise refused(dimension, degree, why, format=format.name, advice=advice)
 
     def look_up(name: str) -> Any:
         degrees = {"ranks": mesh.size, "tp": dict(mesh.degrees).get("tp", 1)}
@@ -137,24 +148,6 @@ def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = Tru
                 f"the format '{format.name}' is not possible for {mesh}: {why}",
                 "'reshard formats SOURCE' says which formats are possible",
             )
-
-
-def _check_compared(model: Model, format: Format, mesh: Mesh) -> None:
-    """Raise PlanError for a mesh on which it is not known what a program has of a model of this type."""
-    kind = format.types.name_of(model.config)
-    if kind not in format.types.meshes:
-        return
-    compared = format.types.meshes[kind]
-    for dimension, degree in mesh.degrees:
-        if dimension not in compared:
-            why = f"what {format.loading.program} has of '{kind}' was compared with {' and '.join(compared)} alone"
-            advice = "leave it out, or write another format"
-            raise refused(dimension, degree, why, format=format.name, advice=advice)
-        largest = compared[dimension]
-        if largest is not None and degree > largest:
-            why = f"how {format.loading.program} splits '{kind}' was compared up to {dimension} {largest}"
-            advice = f"give {largest} or less, or write another format"
-            raise refused(dimension, degree, why, format=format.name, advice=advice)
 
 
 def program_plan(

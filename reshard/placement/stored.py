@@ -11,12 +11,10 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from formats.files.chunks import Chunk
 from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.notation.architecture import filled
 from formats.notation.format import Constant, Renaming
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
@@ -36,24 +34,6 @@ Chunks = Mapping[str, Mapping[int, Chunk]]
 """The chunks of stored tensors, by the tensor's name and the number of a file."""
 
 
-@dataclass(frozen=True, eq=False)
-class Naming:
-    """The names of a stored tensor, if they differ between ranks.
-
-    ``targets`` has the program's name on each rank, with indices as in ``{layer}``. ``at`` has the values of these
-    indices, ``firsts`` for each rank the value from which it counts.
-    """
-
-    targets: Sequence[str]
-    at: Mapping[str, int]
-    firsts: Sequence[Mapping[str, int]]
-
-    def on(self, rank: int) -> str:
-        """The name on a rank."""
-        name, firsts = self.targets[rank], self.firsts[rank]
-        return filled(name, {axis: number - firsts.get(axis, 0) for axis, number in self.at.items()})
-
-
 Stated = Callable[[int], tuple[int, ...]]
 """The shape that a tensor states of its weight, by the number of the rank or file that holds it."""
 
@@ -61,7 +41,8 @@ Stated = Callable[[int], tuple[int, ...]]
 class Stored(NamedTuple):
     """A tensor of a program. ``atoms`` are in the order of the stack, then of the slots.
 
-    ``naming`` has its names, if they differ between ranks. ``stated`` is set if its values state the shape of a weight.
+    ``naming`` gives its name on a rank, if that is not the same on all. ``stated`` is set if its values state the shape
+    of a weight.
     """
 
     name: str
@@ -69,12 +50,12 @@ class Stored(NamedTuple):
     geometry: Geometry
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
-    naming: Naming | None = None
+    naming: Callable[[int], str] | None = None
     stated: Stated | None = None
 
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""
-        return self.naming.on(rank) if self.naming else self.name
+        return self.naming(rank) if self.naming else self.name
 
     def constant_bytes(self, shape: tuple[int, ...] | None = None) -> bytes:
         """The content of a constant, or, with a shape, of a part of it."""
@@ -129,7 +110,7 @@ class Location(NamedTuple):
     @property
     def zeros(self) -> frozenset[int]:
         """The ranks that store zeros in its place, because an earlier rank has the same part."""
-        if self.portion.line is None or self.portion.line.on != "first rank":
+        if self.portion.line.on != "first rank":
             return frozenset()
         first: dict[object, int] = {}
         boxes = self.layout.boxes

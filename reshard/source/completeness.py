@@ -246,8 +246,7 @@ class Present:
 
     def __init__(self, model: Model) -> None:
         self.model, self.architecture, self.sizes = model, model.architecture, model.sizes
-        families = itertools.chain.from_iterable(self.architecture.families.values())
-        self.dealt = frozenset(itertools.chain.from_iterable(families)) - {*self.architecture.pad}
+        self.dealt = self.architecture.dealt - {*self.architecture.pad}
         self.is_dealt, self.counts = cache(self._is_dealt), cache(self._counts)
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
         line_of: dict[Kind, dict[At, list[BoundTensor]]] = {}

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, MismatchError, PlanError
@@ -22,7 +23,7 @@ from formats.files.checkpoint import (
     with_modelopt,
 )  # fmt: skip
 from formats.files.safetensors import TensorInfo
-from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, plan_digest
+from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.format_file import HUGGING_FACE, OWN
 from formats.store import FilePath, StoredPath, name_in
@@ -34,6 +35,9 @@ from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
 from reshard.store.selection import HubAccess, Weights
+
+if TYPE_CHECKING:
+    from reshard.model.draft import Draft
 
 Place = str | Path | StoredPath
 """How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
@@ -163,6 +167,16 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+
+
+def draft_of(path: FilePath) -> Draft:
+    """A draft of rules for a checkpoint's folder. Raises CheckpointError and PlanError."""
+    from reshard.model.draft import draft  # rarely needed
+
+    if is_sharded(path):
+        raise CheckpointError(f"{path} is split already", "a draft is made from a full checkpoint")
+    checkpoint = open_checkpoint(path)
+    return draft(checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
 
 def _open_full(

@@ -101,7 +101,7 @@ class _Reading:
         if self.mesh is not None:
             return [self.mesh]
         stages = 1 + max(file.stage for file in self.files)
-        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.expert_axes)
+        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.architecture.expert_axes)
         dense = [mesh_of(tp, pp=stages)] if tp == 1 or not self.format.same_ranks or not has_experts else []
         return [*dense, mesh_of(tp, tp, same_ranks=True, pp=stages)] if has_experts and tp > 1 else dense
 
@@ -394,7 +394,6 @@ def inferred_sizes(
     ``full`` are the inferred tensors; of a single rank, those with a shape may have another name there.
     """
     sizes = AxisSizes(architecture, config, {})
-    dealt = {axis for families in architecture.families.values() for family in families for axis in family}
     configured, inferred = sizes.of({}), dict[str, int]()
     shapes = {name: info.shape for name, info in ranks[0].items()}
     if len(ranks) == 1:
@@ -405,7 +404,7 @@ def inferred_sizes(
         for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
             if dim.axis is not None and dim.axis not in configured:
                 holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
-                inferred.setdefault(dim.axis, length * (holders if dim.axis in dealt and holders else 1))
+                inferred.setdefault(dim.axis, length * (holders if dim.axis in architecture.dealt and holders else 1))
     return inferred
 
 

@@ -33,7 +33,6 @@ from formats.notation.adapters import (
     ModuleTensor,
     Part,
     Settings,
-    expert_axes,
     module_tensors,
     other_stacks,
     parameters,
@@ -196,7 +195,7 @@ class _Conversion:
         self.config = self.model.config
         self.lora = settings_of(self.config[SETTINGS], ADAPTER)
         self.of_modules = [*module_tensors(self.base, self.config)]
-        self.expert_axes = expert_axes(self.base, self.config)
+        self.expert_axes = self.base.expert_axes | {tensor.stacked for tensor in self.of_modules if tensor.stacked}
         self.rows_of = cache(lambda part, indices: rows_of(self.base, self.model, part, dict(indices)))
 
     def run(self) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from formats.notation.adapters import (
     Part,
     Settings,
     belongings,
-    form_of,
+    matrix_sides,
     of_pattern,
     settings_of,
+    unlabelled,
 )
 from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.axes import Shape
@@ -288,11 +289,7 @@ def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, 
 def shape_of(shapes: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:
     """The first shape whose condition holds and all of whose axes have a size."""
     axes = model.sizes.of(dict(indices)).keys()
-    holds = (
-        shape
-        for shape, when in shapes
-        if shape.axes <= axes and (when is None or model.sizes.evaluate(when, dict(indices)))
-    )
+    holds = (shape for shape, when in shapes if shape.axes <= axes and model.sizes.is_true(when, indices))
     return next(holds, shapes[0][0])
 
 
@@ -300,10 +297,13 @@ def layout_of(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
     """How A and B lie. Raises PlanError if that cannot be told of a stack."""
     if not target.is_stack:
         return LINEAR
-    form = form_of(target, a.kind.rule, (a.shape[-1], b.shape[0]))
-    if form is None:
-        raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
-    return form
+    forms = target.forms
+    if len({form.a.axes for form in forms}) > 1:
+        is_in = str(a.kind.rule.dims[-1]) == matrix_sides(unlabelled(target.tensors[0].shapes[0][0]))[1]
+        forms = tuple(form for form in forms if form.a.side == ("in" if is_in else "out"))
+        if not forms or a.shape[-1] == b.shape[0]:
+            raise PlanError(f"{ADAPTER}: '{a.name}': which side is the input cannot be told without peft_version")
+    return forms[0]
 
 
 _OTHER_BASE = "give the base model that the adapter was trained on"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from reshard.mesh.plan import make_plan
-from reshard.model.draft import draft, draft_of
+from reshard.model.draft import draft
 from reshard.model.model import FullTensor, Model
-from reshard.source.opening import Access
+from reshard.source.opening import Access, draft_of
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests import zoo

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from formats.errors import PlanError
 from formats.files.chunks import Chunk
 from formats.notation.axes import Run, parse, product_boxes
+from formats.notation.format import Line, Pattern
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry, contiguous
@@ -25,6 +26,9 @@ from reshard.placement.stored import Location, Stored
 from tests.marks import examples
 
 # -- stored tensors ----------------------------------------------------------------------------------------------------
+
+
+LINE = Line(Pattern("**"), (Pattern("**"),))
 
 
 def runs_of(of: list[int]) -> tuple[Run, ...]:
@@ -117,7 +121,7 @@ def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...]
     for slot, number in enumerate(slot_at):
         one = tuple(order) if number == 0 else tuple(range(len(shapes[number])))
         of = counts if number == 0 else (len(shapes[number]),)
-        portions.append(Portion(cast(Any, None), None, "x", slot, len(shapes), None, one, of, 0, lead if others else 0))
+        portions.append(Portion(cast(Any, None), None, "x", slot, len(shapes), LINE, one, of, 0, lead if others else 0))
     layouts, whole, at = [], [], 1
     dealt = draw(st.integers(0, len(sizes) - 1))  # ranks divide one factor, and what is joined with it in its place
     shared = draw(ranks_of(padding[dealt], count))
@@ -133,7 +137,7 @@ def cases(draw: st.DrawFn, sizes: tuple[int, ...], others: tuple[tuple[int, ...]
                 rank: Box(tuple(of[rank] for of in runs), tuple(sum(run.length for run in of[rank]) for of in runs))
                 for rank in range(count)
             }
-            layouts.append(Layout(parse(""), shape, size, boxes, count, shape, frozenset()))
+            layouts.append(Layout(parse(""), shape, size, boxes, count, shape, frozenset(), "whole"))
             atoms.append(np.arange(at, at + math.prod(shape), dtype=np.uint32).reshape(shape))
             at += math.prod(shape)
         whole.append(atoms)
@@ -308,8 +312,8 @@ def taken(data: np.ndarray, region: Region) -> np.ndarray:
 @given(st.integers(0, 7), st.integers(1, 8))
 def test_elements_of_half_a_byte_are_moved_in_whole_bytes_or_refused(begin: int, length: int) -> None:
     length = min(length, 8 - begin)
-    portion = Portion(cast(Any, None), None, None, 0, 1, None, (0,), (1,), 0, 0)
-    layout = Layout(parse(""), (8,), (8,), {0: Box(((Run(0, 8),),), (8,))}, 1, (8,), frozenset())
+    portion = Portion(cast(Any, None), None, None, 0, 1, LINE, (0,), (1,), 0, 0)
+    layout = Layout(parse(""), (8,), (8,), {0: Box(((Run(0, 8),),), (8,))}, 1, (8,), frozenset(), "whole")
     part = replace(layout, boxes={0: Box(((Run(begin, length),),), (length,))})
     before, after = (Geometry((portion,), (of,), False).spread(0) for of in (layout, part))
     if begin % 2 or length % 2:

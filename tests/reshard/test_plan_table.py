@@ -10,10 +10,12 @@ from formats.mesh import Mesh
 from formats.notation.architecture import architecture_from_document
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import read_expression
+from formats.notation.format_file import format_of
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import format_table, rows_of, totals_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
+from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
 
 # 8 query heads of 6 on 4 KV heads
 PHI3 = {
@@ -69,6 +71,26 @@ def test_experts_of_other_ranks_are_not_counted_on_the_first():
     assert sum(row.bytes_per_rank for row in rows) == 2 * 6 * 20 * 2
     assert {(row.copies, row.replicated) for row in rows} == {((1,), 0)}
     assert (norm.copies, norm.replicated) == ((4,), 40)
+
+
+def test_a_stack_of_experts_that_is_stored_input_first_is_split_as_each_expert_is():
+    config = {
+        "model_type": "gpt_oss", "hidden_size": 20, "intermediate_size": 12, "num_local_experts": 4, "vocab_size": 40,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+    }  # fmt: skip
+    experts = {"gate_up_proj": (4, 20, 24), "gate_up_proj_bias": (4, 24), "down_proj": (4, 12, 20)}
+    tensors = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in experts.items()}
+    plan = plan_of(config, tensors, Mesh((("ep", 2), ("tp", 2))))
+    rows = rows_of(plan)
+    assert [row.kind for row in rows] == ["expert column", "expert column", "expert row"]
+    assert totals_of(plan, rows).forward.count == 1
+
+
+def test_a_program_s_second_copy_of_a_tied_table_is_made_of_the_first():
+    config, table = PHI3 | {"model_type": "llama", "tie_word_embeddings": True}, "model.embed_tokens.weight"
+    format = format_of("dcp-transformers")
+    rows = stored_rows(arrangement_of(plan_of(config, {table: (40, 20)}, Mesh()), format))
+    assert {row.name: sources_text(row) for row in rows} == {table: "the same", "lm_head.weight": table}
 
 
 def test_a_condition_may_ask_for_a_size_that_depends_on_the_layer() -> None:

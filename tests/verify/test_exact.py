@@ -524,7 +524,7 @@ def test_elements_that_nobody_owns(llama: Pair) -> None:
     rule = open_source(llama.original).plan.layouts["lm_head.weight"].rule
     boxes = {rank: Box(((Run(3 * rank, 2),), (Run(0, 4),)), (2, 4)) for rank in range(2)}
     with pytest.raises(PlanError, match="no rank holds"):
-        check_all_owned(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({0})))
+        check_all_owned(Layout(rule, (5, 4), (5, 4), boxes, 2, (5, 4), frozenset({"vocab"}), "column"))
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -24,7 +24,7 @@ from verify.rank.device import CPU, empty, free, has_float64, is_noisy
 from verify.rank.gradients import gradients_on_disk, loss_of
 from verify.rank.group import machine_fault, say
 from verify.rank.loading import Loaded, compute_on, load_original, on_disk
-from verify.rank.roles import Kind, Role, roles
+from verify.rank.roles import Role, roles
 from verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_choice, random_ids, run
 from verify.run_settings import BYTES_ALONE
 
@@ -197,7 +197,7 @@ def places_of(loaded: Loaded, plan: Plan) -> Places:
 
 
 def _is_summed(role: Role) -> bool:
-    return role.kind is Kind.ROW or (bool(role.experts_along) and role.kind is Kind.WHOLE)
+    return role.split == "row" or (bool(role.experts_along) and role.split == "whole")
 
 
 def _check_numbers(trace: Trace, job: Job, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ from verify.rank.gradients import gradients_on_disk, loss_of, together
 from verify.rank.group import is_of_collective, machine_fault, say, world
 from verify.rank.loading import Loaded, UnfitError
 from verify.rank.model import load_rank
-from verify.rank.roles import Kind, Rank, roles
+from verify.rank.roles import Rank, roles
 from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
@@ -249,7 +249,7 @@ def _unfitting(place: str, plan: Plan, sources: Mapping[str, tuple[str, ...]]) -
     around = place
     while around and (around == place or any(segment.isdigit() for segment in around.split("."))):
         for name, role in role_of.items():
-            if name.startswith(f"{around}.") and role.is_gathered and role.kind is Kind.COLUMN:
+            if name.startswith(f"{around}.") and role.is_gathered and role.split == "column":
                 return role.tensor, True
         around = around.rpartition(".")[0]
     entries = (role.tensor for name, role in role_of.items() if name.rpartition(".")[0] == place and role.along)

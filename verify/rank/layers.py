@@ -56,7 +56,7 @@ from verify.rank.collectives import (
 from verify.rank.group import Group
 from verify.rank.loading import Loaded, Part
 from verify.rank.module_table import ModuleTable
-from verify.rank.roles import Kind, Rank, Role, expert_shares, roles
+from verify.rank.roles import Rank, Role, expert_shares, roles
 
 Module = TypeVar("Module", bound=nn.Module)
 Forward = Callable[..., Any]
@@ -302,8 +302,8 @@ def _make_parallel(
     module: nn.Module, roles: Mapping[str, Role], rank: Rank, groups: Groups
 ) -> list[tuple[torch.Tensor, frozenset[str]]]:
     """Make a module parallel; return its parameters that are added within a sum over ranks, and its dimensions."""
-    kinds = {role.kind for role in roles.values()}
-    whole = [name for name, role in roles.items() if role.kind is Kind.WHOLE and name in own_parameters(module)]
+    splits = {role.split for role in roles.values()}
+    whole = [name for name, role in roles.items() if role.split == "whole" and name in own_parameters(module)]
     summed = frozenset[str]().union(*(role.summed_along for role in roles.values()))
     vocabulary = roles.get("weight")
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.layout.parallel_dims:
@@ -311,13 +311,13 @@ def _make_parallel(
         group = groups.along(vocabulary.along)
         padding_row = _padding_row(module, vocabulary.layout.full[0], rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
-    elif summed and ({Kind.COLUMN, Kind.ROW} <= kinds or any(role.experts_along for role in roles.values())):
+    elif summed and ({"column", "row"} <= splits or any(role.experts_along for role in roles.values())):
         elsewhere = [name for name in whole if not groups.is_first(roles[name].along)]
         row_parallel(module, groups.along(summed), bias="", elsewhere=elsewhere)
         return [(module.get_parameter(name), summed) for name in whole]
-    elif Kind.ROW in kinds:
+    elif "row" in splits:
         row_parallel(module, groups.along(summed), bias=whole[0] if whole else "bias")
-    elif columns := [role for role in roles.values() if role.is_gathered and role.kind is Kind.COLUMN]:
+    elif columns := [role for role in roles.values() if role.is_gathered and role.split == "column"]:
         role = columns[0]
         dim = min(role.layout.parallel_dims)
         if role.is_taken_whole and role.layout.rule.dims[dim].axis is None:
@@ -327,9 +327,9 @@ def _make_parallel(
         boxes = [role.layout.boxes[peer] for peer in rank.plan.mesh.peers(rank.rank, role.along)]
         parts = [[i for run in box.dims[dim] for i in range(run.offset, run.end)] for box in boxes]
         gather_logits(module, groups.along(role.along), places_among(parts, role.layout.full[dim]))
-    elif kinds == {Kind.VECTOR} and not list(module.children()):
+    elif splits == {"vector"} and not list(module.children()):
         parallel_norm(module, groups.along(next(iter(roles.values())).along))
-    elif kinds == {Kind.VECTOR}:
+    elif splits == {"vector"}:
         in_children = {id(tensor) for child in module.children() for tensor in child.parameters()}
         tensors = {**own_parameters(module), **own_buffers(module)}
         added = {
@@ -338,7 +338,7 @@ def _make_parallel(
         if added:
             group = groups.along(next(iter(added.values())).along)
             without_padding(module, {name: role.layout.full for name, role in added.items()}, group)
-    elif kinds == {Kind.WHOLE} and not isinstance(module, nn.Embedding):
+    elif splits == {"whole"} and not isinstance(module, nn.Embedding):
         layouts = {name: role.layout for name, role in roles.items()}
         if padded := {name: layout.full for name, layout in layouts.items() if layout.padded != layout.full}:
             without_padding(module, padded)

@@ -164,5 +164,7 @@ class ModuleTable:
             raise PlanError(
                 f"plan '{self._rank.modules.name}', [modules]: '{dim}' is {dim.size(sizes)}, the model has {length}"
             )
-        shares = (shares_of(plan.model, plan.mesh, rank, sizes, frozenset()) for rank in range(plan.mesh.size))
+        shares = (
+            shares_of(plan.model.architecture, plan.mesh, rank, sizes, frozenset()) for rank in range(plan.mesh.size)
+        )
         return [[i for run in owned(dim, sizes, share) for i in range(run.offset, run.end)] for share in shares]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from formats.errors import PlanError
 from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
-from formats.notation.axes import Shape, Share
+from formats.notation.axes import Share, Split
 from reshard.mesh.plan import Layout, Plan
-from reshard.model.model import Kind as Alike
-from reshard.model.model import padded_sizes, shares_of, sizes_of_parts
+from reshard.model.model import padded_sizes, sizes_of_parts
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,11 @@ class Rank:
     @cached_property
     def shapes_with_all_experts(self) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor would have here if this rank had all experts."""
-        model, shapes = self.plan.model, {}
-        for kind, layout in self.plan.laid.items():
-            sizes, shares = sizes_and_shares(self.plan, kind, self.rank)
-            others = {axis: share for axis, share in shares.items() if axis not in model.expert_axes}
-            shapes[kind] = layout.rule.sizes(sizes_of_parts(sizes, others))
-        return {tensor.name: shapes[tensor.kind] for tensor in model.tensors}
+        plan, experts, shapes = self.plan, self.plan.model.architecture.expert_axes, {}
+        for kind, layout in plan.laid.items():
+            others = {axis: share for axis, share in plan.shares(kind, self.rank).items() if axis not in experts}
+            shapes[kind] = layout.rule.sizes(sizes_of_parts(padded_sizes(kind.sizes, plan.padding), others))
+        return {tensor.name: shapes[tensor.kind] for tensor in plan.model.tensors}
 
     @property
     def lacks_experts(self) -> bool:
@@ -56,25 +53,16 @@ class Rank:
         return bool(experts_along(self.plan.mesh)) and self.shapes != self.shapes_with_all_experts
 
 
-class Kind(Enum):
-    """How a parameter lies on the ranks."""
-
-    WHOLE = "whole"
-    VECTOR = "vector"
-    COLUMN = "column"
-    ROW = "row"
-
-
 @dataclass(frozen=True)
 class Role:
-    """The kind of a parameter, a tensor in it with its layout, and what the plan says of all that it is made of.
+    """How a parameter is split, a tensor in it with its layout, and what the plan says of all that it is made of.
 
     ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that deal
     its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered;
     ``is_taken_whole``: but something takes all of them, which is not dealt with them.
     """
 
-    kind: Kind
+    split: Split
     tensor: str
     layout: Layout
     along: frozenset[str]
@@ -85,59 +73,26 @@ class Role:
     @property
     def summed_along(self) -> frozenset[str]:
         """The mesh dimensions along which ranks have parts of a sum, not parts of the output."""
-        return self.along if self.kind is Kind.ROW else self.experts_along
-
-
-def sizes_and_shares(plan: Plan, alike: Alike, rank: int) -> tuple[dict[str, int], dict[str, Share]]:
-    """The padded size of each axis for tensors that are alike, and what a rank has of each that is dealt."""
-    sizes = padded_sizes(alike.sizes, plan.padding)
-    return sizes, shares_of(plan.model, plan.mesh, rank, sizes, alike.axes)
-
-
-def dealt_axes(plan: Plan, alike: Alike) -> frozenset[str]:
-    """The axes of tensors, or of their names, of which ranks have parts."""
-    _, shares = sizes_and_shares(plan, alike, 0)
-    return frozenset(axis for axis in alike.axes & shares.keys() if shares[axis].parts > 1)
-
-
-def kind_of(rule: Shape, dealt: frozenset[str], experts: frozenset[str]) -> Kind:
-    """What the parallel dimension of a tensor with these ``dealt_axes`` is to its module. That experts are dealt does
-    not count.
-    """
-    leading = next((i for i, dim in enumerate(rule.dims[:-1]) if dim.axis not in experts), len(rule.dims) - 1)
-    inner = {i for i, dim in enumerate(rule.dims) if dim.axes & (dealt - experts)}
-    if not inner:
-        return Kind.WHOLE
-    if len(rule.dims) - leading == 1:
-        return Kind.VECTOR
-    if rule.input_dims & inner:
-        return Kind.ROW
-    outer = [dim for i, dim in enumerate(rule.dims) if i >= leading and i not in inner]
-    is_one_row = all(not dim.axes and dim.size({}) == 1 for dim in outer)  # "1 -> vocab"
-    return Kind.VECTOR if is_one_row else Kind.COLUMN
+        return self.along if self.split == "row" else self.experts_along
 
 
 def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]:
     """The role of each parameter, from the plan's layouts of the tensors that it is made of."""
-    experts, of_tensor = plan.model.expert_axes, plan.model.kind_of
-    dealt = {alike: dealt_axes(plan, alike) for alike in plan.laid}
-    rules = {alike: layout.rule for alike, layout in plan.laid.items()}
-    kinds = {alike: kind_of(rule, dealt[alike], experts) for alike, rule in rules.items()}
-    consumed = frozenset[str]().union(*(dealt[alike] for alike, kind in kinds.items() if kind is Kind.ROW))
-    inputs = frozenset[str]().union(*(rule.dims[dim].axes for rule in {*rules.values()} for dim in rule.input_dims))
+    experts, laid = plan.model.architecture.expert_axes, {*plan.laid.values()}
+    consumed = frozenset[str]().union(*(layout.dealt for layout in laid if layout.split == "row"))
+    inputs = frozenset[str]().union(*(layout.rule.dims[dim].axes for layout in laid for dim in layout.rule.input_dims))
     roles_of = {}
     for parameter, names in sources.items():
-        alike, layout = of_tensor[names[0]], plan.layouts[names[0]]
-        kind, axes = kinds[alike], dealt[alike]
-        if any(kinds[of_tensor[name]] is not kind for name in names):
+        layout = plan.layouts[names[0]]
+        if any(plan.layouts[name].split != layout.split for name in names):
             raise PlanError(
                 f"the tensors {', '.join(names[:3])} become one parameter, but lie differently on the ranks"
             )
         along = plan.mesh.varying([layout.boxes.get(rank) for rank in range(plan.mesh.size)])
-        along_experts = experts_along(plan.mesh) if axes & experts else frozenset()
-        is_gathered = kind in {Kind.COLUMN, Kind.VECTOR} and not axes & consumed
-        is_whole = is_gathered and bool(axes & inputs)
-        roles_of[parameter] = Role(kind, names[0], layout, along, along_experts, is_gathered, is_whole)
+        along_experts = experts_along(plan.mesh) if layout.dealt & experts else frozenset()
+        is_gathered = layout.split in {"column", "vector"} and not layout.dealt & consumed
+        is_whole = is_gathered and bool(layout.dealt & inputs)
+        roles_of[parameter] = Role(layout.split, names[0], layout, along, along_experts, is_gathered, is_whole)
     return roles_of
 
 
@@ -148,9 +103,9 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
     """What a rank has of the experts in each parameter of which it has not all."""
-    plan, experts, shares_of_rank = rank.plan, rank.plan.model.expert_axes, dict[str, Share]()
+    plan, experts, shares_of_rank = rank.plan, rank.plan.model.architecture.expert_axes, dict[str, Share]()
     for parameter, names in sources.items():
-        if (alike := plan.model.kind_of.get(names[0])) is not None:
-            for axis in dealt_axes(plan, alike) & experts:
-                shares_of_rank[parameter] = sizes_and_shares(plan, alike, rank.rank)[1][axis]
+        if (kind := plan.model.kind_of.get(names[0])) is not None:
+            for axis in plan.laid[kind].dealt & experts:
+                shares_of_rank[parameter] = plan.shares(kind, rank.rank)[axis]
     return shares_of_rank

@@ -38,8 +38,7 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     for kind, layout in plan.laid.items():
         boxes = {rank - first: box for rank, box in layout.boxes.items() if first <= rank < first + mesh.size}
         if boxes:
-            by_name = len(boxes) < mesh.size
-            laid[kind] = replace(layout, boxes=boxes, ranks=mesh.size, dealt_by_name=by_name)
+            laid[kind] = replace(layout, boxes=boxes, ranks=mesh.size)
     tensors = tuple(tensor for tensor in plan.model.tensors if tensor.kind in laid)
     return replace(plan, model=replace(plan.model, tensors=tensors, kinds=tuple(laid)), mesh=mesh, laid=laid)
 

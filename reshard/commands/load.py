@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
+from reshard.move.engine import Steps, fill, requested
 from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
-from reshard.move.mover import Steps, fill, requested
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Region, Slab
@@ -74,7 +73,7 @@ def _tensors_of(target: Arrangement, rank: int) -> Tensors:
 
 def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     """Each tensor as if it were a file of its own."""
-    return {rank: {name: TargetPlace(TargetFile(Path(name), b"", 0), 0) for name in kinds}}
+    return {rank: {name: TargetPlace(TargetFile(name, rank, b"", 0), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -116,13 +115,13 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
 def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
     """Fill what a slab writes of tensors; their names, and the bytes."""
     places = [job.target(region.rank) for region in slab.writes]
-    data = [memory[place.file.path.as_posix()][place.offset :] for place in places]
+    data = [memory[place.file.name][place.offset :] for place in places]
     blocks = [_block(tensor, region) for tensor, region in zip(data, slab.writes, strict=True)]
     fill(job, slab, reader, blocks)
     for place, tensor, region, block in zip(places, data, slab.writes, blocks, strict=True):
         for offset, at, length in region.ranges(0, region.nbytes) if region.rows.outer else ():
             tensor[offset : offset + length] = block.reshape(-1)[at : at + length]
-        yield place.file.path.as_posix(), region.nbytes
+        yield place.file.name, region.nbytes
 
 
 def _block(tensor: Bytes, region: Region) -> Bytes:

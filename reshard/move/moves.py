@@ -24,14 +24,16 @@ from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import restated
+from formats.store import Range, joined
 from reshard.mesh.plan import make_plan
-from reshard.move.jobs import Job, TargetPlace
+from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.reading import GAP, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Spread
 from reshard.placement.stored import Atom, Location, Stated
-from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
+from reshard.source.source import UNSPLIT, Source, SourceFile, SourcePlace
 
 Block = NDArray[np.uint8]
 """An array of bytes whose last dimension has the bytes of one element."""
@@ -258,8 +260,8 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     for atom, placed in source_side.copies:
         again.setdefault(atom, []).append(placed)
 
-    def goal(name: str, rank: int) -> TargetPlace | None:
-        return places[rank].get(name)
+    def goal(name: str, rank: int) -> TargetPlace:
+        return places[rank][name]
 
     @cache
     def whole() -> Mapping[Atom, Location]:
@@ -273,7 +275,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if src is None or src.portion.function is not None:
             src = whole()[atom]
             src = src._replace(stored=src.stored._replace(dtype=own.get(atom.tensor, src.stored.dtype)))
-            sources: Places = _on_all(_intact_place(source, src, atom.tensor))
+            sources: Callable[[int], SourcePlace] = _on_all(_intact_place(source, src, atom.tensor))
         else:
             sources = _places(origin, src)
         ranks = frozenset[int]()
@@ -302,7 +304,7 @@ def _on_all(place: Place) -> Callable[[int], Place]:
     return lambda rank: place
 
 
-def _place_of_copies(places: Sequence[Places], ranks: int, number: int) -> SourcePlace | None:
+def _place_of_copies(places: Sequence[Callable[[int], SourcePlace]], ranks: int, number: int) -> SourcePlace:
     """Where a rank has a tied tensor, or its copy: those of the first copy count from ``ranks`` on, and so on."""
     which, rank = divmod(number, ranks)
     return places[which](rank)
@@ -351,8 +353,8 @@ class _Moves:
         atom: Atom,
         src: Location,
         dst: Location,
-        sources: Places,
-        targets: Callable[[int], TargetPlace | None],
+        sources: Callable[[int], SourcePlace],
+        targets: Callable[[int], TargetPlace],
         ranks: frozenset[int],
         copies: Sequence[Location] = (),
     ) -> Job:
@@ -366,7 +368,7 @@ class _Moves:
         stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
             holders = sorted(src.spread.pieces)[: None if self._compare else 1]
-            origins = {rank: place for rank in holders if (place := sources(rank)) is not None}
+            origins = {rank: sources(rank) for rank in holders}
             way = _one_step(restate(atom.tensor, src.stored.dtype, nbytes, origins, stated, states, ranks))
         job = Job(atom.tensor, way, sources, targets, nbytes)
         names = [placed.stored.name for placed in copies]
@@ -441,15 +443,41 @@ def _change(name: str, src: Location, dst: Location, cast: str | None) -> Change
     return Change(name, src.stored.dtype, dst.stored.dtype, function, cast)
 
 
-def _places(place_of: Callable[[str, int], Place | None], location: Location) -> Callable[[int], Place | None]:
+def _places(place_of: Callable[[str, int], Place], location: Location) -> Callable[[int], Place]:
     """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
     if location.is_alone:
         return partial(place_of, location.stored.name)
 
-    def within(rank: int) -> Place | None:
+    def within(rank: int) -> Place:
         place = place_of(location.stored.name_on(rank), rank)
-        if place is None or not location.stored.geometry.has(rank, location.number):
-            return None
         return place._replace(offset=place.offset + location.first(rank))
 
     return within
+
+
+# ------------------------------------------------------------------------------------------------------------ downloads
+
+
+def download_of(source: Source, target: Arrangement, rank: int) -> int:
+    """The bytes of weights that are fetched if this rank alone is written, of files that are not on this machine.
+
+    Of a row-parallel weight these are more than the rank holds: where its parts of the rows lie close together, what
+    lies between them is fetched with them.
+    """
+    nowhere, nbytes_of = TargetPlace(TargetFile("", rank, b"", 0), 0), dict[Route, int]()
+    names, total = (stored.name_on(rank) for stored, _ in target.tensors_of(rank)), 0
+    for job in jobs_of(source, target, {rank: dict.fromkeys(names, nowhere)}, compare=False):
+        if job.transfer not in nbytes_of:
+            fetched: dict[SourceFile, list[Range]] = {}
+            for region in (region for slab in job.transfer(Options().sizes.step) for region in slab.reads):
+                place = job.source(region.rank)
+                parts = [(at, at + n) for at, _, n in ranges_of(place, region)] if place.file.remote is not None else []
+                fetched.setdefault(place.file, []).extend(joined(parts, GAP))
+            nbytes_of[job.transfer] = sum(
+                file.remote.over_network(end - begin)
+                for file, ranges in fetched.items()
+                for begin, end in joined(ranges, 0)
+                if file.remote is not None
+            )
+        total += nbytes_of[job.transfer]
+    return total

@@ -35,7 +35,7 @@ from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, par
 from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Finished, Moved, Read
-from reshard.source.source import SourceFile, SourcePlace
+from reshard.source.source import SourceFile
 from reshard.store.threads import Shared, StoppedError, work_together
 from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 
@@ -258,9 +258,15 @@ def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Seque
     """The drawn steps, each when what it and the next ones read of remote files was requested."""
     waiting = deque[Sequence[Step]]()
     for steps in drawn:
+        reads = (
+            (job.source(region.rank), region)
+            for job, slab, _ in steps
+            if not slab.writes or not all(job.target(to.rank).file.done for to in slab.writes)
+            for region in slab.reads
+        )
         reader.request(
             (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
-            for place, region in _reads_of(steps)
+            for place, region in reads
             if place.file.is_elsewhere
         )
         waiting.append(steps)
@@ -272,13 +278,6 @@ def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Seque
         reader.end_step()
 
 
-def _reads_of(steps: Sequence[Step]) -> Iterator[tuple[SourcePlace, Region]]:
-    """What some steps read for targets that are not complete."""
-    for job, slab, _ in steps:
-        if not slab.writes or not all(job.target(region.rank).file.done for region in slab.writes):
-            yield from ((job.source(region.rank), region) for region in slab.reads)
-
-
 class Mover:
     """What a thread does: carries out the steps that it draws.
 
@@ -288,7 +287,7 @@ class Mover:
     def __init__(self, options: Options, busy: set[TargetFile | None], send: Callable[[Account], None]) -> None:
         self._options, self._sizes, self._busy, self._send = options, options.sizes, busy, send
         self._reader, self._arena, self._account = Reader(), _Arena(self._sizes.piece), Account()
-        self._fetched, self._reported = 0, time.monotonic()
+        self._reported = time.monotonic()
 
     def carry_out(self, drawn: Iterable[Sequence[Step]], *, is_remote: bool) -> None:
         """Carry out the steps that this thread draws."""
@@ -307,8 +306,7 @@ class Mover:
     def report(self) -> None:
         """Report what was moved since the last report."""
         account, self._account = self._account, Account()
-        now = self._reader.fetched
-        account.fetched, self._fetched = now - self._fetched, now
+        account.fetched, self._reader.fetched = self._reader.fetched, 0
         self._send(account)
         self._reported = time.monotonic()
 

@@ -130,10 +130,6 @@ class Output:
         """The weight files, also of states."""
         return [file for output in (self, *self.states) for file in output.files]
 
-    def load_command(self, out: object) -> str | None:
-        """The command by which another program loads the output ``out``."""
-        return None if self.format.plain else self.format.loading.command_of(str(out), self.plan.mesh)
-
     @property
     def command(self) -> str:
         """The command that writes this, in words."""
@@ -282,42 +278,34 @@ class Output:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
         from formats.files.dcp import Blob, build_chunks  # rarely needed
 
-        places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
+        training, state, chunks, contents = self._training, self._state, [], dict[str, bytes]()
+        entries = list[tuple[str, str, Chunk | None]]()
         for tensor, dtype, _, nbytes in tensors:
             key, places = stacked(self._stacks, tensor)
-            stored_chunk = places_of[tensor][rank]
+            if training is not None and state is None:  # as it was, if it was there, with what is around it
+                key = training.parts.model.get(key, key)
+            elif training is not None and state is not None:
+                key = training.parts.states[state].get(key, f"{state.prefix}{key}{state.suffix}")
+            stored_chunk = (self.arrangement.chunks or {})[tensor][rank]
             at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
-            keys[tensor] = self._name_there(key), dtype, at
+            entries.append((key, dtype, at))
             chunks.append((tensor, dtype, at.shape, nbytes))
-        objects, carried_parts = dict[str, bytes](), list[Any]()
-        if not self._chunks and self._state is None:  # the first file has what is no tensor of the model's
-            objects = self._extra_states()
-            carried_parts = [*self._training.archives()] if self._training is not None else []
-        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(carried_parts)}
-        laid = build_chunks(chunks, objects | carried)
-        blobs = {key: Blob(Path(name.rpartition("/")[2]), *place) for key, place in laid.ranges.items()}
-        for tensor, (key, dtype, at) in keys.items():
-            self._chunks.setdefault(key, (dtype, []))[1].append((at, blobs[tensor]))
-        self._objects |= {key: blobs[key] for key in objects}
-        for number, (key, chunk, _) in enumerate(carried_parts):
-            blob = blobs[f"{number} {key}"]
+        if not self._chunks and state is None:  # the first file has what is no tensor of the model's
+            others: Iterable[tuple[str, Chunk | None, bytes]] = training.archives() if training is not None else ()
+            for key, chunk, content in itertools.chain(self._extra_states(), others):
+                dtype = training.saved.tensors[key].dtype if training is not None and chunk is not None else ""
+                entries.append((key, dtype, chunk))
+                contents[f"{len(contents)} {key}"] = content
+        laid = build_chunks(chunks, contents)
+        for (key, dtype, chunk), place in zip(entries, laid.ranges.values(), strict=True):
+            blob = Blob(Path(name.rpartition("/")[2]), *place)
             if chunk is None:
                 self._objects[key] = blob
             else:
-                assert self._training is not None
-                self._chunks.setdefault(key, (self._training.saved.tensors[key].dtype, []))[1].append((chunk, blob))
+                self._chunks.setdefault(key, (dtype, []))[1].append((chunk, blob))
         return TargetFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
 
-    def _name_there(self, name: str) -> str:
-        """The name in the files of a tensor of the format's: as it was, if it was there, with what is around it."""
-        if self._training is None:
-            return name
-        parts, state = self._training.parts, self._state
-        if state is None:
-            return parts.model.get(name, name)
-        return parts.states[state].get(name, f"{state.prefix}{name}{state.suffix}")
-
-    def _extra_states(self) -> dict[str, bytes]:
+    def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
         """What stands for the states of modules that have none: a list of None for each module."""
         from formats.files.dcp import object_bytes  # rarely needed
 
@@ -326,13 +314,9 @@ class Output:
             if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
                 key, places = stacked(self._stacks, stored.name)
                 indices.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
-        nothing = object_bytes([None])
-        counts = {key: ".".join(str(max(spots) + 1) for spots in zip(*at, strict=True)) for key, at in indices.items()}
-        return {
-            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing
-            for key, spots in indices.items()
-            for at in spots
-        }
+        for key, spots in indices.items():
+            count = ".".join(str(max(numbers) + 1) for numbers in zip(*spots, strict=True))
+            yield from ((f"{key}/shard_{'.'.join(map(str, at))}_{count}", None, object_bytes([None])) for at in spots)
 
     # ----------------------------------------------------------------------------------------------------- small files
 

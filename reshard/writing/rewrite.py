@@ -13,8 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.sharded import MANIFEST, read_manifest
@@ -23,7 +21,7 @@ from reshard import __version__
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
-from reshard.move.reading import Reader, Sums, checksum_of
+from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.stored import Location
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
@@ -358,7 +356,8 @@ def _summary(
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
-        note="; ".join(notes) or None, load=new.load_command(where),
+        note="; ".join(notes) or None,
+        load=None if new.format.plain else new.format.loading.command_of(str(where), plan.mesh),
     )  # fmt: skip
 
 
@@ -489,9 +488,8 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
     """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
     if source.format.plain or not any(file.expected for file in source.files.values()):
         return
-
     unneeded = [
-        (source.files[info.file], info)
+        info
         for rank, tensors in enumerate(source.ranks)
         for stored, _ in source.arrangement.tensors_of(rank)
         if (info := tensors.get(stored.name_on(rank))) is not None
@@ -502,14 +500,8 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
             or any(part.function for part in stored.geometry.portions)
         )
     ]
-    reader = Reader()
-    try:
-        if source.is_remote:
-            reader.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in unneeded)
-        for file, info in unneeded:
-            data, total = np.empty(info.nbytes, dtype=np.uint8), PartialSum(file.size)
-            reader.fill(data, file, info.offset)
-            total.add(info.offset, info.nbytes, sum_part(data, info.offset))
-            sums.add(file, frozenset(), total)
-    finally:
-        reader.close()
+    for info, data in zip(unneeded, contents_of(source, unneeded), strict=True):
+        file = source.files[info.file]
+        total = PartialSum(file.size)
+        total.add(info.offset, info.nbytes, sum_part(data, info.offset))
+        sums.add(file, frozenset(), total)

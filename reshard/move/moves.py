@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -328,7 +328,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             src = src._replace(stored=src.stored._replace(dtype=own.get(atom.tensor, src.stored.dtype)))
             sources: Callable[[int], SourcePlace] = _on_all(_intact_place(source, src, atom.tensor))
         else:
-            sources = _places(origin, src)
+            sources = _Places(origin, src)
         ranks = frozenset[int]()
         if dst is not None:
             key = (dst.stored.geometry, dst.number)
@@ -337,9 +337,9 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             ranks = ranks_of[key]
         if dst is not None and ranks:
             if copies := again.get(atom, ()):
-                each = [sources, *(_places(origin, placed) for placed in copies)]
+                each: list[Callable[[int], SourcePlace]] = [sources, *(_Places(origin, at) for at in copies)]
                 sources = partial(_place_of_copies, each, holders)
-            yield job(atom, src, dst, sources, _places(goal, dst), ranks, copies)
+            yield job(atom, src, dst, sources, _Places(goal, dst), ranks, copies)
         if (dst is None or dst.portion.function is not None) and INTACT_RANK in places:
             place = places[INTACT_RANK][atom.tensor]
             place = place._replace(offset=place.offset + whole()[atom].first(0))
@@ -347,7 +347,22 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     for atom, dst in target_side.copies:
         src, ranks = source_side.atoms[atom], _ranks_of(dst, places)
         if ranks:
-            yield job(atom, src, dst, _places(origin, src), _places(goal, dst), ranks)._replace(again=True)
+            yield job(atom, src, dst, _Places(origin, src), _Places(goal, dst), ranks)._replace(again=True)
+
+
+@dataclass(slots=True, eq=False)  # there are two for each tensor
+class _Places(Generic[Place]):
+    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
+
+    place_of: Callable[[str, int], Place]
+    location: Location
+
+    def __call__(self, rank: int) -> Place:
+        stored = self.location.stored
+        place = self.place_of(stored.name_on(rank), rank)
+        if not stored.geometry.is_stack:
+            return place
+        return place._replace(offset=place.offset + self.location.first(rank))
 
 
 def _on_all(place: Place) -> Callable[[int], Place]:
@@ -411,18 +426,6 @@ def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlac
             f"'reshard split' keeps them beside the shards, in {INTACT_FILE}; another program does not",
         )
     return SourcePlace(source.files[info.file], info.offset + location.first(0))
-
-
-def _places(place_of: Callable[[str, int], Place], location: Location) -> Callable[[int], Place]:
-    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
-    if location.is_alone:
-        return partial(place_of, location.stored.name)
-
-    def within(rank: int) -> Place:
-        place = place_of(location.stored.name_on(rank), rank)
-        return place._replace(offset=place.offset + location.first(rank))
-
-    return within
 
 
 # ------------------------------------------------------------------------------------------------------------ downloads

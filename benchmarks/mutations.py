@@ -203,8 +203,8 @@ MUTATIONS = (
              ("tests/formats/test_format_file.py",)),
     Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
     # resuming, tied tables, casts
-    Mutation("reshard/move", "any(expected.get(number) != part.digest() for number, part in sums.items())", "False",
-             RESUMING),
+    Mutation("reshard/move", "any(moved.written.get(target.name) != part.digest() for target, part in sums.items())",
+             "False", RESUMING),
     Mutation("reshard/model", "for last in lasts if (last.dtype, last.shape, last.local) ==",
              "for last in lasts if last and", TIED),
     Mutation("verify/bytes", "steps = np.rint(np.ldexp(", "steps = np.floor(np.ldexp(", CASTS),

@@ -129,7 +129,7 @@ def test_a_process_with_a_slow_source_reports_between_its_steps(
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr("reshard.move.mover.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("reshard.move.engine.time.monotonic", lambda: now[0])
     source = write_checkpoint(tmp_path / "source")
     split(source, tmp_path / "out", tp=2, workers=1, sizes=Sizes(small=0), progress=seen.append)
     assert len({state.written for state in seen}) > 30

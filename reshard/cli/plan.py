@@ -223,7 +223,7 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     """Print what each rank owns."""
     from formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
-    from reshard.move.ahead import download_of
+    from reshard.move.moves import download_of
     from reshard.placement.arrangement import arrangement_of
 
     ends = (0, plan.mesh.size - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from formats.files.safetensors import tensor_bytes
 from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
+from reshard.move.engine import Steps, fill, requested
 from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
-from reshard.move.mover import Steps, fill, requested
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Slab
@@ -74,7 +73,7 @@ def _tensors_of(target: Arrangement, rank: int) -> Tensors:
 
 def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     """Each tensor as if it were a file of its own."""
-    return {rank: {name: TargetPlace(TargetFile(Path(), b"", 0, name=name), 0) for name in kinds}}
+    return {rank: {name: TargetPlace(TargetFile(name, rank, b"", 0), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

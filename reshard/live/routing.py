@@ -21,7 +21,7 @@ from reshard import __version__
 from reshard.live.meshes import TRAINERS, Target, arranged, target_of, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
-from reshard.move.moves import check_atoms, conversion
+from reshard.move.moves import Change, check_atoms
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location
@@ -283,7 +283,7 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
                     f"tensor '{src.stored.name}' is F32 in the trainer, and {dst.stored.dtype} in a receiver",
                     f"push(dtype='{dst.stored.dtype}') rounds it",
                 )
-            conversion(atom.tensor, dtype, *wanted)  # raises, if there is none
+            Change(atom.tensor, dtype, *wanted).elements()  # raises, if there is none
         origin, goal, item = src.spread, dst.spread, DTYPE_BITS[dtype] // 8
         if len(origin.full) != len(goal.full):
             raise PlanError(

@@ -16,7 +16,7 @@ import torch
 from formats.errors import LiveError
 from formats.torch_internals import TORCH_DTYPES
 from reshard.live.routing import Part, Routes, View, view_of
-from reshard.move.moves import conversion
+from reshard.move.moves import Change
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
@@ -145,6 +145,6 @@ def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     move, function = part.move, part.function
     if move.dtype == stored and function is None:
         return block
-    edit = conversion(move.atom.tensor, move.dtype, stored, function)
+    edit = Change(move.atom.tensor, move.dtype, stored, function).elements()
     raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
     return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)

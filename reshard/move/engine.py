@@ -1,30 +1,43 @@
 """The engine: moves tensors between files, in one pass, in bounded memory, in a few threads.
 
 It knows byte ranges only: no dtype, no model. A job is a tensor; jobs come in the order of the source. Each job is cut
-into slabs (see ``reshard.move.slabs``), which threads read, check, rearrange and write (``reshard.move.mover``): all of
-it releases Python's lock. The calling thread opens and finishes the files, and adds up what the others report.
+into slabs (see ``reshard.move.slabs``), which threads read, check, rearrange and write: all of it releases Python's
+lock. The calling thread opens and finishes the files, and adds up what the others report.
+
+Bytes are written while the processor's cache still has them. Each thread has its own stretch of the jobs, so that two
+threads seldom write to the same file. A thread that is done helps with the other stretches.
+
+``fill`` puts what a slab writes into memory: for one who wants the bytes and no file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from io import FileIO
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
 
-from formats.files.checksum import PartialSum, sum_part
-from reshard.move.jobs import Job, Options, TargetFile, joined
-from reshard.move.mover import Account, Mover, Steps, stretches_of
-from reshard.move.reading import Sums, TargetSet
+from formats.errors import MismatchError
+from formats.files.checksum import Part, PartialSum, sum_part
+from formats.store import joined
+from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within, value_of
+from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
+from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Finished, Moved, Read
 from reshard.source.source import SourceFile
-from reshard.store.threads import Shared, work_together
-from reshard.system import allow_open_files, disk_errors, reserve
+from reshard.store.threads import Shared, StoppedError, work_together
+from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 
 
 def move(
@@ -48,144 +61,506 @@ def move(
     writes no more.
     """
     allow_open_files(len(targets) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
-    files, busy, sizes = _Files(options, sums, targets, finished, progress), bytearray(len(targets)), options.sizes
+    sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[TargetFile | None]()
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
-    steps, complete, taken_over = Steps(jobs, sizes), set[tuple[int, int]](), 0
+    complete, taken_over = set[tuple[int, int]](), 0
 
-    def mover(report: Callable[[Account], None]) -> Mover:
-        return Mover(files.sources, targets, options, busy, report)
+    def reads_of(reads: Iterable[tuple[SourceFile, Targets, PartialSum]]) -> tuple[Read, ...]:
+        return tuple(Read(file.name, frozenset(to.name for to in of), part.to_text()) for file, of, part in reads)
+
+    def take(account: Account) -> None:
+        """Add a report to the sums, and finish the files that are complete."""
+        sums.fetched += account.fetched
+        for (file, wanted), part in account.read.items():
+            sums.add(file, wanted, part)
+        for target, runs in account.runs.items():
+            target.runs += runs
+        for target, part in account.written.items():
+            target.sum.merge(part)
+        for target in (target for target in account.written if target.sum.is_complete):
+            _finish(target, options)
+            checksum = target.sum.value() if options.checksum else None
+            finished(target.name, Finished(target.size, checksum, reads_of(sums.read_for(target))))
+        progress(account.nbytes)
+
+    def note(account: Account) -> None:
+        """Take a report, of which the journal notes the steps."""
+        if account.steps and options.checksum:
+            for target in account.written:
+                target.has_steps = True
+            written = {target.name: part.digest() for target, part in account.written.items()}
+            reads = reads_of((*key, part) for key, part in account.read.items())
+            moved(Moved(tuple(account.steps), sizes.step, written, reads))
+        take(account)
 
     def take_over(account: Account) -> None:
         nonlocal taken_over
         if complete.isdisjoint(account.steps):  # else two runs have done the same
             complete.update(account.steps)
             taken_over += account.nbytes
-            files.take(account)
-
-    def take(account: Account) -> None:
-        if account.steps and options.checksum:
-            moved(files.moved(account))
-        files.take(account)
+            take(account)
 
     try:
-        first, before = mover(files.take), iter(earlier)
+        first, before = Mover(options, busy, take), iter(earlier)
         is_resumed = [*itertools.islice(before, 1)]
         for target in targets:
             if not target.done:
-                files.create(target, is_new=not is_resumed)
+                _create(target, is_new=not is_resumed)
                 for offset, content in ((0, target.header), *target.fixed):
                     first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
         first.report()
         if is_resumed:
             records = Shared(itertools.chain(is_resumed, before))
-            work_together(count, lambda _, report: mover(report).take_over(records, steps), take_over)
+            work_together(
+                count,
+                lambda _, report: Mover(options, busy, report).take_over(records, steps, sums.of, targets),
+                take_over,
+            )
         stretches = [Shared(steps.left(part, complete)) for part in stretches_of(jobs, count, sizes.small)]
+        is_remote = any(file.is_elsewhere for file in sums.of)
         work_together(
             count,
-            lambda number, report: mover(report).carry_out([*stretches[number:], *stretches[:number]]),
-            take,
+            lambda number, report: Mover(options, busy, report).carry_out(
+                itertools.chain(*stretches[number:], *stretches[:number]), is_remote=is_remote
+            ),
+            note,
         )
         return taken_over
     finally:
-        files.close()
+        for target in (target for target in targets if target.opened is not None):
+            target.opened = None
+            if not target.has_steps:  # it is of no use to a next run, and may fill the disk
+                with contextlib.suppress(OSError):
+                    target.staged.unlink()
 
 
-class _Files:
-    """The files that are written, and the sums of what was read and written."""
+def _create(target: TargetFile, *, is_new: bool) -> None:
+    """Create a target file of full size, or open that of an earlier run of the same work."""
+    with disk_errors(target.staged):
+        if is_new:
+            target.staged.unlink(missing_ok=True)
+        elif not target.staged.exists() and target.path.is_file():  # it was touched, or is not noted as finished
+            target.path.rename(target.staged)
+        target.has_steps = target.staged.exists()
+        target.opened = FileIO(os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+        reserve(target.opened.fileno(), target.size)
 
-    def __init__(
-        self,
-        options: Options,
-        sums: Sums,
-        targets: Sequence[TargetFile],
-        finished: Callable[[str, Finished], None],
-        progress: Callable[[int], None],
-    ) -> None:
-        self._options, self._sums, self._targets = options, sums, targets
-        self.sources = list(sums.of)
-        self._finished, self._progress = finished, progress
-        self._begun = set[TargetFile]()
-        """The files of which a step may be complete: a journal says so."""
 
-    def create(self, target: TargetFile, *, is_new: bool) -> None:
-        """Create a target file of full size, or open that of an earlier run of the same work."""
-        with disk_errors(target.staged):
-            if is_new:
-                target.staged.unlink(missing_ok=True)
-            elif not target.staged.exists() and target.path.is_file():  # it was touched, or is not noted as finished
-                target.path.rename(target.staged)
-            if target.staged.exists():
-                self._begun.add(target)
-            target.opened = FileIO(os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
-            reserve(target.opened.fileno(), target.size)
+def _finish(target: TargetFile, options: Options) -> None:
+    """Write the CRC-32s of a file's parts, and give it its name.
 
-    def moved(self, account: Account) -> Moved:
-        """What a journal says of the steps in a report."""
-        self._begun.update(self._targets[number] for number in account.written)
-        written = {self._targets[number].name: part.digest() for number, part in account.written.items()}
-        reads = ((self.sources[number], wanted, part) for (number, wanted), part in account.read.items())
-        return Moved(tuple(account.steps), self._options.sizes.step, written, self._reads(reads))
+    A part that was written in small pieces is read once more for its CRC-32.
+    """
+    target.runs.sort()
+    begins, piece, opened = [run.begin for run in target.runs], options.sizes.piece, target.opened
+    assert opened is not None
+    with disk_errors(target.path):
+        for crc in target.crcs:
+            value = value_of(crc, target.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)])
+            if value is None:
+                value = 0
+                for begin in range(crc.begin, crc.end, piece):
+                    value = crc32(os.pread(opened.fileno(), min(piece, crc.end - begin), begin), value)
+            content = value.to_bytes(4, "little")
+            for offset in crc.places:
+                os.pwrite(opened.fileno(), content, offset)
+                target.sum.add(offset, 0, sum_part(content, offset) if options.checksum else None)
+        target.opened = None
+        with opened:
+            if options.fsync:
+                os.fsync(opened.fileno())
+        target.staged.rename(target.path)
 
-    def _reads(self, reads: Iterable[tuple[SourceFile, TargetSet, PartialSum]]) -> tuple[Read, ...]:
-        return tuple(
-            Read(file.name, frozenset(self._targets[n].name for n in wanted), part.to_text())
-            for file, wanted, part in reads
+
+_FEW = 256 << 20
+"""The slabs of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
+
+
+class Step(NamedTuple):
+    """A slab of a job; ``number`` has those of the job and of the slab."""
+
+    job: Job
+    slab: Slab
+    number: tuple[int, int]
+
+
+class Steps:
+    """The steps of all jobs."""
+
+    def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
+        self._jobs, self._sizes = jobs, sizes
+        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way(sizes.step)))
+
+    def of(self, number: int, first: int = 0, last: int | None = None) -> Iterator[Step]:
+        """The steps of a job, from ``first`` to before ``last``."""
+        job = self._jobs[number]
+        slabs = self._kept(job.transfer) if job.nbytes <= _FEW else job.transfer(self._sizes.step)
+        return (Step(job, slab, (number, i)) for i, slab in enumerate(itertools.islice(slabs, first, last), first))
+
+    def left(self, numbers: Iterable[int], complete: Container[tuple[int, int]]) -> Iterator[Sequence[Step]]:
+        """The steps of some jobs that are not ``complete``, a few at a time: of small tensors, or of one other."""
+        for is_small, alike in itertools.groupby(
+            numbers, lambda number: self._jobs[number].is_small(self._sizes.small)
+        ):
+            most = self._sizes.together if is_small else self._sizes.step
+            for together in [alike] if is_small else ([number] for number in alike):
+                group, room = list[Step](), most
+                for step in (step for number in together for step in self.of(number)):
+                    if step.number not in complete:
+                        group.append(step)
+                        room -= step.job.nbytes if is_small else step.slab.nbytes
+                    if room <= 0:
+                        yield group
+                        group, room = [], most
+                if group:
+                    yield group
+
+
+def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[range]:
+    """Cut a sequence of jobs into ``count`` parts of about equal work: the numbers of the jobs of each."""
+    ends = list(itertools.accumulate(job.work(small) for job in jobs))
+    total = ends[-1] if ends else 0
+    cuts = [bisect_left(ends, total * i // count) for i in range(count)] + [len(jobs)]
+    return itertools.starmap(range, itertools.pairwise(cuts))
+
+
+SECONDS = 5.0
+"""A thread whose source is slow reports after as many seconds, or when it has read the next piece."""
+
+AHEAD = 64 << 20
+"""About so many bytes of remote files are requested before the steps that read them are carried out."""
+
+K = TypeVar("K", bound=TargetFile | None)
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass
+class Account:
+    """What a thread has moved since its last report."""
+
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """The steps that are complete: all that was read and written is of these."""
+    read: dict[tuple[SourceFile, Targets], PartialSum] = field(default_factory=dict)
+    """Sums of bytes read, by the source's file and the targets that wanted them."""
+    written: dict[TargetFile, PartialSum] = field(default_factory=dict)
+    """Sums of bytes written."""
+    nbytes: int = 0
+    """Bytes written."""
+    fetched: int = 0
+    """Bytes requested of remote files."""
+    runs: dict[TargetFile, list[Run]] = field(default_factory=dict)
+    """CRC-32s of bytes written, as far as they are needed."""
+
+
+def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Sequence[Step]]:
+    """The drawn steps, each when what it and the next ones read of remote files was requested."""
+    waiting = deque[Sequence[Step]]()
+    for steps in drawn:
+        reads = (
+            (job.source(region.rank), region)
+            for job, slab, _ in steps
+            if not slab.writes or not all(job.target(to.rank).file.done for to in slab.writes)
+            for region in slab.reads
         )
+        reader.request(
+            (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
+            for place, region in reads
+            if place.file.is_elsewhere
+        )
+        waiting.append(steps)
+        while reader.requested > AHEAD:
+            yield waiting.popleft()
+            reader.end_step()
+    for steps in waiting:
+        yield steps
+        reader.end_step()
 
-    def take(self, account: Account) -> None:
-        """Add a report to the sums, and finish the files that are complete."""
-        self._sums.fetched += account.fetched
-        for (number, targets), part in account.read.items():
-            self._sums.add(self.sources[number], targets, part)
-        for number, runs in account.runs.items():
-            self._targets[number].runs += runs
-        for number, part in account.written.items():
-            self._targets[number].sum.merge(part)
-        for number in account.written:
-            file = self._targets[number]
-            if file.sum.is_complete:
-                self._write_crcs(file)
-                self._finish(number)
-        self._progress(account.nbytes)
 
-    def _write_crcs(self, target: TargetFile) -> None:
-        """Write the CRC-32s of a file's parts. A part that was written in small pieces is read once more for it."""
-        target.runs.sort()
-        piece, opened = self._options.sizes.piece, target.opened
-        assert opened is not None
-        begins = [run.begin for run in target.runs]
-        with disk_errors(target.staged):
-            for crc in target.crcs:
-                runs = target.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)]
-                value = joined(crc, runs)
-                if value is None:
-                    value = 0
-                    for begin in range(crc.begin, crc.end, piece):
-                        value = crc32(os.pread(opened.fileno(), min(piece, crc.end - begin), begin), value)
-                content = value.to_bytes(4, "little")
-                for offset in crc.places:
-                    os.pwrite(opened.fileno(), content, offset)
-                    target.sum.add(offset, 0, sum_part(content, offset) if self._options.checksum else None)
+class Mover:
+    """What a thread does: carries out the steps that it draws.
 
-    def _finish(self, number: int) -> None:
-        target = self._targets[number]
-        opened, target.opened = target.opened, None
-        assert opened is not None
-        with disk_errors(target.path):
-            with opened:
-                if self._options.fsync:
-                    os.fsync(opened.fileno())
-            target.staged.rename(target.path)
-        checksum = target.sum.value() if self._options.checksum else None
-        reads = self._reads(self._sums.read_for(number))
-        self._finished(target.name, Finished(target.size, checksum, reads))
+    ``busy`` has the targets that a thread is writing to. ``send`` takes its reports.
+    """
 
-    def close(self) -> None:
-        """Let go of all files, and remove those that are of no use to a next run: they may fill the disk."""
-        for target in self._targets:
-            if target.opened is not None:
-                target.opened = None
-                if target not in self._begun:
-                    with contextlib.suppress(OSError):
-                        target.staged.unlink()
+    def __init__(self, options: Options, busy: set[TargetFile | None], send: Callable[[Account], None]) -> None:
+        self._options, self._sizes, self._busy, self._send = options, options.sizes, busy, send
+        self._reader, self._arena, self._account = Reader(), _Arena(self._sizes.piece), Account()
+        self._reported = time.monotonic()
+
+    def carry_out(self, drawn: Iterable[Sequence[Step]], *, is_remote: bool) -> None:
+        """Carry out the steps that this thread draws."""
+        try:
+            for group in requested(drawn, self._reader) if is_remote else drawn:
+                if group[0].job.is_small(self._sizes.small):
+                    self._carry_out(group)
+                    continue
+                firsts = (next((s.job.target(region.rank).file for region in s.slab.writes), None) for s in group)
+                for _, step in self._free_first(zip(firsts, group, strict=True)):
+                    self._carry_out([step])
+            self.report()
+        finally:
+            self._reader.close()
+
+    def report(self) -> None:
+        """Report what was moved since the last report."""
+        account, self._account = self._account, Account()
+        account.fetched, self._reader.fetched = self._reader.fetched, 0
+        self._send(account)
+        self._reported = time.monotonic()
+
+    def _free_first(self, items: Iterable[tuple[K, T]]) -> Iterator[tuple[K, T]]:
+        """Items, each with a target; those of files that another thread is writing to come last."""
+        waiting = deque(items)
+        while waiting:
+            for _ in range(len(waiting)):
+                if waiting[0][0] not in self._busy:
+                    break
+                waiting.rotate(-1)
+            item = waiting.popleft()
+            self._busy.add(item[0])
+            yield item
+            self._busy.discard(item[0])
+
+    def _carry_out(self, steps: Sequence[Step]) -> None:
+        """Read what steps need, check it, and write what they make of it; neighbours in a file with one call."""
+        reads: dict[tuple[SourceFile, Targets | None], _Run] = defaultdict(_Run)
+        writes: dict[TargetFile, _Run] = defaultdict(_Run)
+        ready = list[tuple[Job, Slab, list[_Place], list[Bytes]]]()
+        for job, slab, _ in steps:
+            places = [job.target(region.rank) for region in slab.writes]
+            if places and all(place.file.done for place in places):
+                continue
+            wanted = frozenset([place.file for place in places])
+            origins, blocks = list[_Place](), list[Bytes]()
+            for region in slab.reads:
+                origin = job.source(region.rank)
+                run = reads[origin.file, None if job.again or region.needed is not None else wanted]
+                origins.append((run, run.add(region, ranges_of(origin, region), origin.offset), region))
+            for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
+                if not place.file.done:
+                    run = writes[place.file]
+                    begin = run.add(region, region.ranges(0, region.nbytes), place.offset)
+                    run.made_of.append((begin, region, copies, origins, blocks))
+            ready.append((job, slab, origins, blocks))
+        self._arena.clear()
+        for (file, targets), run in reads.items():
+            run.data = self._arena.take(run.size)
+            for offset, data in run.pieces(self._sizes.piece):
+                self._reader.fill(data, file, offset)
+                if targets is not None and self._options.checksum:
+                    part = sum_part(data, offset)
+                    _sum_of(self._account.read, (file, targets), file.size).add(offset, data.size, part)
+                    run.part = part if data.size == run.size else None
+        for job, slab, origins, blocks in ready:
+            blocks += [run.view(begin, region) for run, begin, region in origins]
+            check_slab(job, slab, blocks)
+        used = self._arena.used
+        for target, run in self._free_first(writes.items()):
+            self._arena.clear(used)
+            self._put_together(run)
+            for offset, data in run.pieces(self._sizes.piece):
+                self.write(target, offset, data, run.part if data.size == run.size else None)
+        self._account.steps += [step.number for step in steps]
+        if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
+            self.report()
+
+    def _put_together(self, run: _Run) -> None:
+        """Make what is written. What goes as it was read is not copied, and its sum is known."""
+        (_, _, copies, origins, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
+        if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
+            block, (origin, *_) = blocks[source][copies[0].source_slices], origins[source]
+            if block.size == run.size and block.flags.c_contiguous:
+                is_all = block.size == origin.size and np.may_share_memory(block, origin.data)  # no array of indices
+                run.data, run.part = block.reshape(-1), origin.part if is_all else None
+                return
+        run.data = self._arena.take(run.size, run.ranges[0][0] if run.ranges else 0)
+        for begin, region, copies, _, blocks in run.made_of:
+            block = run.view(begin, region)
+            for copy in copies:
+                block[copy.target_slices] = copy.block(blocks)
+
+    def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> None:
+        """Write at ``offset`` of a file; ``part`` is the sum of the data, if known."""
+        if not self._options.checksum:
+            part = None
+        elif part is None or not part.fits(offset):
+            part = sum_part(data, offset)
+        position, size, view, most, opened = 0, data.size, data.data, self._sizes.write, target.opened
+        if opened is None:
+            raise StoppedError
+        try:
+            while position < size:
+                end = position + most - (offset + position) % most
+                position += os.pwrite(opened.fileno(), view[position:end], offset + position)
+        except OSError as error:
+            raise disk_error(target.path, error) from error
+        self._add_written(target, offset, data, part)
+
+    def _add_written(self, target: TargetFile, offset: int, data: Bytes, part: Part | None) -> None:
+        """Take into account what a file has from ``offset`` on, and its sum."""
+        for begin, end, is_whole in parts_within(target.crcs, offset, data.size) if target.crcs else ():
+            runs = self._account.runs.setdefault(target, [])
+            add_run(runs, begin, data.data[begin - offset : end - offset], is_whole=is_whole)
+        self._account.nbytes += data.size
+        _sum_of(self._account.written, target, target.size).add(offset, data.size, part)
+
+    # -- what earlier runs have moved
+
+    def take_over(
+        self, earlier: Iterable[Moved], steps: Steps, sources: Iterable[SourceFile], targets: Iterable[TargetFile]
+    ) -> None:
+        """Report what earlier runs have moved, as far as the files still have it."""
+        files, to = {file.name: file for file in sources}, {target.name: target for target in targets}
+        for moved in earlier:
+            known = moved.steps if moved.size == self._sizes.step else ()
+            mine = [step for job, slab in known for step in steps.of(job, slab, slab + 1)]
+            self._add_again(mine)
+            sums = self._account.written
+            if not sums or any(moved.written.get(target.name) != part.digest() for target, part in sums.items()):
+                self._account = Account()
+                continue
+            for read in moved.reads:
+                wanted, file = frozenset(to[name] for name in read.targets), files[read.source]
+                if not wanted or not all(target.done for target in wanted):  # else a finished file has these sums
+                    self._account.read[file, wanted] = PartialSum.from_text(read.sum, file.size)
+            self._account.steps = [step.number for step in mine]
+            self.report()
+
+    def _add_again(self, steps: Iterable[Step]) -> None:
+        """Take into account what unfinished files have where steps write."""
+        ranges: dict[TargetFile, list[tuple[int, int]]] = {}
+        for job, slab, _ in steps:
+            for region in slab.writes:
+                file, first = job.target(region.rank)
+                if not file.done:
+                    parts = ranges.setdefault(file, [])
+                    parts += ((first + at, first + at + n) for at, _, n in region.ranges(0, region.nbytes))
+        for target, parts in ranges.items():
+            for begin, end in joined(parts, 0):
+                for offset in range(begin, end, self._sizes.piece):
+                    self._arena.clear()
+                    data = self._arena.take(min(self._sizes.piece, end - offset), offset)
+                    assert target.opened is not None
+                    with contextlib.suppress(OSError):  # what cannot be read is written again
+                        data = data[: os.preadv(target.opened.fileno(), [data.data], offset)]
+                        self._add_written(target, offset, data, sum_part(data, offset))
+
+
+def _sum_of(sums: dict[H, PartialSum], key: H, size: int) -> PartialSum:
+    """The sum under a key, a new one of a file of ``size`` bytes if there is none: too large to be made in vain."""
+    total = sums.get(key)
+    if total is None:
+        total = sums[key] = PartialSum(size)
+    return total
+
+
+class _Arena:
+    """Hands out buffers of one memory, one after the other, and takes them back all at once."""
+
+    def __init__(self, smallest: int) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+        self._smallest = smallest
+        self.used = 0
+
+    def take(self, nbytes: int, offset: int = 0) -> Bytes:
+        """A buffer of arbitrary content, aligned to a page of memory as ``offset`` is to a page of the file.
+
+        Some processors copy several times slower between addresses whose alignment differs by a few bytes.
+        """
+        first = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE + offset % mmap.PAGESIZE
+        self.used = first + nbytes
+        if self._memory.size < self.used:
+            # earlier buffers keep the old memory alive while they are used
+            self._memory = np.frombuffer(mmap.mmap(-1, max(self.used, self._smallest)), dtype=np.uint8)
+        return self._memory[first : self.used]
+
+    def clear(self, used: int = 0) -> None:
+        """Take back all buffers behind the first ``used`` bytes."""
+        self.used = used
+
+
+def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
+    """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
+    for check in slab.checks:
+        block, other = blocks[check.target][check.target_slices], job.source(slab.reads[check.target].rank)
+        if check.source is None:
+            if block.any():
+                raise MismatchError(f"{other.file.path}: the padding of tensor '{job.name}' is not zero")
+        elif not np.array_equal(check.block(blocks), block):
+            rank = slab.reads[check.source].rank
+            place = job.source(rank)
+            if rank >= job.holders > 0:
+                raise MismatchError(
+                    f"tensor '{job.copies[rank // job.holders - 1]}' in {place.file.path} should be '{job.name}' once "
+                    "more, because the two are tied, but differs",
+                    'if the model has a head of its own, say so in config.json: "tie_word_embeddings": false',
+                )
+            raise MismatchError(
+                f"tensor '{job.name}' should be the same in {other.file.path} and {place.file.path}, but differs",
+                "the shards are damaged, or come from different runs",
+            )
+
+
+_NONE: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Regions of a file, one behind the other in memory: they are read, or written, together."""
+
+    size: int = 0
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    """Where they lie: the offset in the file, the position in memory, and the length of each range."""
+    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
+    """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
+    data: Bytes = field(default_factory=lambda: _NONE)
+    part: Part | None = None
+    """The sum of all of it, if it is known."""
+
+    def add(self, region: Region, ranges: Iterable[tuple[int, int, int]], base: int = 0) -> int:
+        """Add a region, given its ranges from byte ``base`` of a file on; returns its position in memory."""
+        begin, self.size = self.size, self.size + region.nbytes
+        for offset, at, length in ranges:
+            first, position, before = self.ranges[-1] if self.ranges else (-1, -1, 0)
+            if first + before == base + offset and position + before == begin + at:
+                self.ranges[-1] = first, position, before + length
+            elif length:
+                self.ranges.append((base + offset, begin + at, length))
+        return begin
+
+    def view(self, begin: int, region: Region) -> Bytes:
+        """The bytes of a region that begins at byte ``begin``, in its shape."""
+        return self.data[begin : begin + region.nbytes].reshape(region.shape)
+
+    def pieces(self, size: int) -> Iterator[tuple[int, Bytes]]:
+        """The ranges, in pieces of at most ``size`` bytes: the offset of each in the file, and its memory."""
+        for offset, position, length in self.ranges:
+            for at in range(0, length, size):
+                yield offset + at, self.data[position + at : position + min(at + size, length)]
+
+
+_Place = tuple[_Run, int, Region]
+"""A region in a run, from a byte of it on."""
+
+
+def fill(job: Job, slab: Slab, read: Callable[[Bytes, SourceFile, int], None], blocks: Sequence[Bytes]) -> None:
+    """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
+    is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
+    sources: list[Bytes] = []
+    for region in () if is_direct else slab.reads:
+        place, data = job.source(region.rank), np.empty(region.nbytes, np.uint8)
+        for offset, at, length in ranges_of(place, region):
+            read(data[at : at + length], place.file, place.offset + offset)
+        sources.append(data.reshape(region.shape))
+    check_slab(job, slab, sources)
+    for copy in slab.copies:
+        block = blocks[copy.target][copy.target_slices]
+        if copy.source is None or not is_direct:
+            block[...] = copy.block(sources)
+            continue
+        region = slab.reads[copy.source]
+        place = job.source(region.rank)
+        for offset, at, length in region.ranges(copy.source_slices[0].start, block.size):
+            read(block[at : at + length], place.file, place.offset + offset)

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from formats.files.checksum import PIECE, PartialSum
 from reshard.move.slabs import Route
-from reshard.source.source import Places, SourcePlace
+from reshard.source.source import SourcePlace
 
 if TYPE_CHECKING:
     from formats.files.torch_archive import Crc
@@ -63,7 +64,7 @@ def add_run(runs: list[Run], begin: int, data: memoryview, *, is_whole: bool) ->
         runs.append(Run(begin, begin + len(data), crc32(data)))
 
 
-def joined(crc: Crc, runs: Iterable[Run]) -> int | None:
+def value_of(crc: Crc, runs: Iterable[Run]) -> int | None:
     """The CRC-32 of a part, from the runs in it, in order; None if they are not all of it."""
     value, end = 0, crc.begin
     for run in runs:
@@ -73,30 +74,49 @@ def joined(crc: Crc, runs: Iterable[Run]) -> int | None:
     return value if end == crc.end else None
 
 
+class Tensor(NamedTuple):
+    """A tensor to be written: its name, dtype, shape, and size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 @dataclass(eq=False)
 class TargetFile:
-    """A file to be written: its final path, its header, its size in bytes, and the sum of what was written.
+    """A weight file to be written: its header, and tensors of one rank; then how far that is.
 
-    A file that is ``done`` was finished by an earlier run. ``name`` is relative to the output.
+    ``name`` is relative to the output, ``size`` is in bytes, with the header. ``places`` gives the names of its tensors
+    and their offsets in the file. The file must have the checksum ``expected``, if that is known.
     """
 
-    path: Path
+    name: str
+    rank: int
     header: bytes
     size: int
-    done: bool = False
-    name: str = ""
+    places: Callable[[], Iterable[tuple[str, int]]] = tuple
+    expected: str | None = None
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets; in them zeros stand for the CRC-32s."""
     crcs: tuple[Crc, ...] = ()
     """What is written over when all else is there; in increasing order."""
+    tensors: Sequence[Tensor] = ()
+    path: Path = Path()
+    """Its path when it is complete."""
+    done: bool = False
+    """Whether an earlier run has finished it, or another writes it."""
+    has_steps: bool = False
+    """Whether a journal says that steps of it are complete."""
     runs: list[Run] = field(default_factory=list)
     """The CRC-32s of pieces that were written."""
-    sum: PartialSum = field(init=False)
     opened: FileIO | None = None
     """The open file; it is closed when the last thread that writes to it lets go of it."""
 
-    def __post_init__(self) -> None:
-        self.sum = PartialSum(self.size)
+    @cached_property
+    def sum(self) -> PartialSum:
+        """The sum of what was written."""
+        return PartialSum(self.size)
 
     @property
     def staged(self) -> Path:
@@ -112,15 +132,12 @@ class TargetPlace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A tensor to move.
-
-    ``sources`` and ``targets`` give its place in the files of a source or target rank; None if the rank lacks it.
-    """
+    """A tensor to move. ``source`` and ``target`` give its place in the files of a rank there that has it."""
 
     name: str
     transfer: Route
-    sources: Places
-    targets: Callable[[int], TargetPlace | None]
+    source: Callable[[int], SourcePlace]
+    target: Callable[[int], TargetPlace]
     nbytes: int
     """Bytes of the full tensor."""
     again: bool = False
@@ -136,18 +153,6 @@ class Job(NamedTuple):
     def work(self, small: int) -> int:
         """A measure of the work: bytes plus a constant, because even a small tensor takes time."""
         return self.nbytes + small
-
-    def source(self, rank: int) -> SourcePlace:
-        """The tensor's place in a source rank that holds it."""
-        place = self.sources(rank)
-        assert place is not None
-        return place
-
-    def target(self, rank: int) -> TargetPlace:
-        """The tensor's place in a target rank that holds it."""
-        place = self.targets(rank)
-        assert place is not None
-        return place
 
 
 @dataclass(frozen=True)

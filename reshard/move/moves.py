@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +24,16 @@ from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
 from formats.numbers import CODES, as_float32, round_to
 from formats.quantization.companions import restated
+from formats.store import Range, joined
 from reshard.mesh.plan import make_plan
-from reshard.move.jobs import Job, TargetPlace
+from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.reading import GAP, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Spread
 from reshard.placement.stored import Atom, Location, Stated
-from reshard.source.source import UNSPLIT, Places, Source, SourcePlace
+from reshard.source.source import UNSPLIT, Source, SourceFile, SourcePlace
 
 Block = NDArray[np.uint8]
 """An array of bytes whose last dimension has the bytes of one element."""
@@ -63,8 +65,30 @@ class Change:
         return DTYPE_BITS[self.target] // 8
 
     def elements(self) -> Edit:
-        """What does it. Raises PlanError."""
-        return conversion(self.name, self.dtype, self.target, self.function, self.cast)
+        """What does it. Raises PlanError for a change that is not known.
+
+        Without a cast it raises MismatchError where it would lose something, with one where a finite value would become
+        infinite.
+        """
+        name, dtype, target = self.name, self.dtype, self.target
+        if self.cast is not None:
+            first, then = partial(_cast, name, dtype, self.cast), replace(self, dtype=self.cast, cast=None)
+            if (target, self.function) == (self.cast, None):
+                return first
+            follow = then.elements()
+            return lambda block: follow(first(block))
+        if dtype == "F32" and target in {"BF16", "F16"} and self.function is None:
+            return partial(_narrow, name, target)
+        if target != "F32" or dtype not in {"BF16", "F16", "F32"} or self.function not in {None, "-exp"}:
+            raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
+
+        def change(block: Block) -> Block:
+            values = _as_f32(block, dtype)
+            if self.function is not None:  # -exp(x), rounded once
+                values = -np.exp(values.astype(np.float64)).astype("<f4")
+            return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
+
+        return change
 
 
 def _as_f32(block: Block, dtype: str) -> NDArray[np.float32]:
@@ -84,32 +108,6 @@ def _narrow(name: str, target: str, block: Block) -> Block:
 
 
 _CHANGED = "the original was of that type: these values were changed since"
-
-
-def conversion(name: str, dtype: str, target: str, function: str | None, cast: str | None = None) -> Edit:
-    """The change of a tensor's elements from one dtype to another, or by a function, after a ``cast`` to a dtype.
-
-    Raises PlanError for a change that is not known. Without a cast the change raises MismatchError where it would lose
-    something, with one where a finite value would become infinite.
-    """
-    if cast is not None:
-        first = partial(_cast, name, dtype, cast)
-        if (target, function) == (cast, None):
-            return first
-        then = conversion(name, cast, target, function)
-        return lambda block: then(first(block))
-    if dtype == "F32" and target in {"BF16", "F16"} and function is None:
-        return partial(_narrow, name, target)
-    if target != "F32" or dtype not in {"BF16", "F16", "F32"} or function not in {None, "-exp"}:
-        raise PlanError(f"tensor '{name}' is {dtype}, and would be stored as {target}: no bits may be lost")
-
-    def change(block: Block) -> Block:
-        values = _as_f32(block, dtype)
-        if function is not None:  # -exp(x), rounded once
-            values = -np.exp(values.astype(np.float64)).astype("<f4")
-        return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
-
-    return change
 
 
 # --------------------------------------------------------------------------------------------------------------- casts
@@ -252,14 +250,17 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     source_side, target_side = align_atoms(source.arrangement, target)
     own = {tensor.name: tensor.dtype for tensor in source.plan.model.tensors} if source.cast else {}
     casts = {t.name: t.dtype for t in target.plan.model.tensors if own.get(t.name, t.dtype) != t.dtype}
-    moves = _Moves(source, casts, compare=compare or bool(source_side.copies))
     check_atoms(source_side, target_side)
     origin, again = source.place_of, dict[Atom, list[Location]]()
     for atom, placed in source_side.copies:
         again.setdefault(atom, []).append(placed)
+    holders, is_compared = source_side.ranks, compare or bool(source_side.copies)
+    has_zeros = source.manifest is not None or not source.format.padding.free  # as padding
+    # atoms that lie alike in stored tensors, and those that are spread alike, go the same way
+    routes, of_kinds = dict[tuple[object, ...], Route](), dict[tuple[object, ...], tuple[Route, int]]()
 
-    def goal(name: str, rank: int) -> TargetPlace | None:
-        return places[rank].get(name)
+    def goal(name: str, rank: int) -> TargetPlace:
+        return places[rank][name]
 
     @cache
     def whole() -> Mapping[Atom, Location]:
@@ -267,15 +268,67 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         plan = make_plan(target_side.plan.model, UNSPLIT, padding={})
         return align_atoms(arrangement_of(plan, HUGGING_FACE), target_side)[0].atoms
 
+    def route(
+        atom: Atom, src: Location, dst: Location, change: Change | None, ranks: frozenset[int],
+        copies: Sequence[Location],
+    ) -> Route:  # fmt: skip
+        spread, goal, dtype = src.spread, dst.spread, src.stored.dtype
+        for number, placed in enumerate(copies, 1):
+            more = {number * holders + rank: pieces for rank, pieces in placed.spread.pieces.items()}
+            spread = replace(spread, pieces={**spread.pieces, **more})
+        key = (spread.value, goal.value, dtype, change, ranks)
+        if key not in routes:
+            steps = None if change or len(spread.full) != len(goal.full) else _steps(src, dst)
+            if spread.full == goal.full:
+                routes[key] = Transfer(
+                    spread, goal, DTYPE_BITS[dtype], ranks, compare=is_compared, zeros=has_zeros, change=change
+                ).slabs
+            elif steps is not None:
+                routes[key] = _one_step(regrid(spread, goal, steps, DTYPE_BITS[dtype], ranks))
+            else:
+                raise PlanError(
+                    f"tensor '{atom.tensor}' has the shape {list(spread.full)} in the one format and "
+                    f"{list(goal.full)} in the other, and cannot be brought from the one into the other",
+                    "write it as huggingface first",
+                )
+        return routes[key]
+
+    def job(
+        atom: Atom,
+        src: Location,
+        dst: Location,
+        sources: Callable[[int], SourcePlace],
+        targets: Callable[[int], TargetPlace],
+        ranks: frozenset[int],
+        copies: Sequence[Location] = (),
+    ) -> Job:
+        """The job that moves an atom to these ranks, and compares it with its ``copies`` in the source."""
+        name, dtype, function, cast = atom.tensor, src.stored.dtype, dst.portion.function, casts.get(atom.tensor)
+        change = None
+        if cast is not None or function is not None or dtype != dst.stored.dtype:
+            of_all = name if cast is None else without_numbers(name)
+            change = Change(of_all, dtype, dst.stored.dtype, function, cast)
+        key = (*_alike(src), *_alike(dst), change, ranks, *map(_alike, copies))
+        if key not in of_kinds:
+            nbytes = tensor_bytes(name, dtype, src.layout.full)
+            of_kinds[key] = route(atom, src, dst, change, ranks, copies), nbytes
+        way, nbytes = of_kinds[key]
+        stated, states = src.stored.stated, dst.stored.stated
+        if stated is not None and states is not None:  # the values of this tensor count
+            origins = {rank: sources(rank) for rank in sorted(src.spread.pieces)[: None if is_compared else 1]}
+            way = _one_step(restate(name, dtype, nbytes, origins, stated, states, ranks))
+        names = tuple(placed.stored.name for placed in copies)
+        return Job(name, way, sources, targets, nbytes, copies=names, holders=holders if names else 0)
+
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
     for atom in whole() if source_side.dropped or target_side.dropped else source_side.atoms:
         src, dst = source_side.atoms.get(atom), target_side.atoms.get(atom)
         if src is None or src.portion.function is not None:
             src = whole()[atom]
             src = src._replace(stored=src.stored._replace(dtype=own.get(atom.tensor, src.stored.dtype)))
-            sources: Places = _on_all(_intact_place(source, src, atom.tensor))
+            sources: Callable[[int], SourcePlace] = _on_all(_intact_place(source, src, atom.tensor))
         else:
-            sources = _places(origin, src)
+            sources = _Places(origin, src)
         ranks = frozenset[int]()
         if dst is not None:
             key = (dst.stored.geometry, dst.number)
@@ -284,25 +337,39 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             ranks = ranks_of[key]
         if dst is not None and ranks:
             if copies := again.get(atom, ()):
-                each = [sources, *(_places(origin, placed) for placed in copies)]
-                sources = partial(_place_of_copies, each, source_side.ranks)
-            yield moves.job(atom, src, dst, sources, _places(goal, dst), ranks, copies)
+                each: list[Callable[[int], SourcePlace]] = [sources, *(_Places(origin, at) for at in copies)]
+                sources = partial(_place_of_copies, each, holders)
+            yield job(atom, src, dst, sources, _Places(goal, dst), ranks, copies)
         if (dst is None or dst.portion.function is not None) and INTACT_RANK in places:
             place = places[INTACT_RANK][atom.tensor]
-            place = TargetPlace(place.file, place.offset + whole()[atom].first(0))
-            yield moves.job(atom, src, whole()[atom], sources, _on_all(place), frozenset({0}))
+            place = place._replace(offset=place.offset + whole()[atom].first(0))
+            yield job(atom, src, whole()[atom], sources, _on_all(place), frozenset({0}))
     for atom, dst in target_side.copies:
         src, ranks = source_side.atoms[atom], _ranks_of(dst, places)
         if ranks:
-            job = moves.job(atom, src, dst, _places(origin, src), _places(goal, dst), ranks)
-            yield job._replace(again=True)
+            yield job(atom, src, dst, _Places(origin, src), _Places(goal, dst), ranks)._replace(again=True)
+
+
+@dataclass(slots=True, eq=False)  # there are two for each tensor
+class _Places(Generic[Place]):
+    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
+
+    place_of: Callable[[str, int], Place]
+    location: Location
+
+    def __call__(self, rank: int) -> Place:
+        stored = self.location.stored
+        place = self.place_of(stored.name_on(rank), rank)
+        if not stored.geometry.is_stack:
+            return place
+        return place._replace(offset=place.offset + self.location.first(rank))
 
 
 def _on_all(place: Place) -> Callable[[int], Place]:
     return lambda rank: place
 
 
-def _place_of_copies(places: Sequence[Places], ranks: int, number: int) -> SourcePlace | None:
+def _place_of_copies(places: Sequence[Callable[[int], SourcePlace]], ranks: int, number: int) -> SourcePlace:
     """Where a rank has a tied tensor, or its copy: those of the first copy count from ``ranks`` on, and so on."""
     which, rank = divmod(number, ranks)
     return places[which](rank)
@@ -335,79 +402,9 @@ def _alike(location: Location) -> tuple[Geometry, int, str]:
     return location.stored.geometry, location.number, location.stored.dtype
 
 
-class _Moves:
-    """Makes the jobs of a source's atoms; atoms that go the same way share it. ``casts`` has the tensors that are cast,
-    and the dtypes.
-    """
-
-    def __init__(self, source: Source, casts: Mapping[str, str], *, compare: bool) -> None:
-        self._holders, self._casts, self._compare = source.arrangement.ranks, casts, compare
-        self._zeros = source.manifest is not None or not source.format.padding.free  # as padding
-        self._of_kind: dict[tuple[object, ...], tuple[Route, int]] = {}
-        self._ways: dict[tuple[object, ...], Route] = {}
-
-    def job(
-        self,
-        atom: Atom,
-        src: Location,
-        dst: Location,
-        sources: Places,
-        targets: Callable[[int], TargetPlace | None],
-        ranks: frozenset[int],
-        copies: Sequence[Location] = (),
-    ) -> Job:
-        """The job that moves an atom to these ranks, and compares it with its ``copies`` in the source."""
-        change = _change(atom.tensor, src, dst, self._casts.get(atom.tensor))
-        key = (*_alike(src), *_alike(dst), change, ranks, *map(_alike, copies))
-        if key not in self._of_kind:
-            nbytes = tensor_bytes(atom.tensor, src.stored.dtype, src.layout.full)
-            self._of_kind[key] = self._way(atom, src, dst, change, ranks, copies), nbytes
-        way, nbytes = self._of_kind[key]
-        stated, states = src.stored.stated, dst.stored.stated
-        if stated is not None and states is not None:  # the values of this tensor count
-            holders = sorted(src.spread.pieces)[: None if self._compare else 1]
-            origins = {rank: place for rank in holders if (place := sources(rank)) is not None}
-            way = _one_step(restate(atom.tensor, src.stored.dtype, nbytes, origins, stated, states, ranks))
-        job = Job(atom.tensor, way, sources, targets, nbytes)
-        names = [placed.stored.name for placed in copies]
-        return job._replace(copies=names, holders=self._holders) if names else job
-
-    def _way(
-        self, atom: Atom, src: Location, dst: Location, change: Change | None, ranks: frozenset[int],
-        copies: Sequence[Location],
-    ) -> Route:  # fmt: skip
-        origin, goal = src.spread, dst.spread
-        if len(origin.full) != len(goal.full):
-            raise _shapes_differ(atom, origin.full, goal.full)
-        for number, placed in enumerate(copies, 1):
-            more = {number * self._holders + rank: pieces for rank, pieces in placed.spread.pieces.items()}
-            origin = replace(origin, pieces={**origin.pieces, **more})
-        key, bits = (origin.value, goal.value, src.stored.dtype, change, ranks), DTYPE_BITS[src.stored.dtype]
-        if key in self._ways:
-            return self._ways[key]
-        if origin.full == goal.full:
-            transfer = Transfer(origin, goal, bits, ranks, compare=self._compare, zeros=self._zeros, change=change)
-            way: Route = transfer.slabs
-        else:
-            steps = _steps(src, dst)
-            if change or steps is None:
-                raise _shapes_differ(atom, origin.full, goal.full)
-            way = _one_step(regrid(origin, goal, steps, bits, ranks))
-        self._ways[key] = way
-        return way
-
-
 def _one_step(slab: Slab) -> Route:
     """The way of a small tensor: one step, whatever the budget."""
     return lambda budget: iter((slab,))
-
-
-def _shapes_differ(atom: Atom, old: Sequence[int], new: Sequence[int]) -> PlanError:
-    return PlanError(
-        f"tensor '{atom.tensor}' has the shape {list(old)} in the one format and {list(new)} in the other, and "
-        "cannot be brought from the one into the other",
-        "write it as huggingface first",
-    )
 
 
 def _steps(src: Location, dst: Location) -> tuple[tuple[int, int], ...] | None:
@@ -431,25 +428,29 @@ def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlac
     return SourcePlace(source.files[info.file], info.offset + location.first(0))
 
 
-def _change(name: str, src: Location, dst: Location, cast: str | None) -> Change | None:
-    """The change of an atom's elements, if it is cast, stored in another dtype or by a function."""
-    function = dst.portion.function
-    if src.stored.dtype == dst.stored.dtype and function is None and cast is None:
-        return None
-    if cast is not None:
-        name = without_numbers(name)
-    return Change(name, src.stored.dtype, dst.stored.dtype, function, cast)
+# ------------------------------------------------------------------------------------------------------------ downloads
 
 
-def _places(place_of: Callable[[str, int], Place | None], location: Location) -> Callable[[int], Place | None]:
-    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
-    if location.is_alone:
-        return partial(place_of, location.stored.name)
+def download_of(source: Source, target: Arrangement, rank: int) -> int:
+    """The bytes of weights that are fetched if this rank alone is written, of files that are not on this machine.
 
-    def within(rank: int) -> Place | None:
-        place = place_of(location.stored.name_on(rank), rank)
-        if place is None or not location.stored.geometry.has(rank, location.number):
-            return None
-        return place._replace(offset=place.offset + location.first(rank))
-
-    return within
+    Of a row-parallel weight these are more than the rank holds: where its parts of the rows lie close together, what
+    lies between them is fetched with them.
+    """
+    nowhere, nbytes_of = TargetPlace(TargetFile("", rank, b"", 0), 0), dict[Route, int]()
+    names, total = (stored.name_on(rank) for stored, _ in target.tensors_of(rank)), 0
+    for job in jobs_of(source, target, {rank: dict.fromkeys(names, nowhere)}, compare=False):
+        if job.transfer not in nbytes_of:
+            fetched: dict[SourceFile, list[Range]] = {}
+            for region in (region for slab in job.transfer(Options().sizes.step) for region in slab.reads):
+                place = job.source(region.rank)
+                parts = [(at, at + n) for at, _, n in ranges_of(place, region)] if place.file.remote is not None else []
+                fetched.setdefault(place.file, []).extend(joined(parts, GAP))
+            nbytes_of[job.transfer] = sum(
+                file.remote.over_network(end - begin)
+                for file, ranges in fetched.items()
+                for begin, end in joined(ranges, 0)
+                if file.remote is not None
+            )
+        total += nbytes_of[job.transfer]
+    return total

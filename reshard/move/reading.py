@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.files.checksum import PartialSum, file_checksum, sum_part
-from formats.store import read_into, unreadable
+from formats.files.safetensors import TensorInfo
+from formats.notation.architecture import without_numbers
+from formats.store import NEAR, Range, joined, read_into, unreadable
+from reshard.move.jobs import TargetFile
 from reshard.move.slabs import Region
-from reshard.source.source import SourceFile, SourcePlace
+from reshard.source.source import Source, SourceFile, SourcePlace
+from reshard.store.threads import Threads, result
 
 if TYPE_CHECKING:
-    from reshard.move.ahead import Ahead
     from reshard.store.remote import Read
 
 Bytes = NDArray[np.uint8]
+
+REQUESTS = 16
+"""Requests that a reader has under way at a time."""
+
+PART = 4 << 20
+"""Bytes of the longest request."""
+
+GAP = 1 << 20
+"""Up to so many bytes between two ranges of a tensor are read with them, because one more request would cost as much.
+"""
 
 _AT_ONCE = 64 << 20
 """Bytes of a remote file that are requested together for its checksum."""
@@ -29,8 +46,8 @@ _ROW = 1 << 18
 and the kernel reads ahead.
 """
 
-TargetSet = frozenset[int]
-"""The numbers of the target files for which bytes of a source are read."""
+Targets = frozenset[TargetFile]
+"""The files for which bytes of a source are read."""
 
 
 class Sums:
@@ -41,8 +58,8 @@ class Sums:
     """
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
-        self.of: dict[SourceFile, dict[TargetSet, PartialSum]] = {file: {} for file in files}
-        self._of_target: dict[int, list[tuple[SourceFile, TargetSet]]] = {}
+        self.of: dict[SourceFile, dict[Targets, PartialSum]] = {file: {} for file in files}
+        self._of_target: dict[TargetFile, list[tuple[SourceFile, Targets]]] = {}
         self.fetched = 0
         """Bytes that were requested of remote files."""
         for file in self.of:
@@ -51,17 +68,17 @@ class Sums:
                 part.add(offset, len(content), sum_part(content, offset))
                 self.add(file, frozenset(), part)
 
-    def add(self, file: SourceFile, targets: TargetSet, part: PartialSum) -> None:
+    def add(self, file: SourceFile, targets: Targets, part: PartialSum) -> None:
         """Add the sum of bytes of a file that these targets wanted."""
         if targets not in self.of[file]:
             self.of[file][targets] = PartialSum(file.size)
-            for number in targets:
-                self._of_target.setdefault(number, []).append((file, targets))
+            for target in targets:
+                self._of_target.setdefault(target, []).append((file, targets))
         self.of[file][targets].merge(part)
 
-    def read_for(self, number: int) -> Iterator[tuple[SourceFile, TargetSet, PartialSum]]:
+    def read_for(self, target: TargetFile) -> Iterator[tuple[SourceFile, Targets, PartialSum]]:
         """The sums of what was read for a target: of all its bytes, once the target is complete."""
-        return ((file, targets, self.of[file][targets]) for file, targets in self._of_target.get(number, ()))
+        return ((file, targets, self.of[file][targets]) for file, targets in self._of_target.get(target, ()))
 
     def checksum(self, file: SourceFile) -> str | None:
         """The checksum of a whole file; None if parts of it were not read."""
@@ -71,62 +88,146 @@ class Sums:
         return total.value() if total.is_complete else None
 
 
+class Part(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a file, on their way."""
+
+    begin: int
+    end: int
+    content: Future[memoryview]
+
+
 class Reader:
-    """Reads ranges of source files, each file opened once. What was requested of a remote file comes from ``ahead``."""
+    """Reads ranges of source files, each file opened once.
+
+    Those of remote files are requested before they are read: many at a time, for a few steps ahead. The first step
+    requested is the first to be read.
+    """
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
-        self._computed: dict[SourceFile, Read] = {}
-        self._ahead: Ahead | None = None
+        self._reads: dict[SourceFile, Read] = {}
+        self._threads: Threads | None = None
+        self._steps = list[dict[SourceFile, Sequence[Part]]]()
+        """The parts that were requested for each step of the work, by file, in order."""
+        self.fetched = 0
+        """Bytes that were requested of remote files so far."""
+
+    def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
+        """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out.
+
+        Ranges that lie close are joined into one request, and long ones are cut into several.
+        """
+        ranges_in: dict[SourceFile, list[Range]] = {}
+        for file, ranges in tensors:
+            if file.is_elsewhere:
+                ranges_in.setdefault(file, []).extend(joined(ranges, GAP))
+        step = dict[SourceFile, Sequence[Part]]()
+        for file, ranges in ranges_in.items():
+            counts = ((begin, end, max(1, -(-(end - begin) // PART))) for begin, end in joined(ranges, NEAR))
+            bounds = ([begin + (end - begin) * i // n for i in range(n + 1)] for begin, end, n in counts)
+            step[file] = [self._part(file, *part) for ends in bounds for part in itertools.pairwise(ends)]
+        self._steps.append(step)
 
     @property
-    def ahead(self) -> Ahead:
-        """The ranges of remote files that are under way."""
-        if self._ahead is None:
-            from reshard.move.ahead import Ahead  # rarely needed
+    def requested(self) -> int:
+        """The bytes of all steps that have not ended."""
+        return sum(part.end - part.begin for step in self._steps for parts in step.values() for part in parts)
 
-            self._ahead = Ahead()
-        return self._ahead
-
-    def request(self, regions: Iterable[tuple[SourcePlace, Region]]) -> None:
-        """Request what is read of these regions of remote files, as one step, which ``ahead.end_step`` ends."""
-        self.ahead.request(
-            (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
-            for place, region in regions
-            if place.file.is_elsewhere
-        )
+    def end_step(self) -> None:
+        """Forget the first step."""
+        self._steps.pop(0)
 
     def fill(self, data: Bytes, file: SourceFile, offset: int) -> None:
-        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError if it cannot be read or is too short."""
+        """Fill ``data`` from ``offset`` of a file. Raises CheckpointError if it cannot be read or is too short, and
+        MismatchError if a remote one has changed.
+        """
         if file.is_elsewhere:
-            self.ahead.fill(file, offset, data.data)
-            return
-        if file.remote is not None:  # computed from files of this machine
-            if file not in self._computed:
-                self._computed[file] = file.remote.open()
-            content = self._computed[file](offset, offset + data.size)
-            data[:] = np.frombuffer(content, np.uint8)  # without Python's lock
-            return
-        path = file.local
-        if path not in self._descriptors:
-            try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise unreadable(path, error) from error
-        read_into(path, self._descriptors[path], offset, data.data)
-
-    @property
-    def fetched(self) -> int:
-        """Bytes that were requested of remote files."""
-        return self._ahead.fetched if self._ahead is not None else 0
+            position = 0
+            while position < data.size:
+                begin, last = offset + position, offset + data.size
+                part = self._find(file, begin) or self._part(file, begin, min(last, begin + PART))  # not asked for
+                content = np.frombuffer(result(part.content), np.uint8)[begin - part.begin : last - part.begin]
+                data[position : position + content.size] = content  # numpy copies without Python's lock
+                position += content.size
+        elif file.remote is not None:  # computed from files of this machine
+            data[:] = np.frombuffer(self._open(file)(offset, offset + data.size), np.uint8)
+        else:
+            path = file.local
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise unreadable(path, error) from error
+            read_into(path, self._descriptors[path], offset, data.data)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and cancel requests that have not begun."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        if self._ahead is not None:
-            self._ahead.close()
+        for part in (part for step in self._steps for parts in step.values() for part in parts):
+            part.content.cancel()
+        if self._threads is not None:
+            self._threads.close()
+
+    def _find(self, file: SourceFile, offset: int) -> Part | None:
+        for step in self._steps:
+            parts = step.get(file, ())
+            number = bisect_right(parts, offset, key=lambda part: part.begin) - 1
+            if number >= 0 and offset < parts[number].end:
+                return parts[number]
+        return None
+
+    def _part(self, file: SourceFile, begin: int, end: int) -> Part:
+        assert file.remote is not None
+        self._threads = self._threads or Threads(REQUESTS)
+        self.fetched += file.remote.over_network(end - begin)
+        return Part(begin, end, self._threads.submit(self._open(file), begin, end))
+
+    def _open(self, file: SourceFile) -> Read:
+        if file not in self._reads:
+            assert file.remote is not None
+            self._reads[file] = file.remote.open()
+        return self._reads[file]
+
+
+def contents_of(source: Source, tensors: Iterable[TensorInfo]) -> Iterator[Bytes]:
+    """The bytes of stored tensors, one after the other; those of remote files are requested together.
+
+    Raises CheckpointError, MismatchError.
+    """
+    reader, places = Reader(), [(source.files[info.file], info) for info in tensors]
+    try:
+        reader.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in places)
+        for file, info in places:
+            data = np.empty(info.nbytes, np.uint8)
+            reader.fill(data, file, info.offset)
+            yield data
+    finally:
+        reader.close()
+
+
+def with_unlike_constants(source: Source) -> Source:
+    """The source, with each constant that has another value listed as left behind: Hugging Face has no place for it.
+
+    ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
+    CheckpointError if a file cannot be read.
+    """
+    constants = {stored.name: stored for stored in source.arrangement.stored if stored.constant is not None}
+    infos: list[tuple[str, TensorInfo]] = []
+    for rank, tensors in enumerate(source.ranks):
+        name_of = {stored.name_on(rank): stored.name for stored in constants.values()}
+        infos += [(name_of[name], info) for name, info in tensors.items() if name in name_of]
+    if not infos:
+        return source
+    unlike: dict[str, set[bytes]] = {}
+    for (name, info), data in zip(infos, contents_of(source, [info for _, info in infos]), strict=True):
+        if (content := data.tobytes()) != constants[name].constant_bytes(info.shape):
+            unlike.setdefault(name, set()).add(content)
+    one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
+    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
+    names = dict.fromkeys(map(without_numbers, unlike))
+    return replace(source, left_behind=(*source.left_behind, *names), constants=whole)
 
 
 def checksum_of(file: SourceFile) -> str:
@@ -137,9 +238,9 @@ def checksum_of(file: SourceFile) -> str:
     try:
         for begin in range(0, file.size, _AT_ONCE):
             data = buffer[: min(_AT_ONCE, file.size - begin)]
-            reader.ahead.request([(file, [(begin, begin + data.size)])])
+            reader.request([(file, [(begin, begin + data.size)])])
             reader.fill(data, file, begin)
-            reader.ahead.end_step()
+            reader.end_step()
             total.add(begin, data.size, sum_part(data, begin))
     finally:
         reader.close()

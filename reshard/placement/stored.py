@@ -102,12 +102,6 @@ class Location(NamedTuple):
         return self.stored.geometry.first(holder, self.number) * DTYPE_BITS[self.stored.dtype] // 8
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it is all of a stored tensor that has one name on all ranks."""
-        stored, geometry = self.stored, self.stored.geometry
-        return stored.naming is None and geometry.parts is None and len(geometry.layouts) == 1
-
-    @property
     def zeros(self) -> frozenset[int]:
         """The ranks that store zeros in its place, because an earlier rank has the same part."""
         if self.portion.line.on != "first rank":

@@ -224,10 +224,10 @@ def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:
 
 
 def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.get("tie_word_embeddings") is False:
-        tensors |= {alias: tensors[original]._replace(name=alias) for alias, original in checkpoint.aliases.items()}
-    return tensors
+    tensors = checkpoint.tensors
+    aliases = checkpoint.aliases if checkpoint.config.get("tie_word_embeddings") is False else {}
+    more = {alias: tensors[original]._replace(name=alias) for alias, original in aliases.items()}
+    return tensors | more if more else tensors
 
 
 def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +25,9 @@ from formats.files.safetensors import TensorInfo
 from formats.files.sharded import INTACT_FILE, MANIFEST
 from formats.files.training import model_files, read_training
 from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture, without_numbers
+from formats.notation.architecture import Architecture
 from formats.notation.format import Format
-from formats.store import NEAR, FilePath, Range, joined, name_in, read_file, read_ranges
+from formats.store import FilePath, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
@@ -453,44 +452,3 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
         states = replace(source, format=format, plan=plan, model=model, ranks=ranks, chunks=chunks, twice=twice)
         yield affix, replace(states, intact={})
-
-
-def with_unlike_constants(source: Source) -> Source:
-    """The source, with each constant that has another value listed as left behind: Hugging Face has no place for it.
-
-    ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
-    CheckpointError if a file cannot be read.
-    """
-    constants = {stored.name: stored for stored in source.arrangement.stored if stored.constant is not None}
-    infos: list[tuple[str, TensorInfo]] = []
-    for rank, tensors in enumerate(source.ranks):
-        name_of = {stored.name_on(rank): stored.name for stored in constants.values()}
-        infos += [(name_of[name], info) for name, info in tensors.items() if name in name_of]
-    if not infos:
-        return source
-    unlike: dict[str, set[bytes]] = {}
-    for (name, info), content in zip(infos, _contents([info for _, info in infos]), strict=True):
-        if content != constants[name].constant_bytes(info.shape):
-            unlike.setdefault(name, set()).add(content)
-    one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
-    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
-    names = dict.fromkeys(map(without_numbers, unlike))
-    return replace(source, left_behind=(*source.left_behind, *names), constants=whole)
-
-
-def _contents(tensors: Sequence[TensorInfo]) -> list[bytes]:
-    """The bytes of tensors; what lies close together in a file is one read."""
-    ranges_of: dict[FilePath, list[Range]] = {}
-    for info in tensors:
-        ranges_of.setdefault(info.file, []).append((info.offset, info.offset + info.nbytes))
-    parts = [(file, *part) for file, ranges in ranges_of.items() for part in joined(ranges, NEAR)]
-    contents = dict(zip(parts, read_ranges(parts), strict=True))
-    begun = {file: sorted(part[1:] for part in parts if part[0] == file) for file in ranges_of}
-
-    def content(info: TensorInfo) -> bytes:
-        ranges = begun[info.file]
-        begin, end = ranges[bisect_right(ranges, info.offset, key=lambda part: part[0]) - 1]
-        start = info.offset - begin
-        return contents[info.file, begin, end][start : start + info.nbytes]
-
-    return [content(info) for info in tensors]

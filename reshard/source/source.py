@@ -100,10 +100,6 @@ class SourcePlace(NamedTuple):
     offset: int
 
 
-Places = Callable[[int], SourcePlace | None]
-"""The place of a tensor in the files of a rank; None if the rank does not hold it."""
-
-
 class Cast(NamedTuple):
     """A dtype, as ``--dtype`` calls it, the source without a cast, and what makes the record of what a merge writes."""
 
@@ -303,10 +299,10 @@ class Source:
         refined = blocks if blocks != block_size(self.model.config) else None
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
 
-    def place_of(self, name: str, rank: int) -> SourcePlace | None:
-        """The place of a tensor in the files of a rank; None if the rank does not hold it."""
-        info = self.ranks[rank].get(name)
-        return SourcePlace(self.files[info.file], info.offset) if info else None
+    def place_of(self, name: str, rank: int) -> SourcePlace:
+        """The place of a tensor in the files of a rank that holds it."""
+        info = self.ranks[rank][name]
+        return SourcePlace(self.files[info.file], info.offset)
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""

@@ -56,7 +56,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
-        from reshard.source.opening_programs import with_unlike_constants
+        from reshard.move.reading import with_unlike_constants  # numpy
 
         opened = with_unlike_constants(opened)
     first = opened

@@ -33,8 +33,8 @@ from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_f
 from formats.quantization.methods import quantization_settings
 from formats.store import FilePath, local_path, open_file, read_into
 from reshard.mesh.plan import make_plan
+from reshard.move.engine import fill
 from reshard.move.jobs import Job, TargetFile, TargetPlace
-from reshard.move.mover import fill
 from reshard.move.moves import Change, jobs_of
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
@@ -345,7 +345,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         found = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
         others = {name: others[name] for name in source.twice.values()}
-    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile(Path(), b"", 0), 0)
+    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, b"", 0), 0)
     if others:
         target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):

@@ -11,12 +11,11 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError, brief
@@ -39,6 +38,7 @@ from formats.notation.format import Format, Settings
 from formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
+from reshard.move.jobs import TargetFile, Tensor
 from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
@@ -51,40 +51,9 @@ from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
     from formats.files.dcp import Blob
-    from formats.files.torch_archive import Crc
     from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
-
-
-class Tensor(NamedTuple):
-    """A tensor to be written: its name, dtype, shape, and size in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class NewFile:
-    """A weight file to be written: its header, and tensors of one rank.
-
-    ``name`` is relative to the output, ``size`` is in bytes, with the header. ``places`` gives the names of its tensors
-    and their offsets in the file. The file must have the checksum ``expected``, if that is known.
-    """
-
-    name: str
-    rank: int
-    header: bytes
-    size: int
-    places: Callable[[], Iterable[tuple[str, int]]]
-    expected: str | None = None
-    fixed: tuple[tuple[int, bytes], ...] = ()
-    """Other bytes that come from no source, with their offsets."""
-    crcs: tuple[Crc, ...] = ()
-    """What is known when all else is written."""
-    tensors: Sequence[Tensor] = ()
 
 
 class Output:
@@ -138,7 +107,7 @@ class Output:
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
         self._objects: dict[str, Blob] = {}
-        self._files: dict[int, list[NewFile]] = {rank: [] for rank in self.ranks}
+        self._files: dict[int, list[TargetFile]] = {rank: [] for rank in self.ranks}
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -148,7 +117,7 @@ class Output:
         self.states: list[Output] = [*self._states()]
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
-        self.files: list[NewFile] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.files: list[TargetFile] = [file for files in (*self._files.values(), self._intact) for file in files]
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -157,13 +126,9 @@ class Output:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
 
-    def all_files(self) -> list[NewFile]:
+    def all_files(self) -> list[TargetFile]:
         """The weight files, also of states."""
         return [file for output in (self, *self.states) for file in output.files]
-
-    def load_command(self, out: object) -> str | None:
-        """The command by which another program loads the output ``out``."""
-        return None if self.format.plain else self.format.loading.command_of(str(out), self.plan.mesh)
 
     @property
     def command(self) -> str:
@@ -195,7 +160,7 @@ class Output:
 
     # ---------------------------------------------------------------------------------------------------- weight files
 
-    def _restored(self) -> list[NewFile]:
+    def _restored(self) -> list[TargetFile]:
         """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
         source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
         for file in record.files:
@@ -210,9 +175,9 @@ class Output:
         if infos:
             name = min(infos)
             raise MismatchError(f"{source.path}: tensor '{name}' is in the manifest's source files, but in no shard")
-        return [NewFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in record.files]
+        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in record.files]
 
-    def _files_of(self, rank: int) -> Iterator[NewFile]:
+    def _files_of(self, rank: int) -> Iterator[TargetFile]:
         """The files of a rank, or those with a number of chunks."""
         stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
@@ -230,11 +195,11 @@ class Output:
                 name = files.name_of(self.plan.mesh, rank, index, len(parts), tensor=tensor_name, kind=kind)
                 self._written[rank] += 1
                 file = self._file(name, rank, part)
-                places = file.places() if constants else ()
-                fixed = ((offset, constants[tensor]) for tensor, offset in places if tensor in constants)
-                yield dataclasses.replace(file, fixed=(*file.fixed, *fixed), tensors=part)
+                places, file.tensors = file.places() if constants else (), part
+                file.fixed += tuple((offset, constants[tensor]) for tensor, offset in places if tensor in constants)
+                yield file
 
-    def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
+    def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> TargetFile:
         """A file of these tensors, in the container that its name tells."""
         if name.endswith(".distcp"):
             return self._chunk_file(name, rank, tensors)
@@ -243,7 +208,7 @@ class Output:
 
             inside, entries = self.format.container.inside, self.format.container.entries
             archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
-            return NewFile(
+            return TargetFile(
                 name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
             )
         if self._adapter is not None:
@@ -265,7 +230,7 @@ class Output:
         """The positions of tensors among all tensors of the model."""
         return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
 
-    def _intact_file(self) -> Iterator[NewFile]:
+    def _intact_file(self) -> Iterator[TargetFile]:
         """The file with the tensors that the program does not store as they are, if there are any."""
         changed = {kind for kind, portions in self.arrangement.parts.items() if any(part.function for part in portions)}
         tensors = [
@@ -309,46 +274,38 @@ class Output:
             plan = program_plan(state.model, format, self.plan.mesh, padding=self.plan.padding or None)
             yield Output(state, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
-    def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> NewFile:
+    def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> TargetFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
         from formats.files.dcp import Blob, build_chunks  # rarely needed
 
-        places_of, keys, chunks = self.arrangement.chunks or {}, {}, []
+        training, state, chunks, contents = self._training, self._state, [], dict[str, bytes]()
+        entries = list[tuple[str, str, Chunk | None]]()
         for tensor, dtype, _, nbytes in tensors:
             key, places = stacked(self._stacks, tensor)
-            stored_chunk = places_of[tensor][rank]
+            if training is not None and state is None:  # as it was, if it was there, with what is around it
+                key = training.parts.model.get(key, key)
+            elif training is not None and state is not None:
+                key = training.parts.states[state].get(key, f"{state.prefix}{key}{state.suffix}")
+            stored_chunk = (self.arrangement.chunks or {})[tensor][rank]
             at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
-            keys[tensor] = self._name_there(key), dtype, at
+            entries.append((key, dtype, at))
             chunks.append((tensor, dtype, at.shape, nbytes))
-        objects, carried_parts = dict[str, bytes](), list[Any]()
-        if not self._chunks and self._state is None:  # the first file has what is no tensor of the model's
-            objects = self._extra_states()
-            carried_parts = [*self._training.archives()] if self._training is not None else []
-        carried = {f"{number} {key}": content for number, (key, _, content) in enumerate(carried_parts)}
-        laid = build_chunks(chunks, objects | carried)
-        blobs = {key: Blob(Path(name.rpartition("/")[2]), *place) for key, place in laid.ranges.items()}
-        for tensor, (key, dtype, at) in keys.items():
-            self._chunks.setdefault(key, (dtype, []))[1].append((at, blobs[tensor]))
-        self._objects |= {key: blobs[key] for key in objects}
-        for number, (key, chunk, _) in enumerate(carried_parts):
-            blob = blobs[f"{number} {key}"]
+        if not self._chunks and state is None:  # the first file has what is no tensor of the model's
+            others: Iterable[tuple[str, Chunk | None, bytes]] = training.archives() if training is not None else ()
+            for key, chunk, content in itertools.chain(self._extra_states(), others):
+                dtype = training.saved.tensors[key].dtype if training is not None and chunk is not None else ""
+                entries.append((key, dtype, chunk))
+                contents[f"{len(contents)} {key}"] = content
+        laid = build_chunks(chunks, contents)
+        for (key, dtype, chunk), place in zip(entries, laid.ranges.values(), strict=True):
+            blob = Blob(Path(name.rpartition("/")[2]), *place)
             if chunk is None:
                 self._objects[key] = blob
             else:
-                assert self._training is not None
-                self._chunks.setdefault(key, (self._training.saved.tensors[key].dtype, []))[1].append((chunk, blob))
-        return NewFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
+                self._chunks.setdefault(key, (dtype, []))[1].append((chunk, blob))
+        return TargetFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
 
-    def _name_there(self, name: str) -> str:
-        """The name in the files of a tensor of the format's: as it was, if it was there, with what is around it."""
-        if self._training is None:
-            return name
-        parts, state = self._training.parts, self._state
-        if state is None:
-            return parts.model.get(name, name)
-        return parts.states[state].get(name, f"{state.prefix}{name}{state.suffix}")
-
-    def _extra_states(self) -> dict[str, bytes]:
+    def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
         """What stands for the states of modules that have none: a list of None for each module."""
         from formats.files.dcp import object_bytes  # rarely needed
 
@@ -357,13 +314,9 @@ class Output:
             if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
                 key, places = stacked(self._stacks, stored.name)
                 indices.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
-        nothing = object_bytes([None])
-        counts = {key: ".".join(str(max(spots) + 1) for spots in zip(*at, strict=True)) for key, at in indices.items()}
-        return {
-            f"{key}/shard_{'.'.join(map(str, at))}_{counts[key]}": nothing
-            for key, spots in indices.items()
-            for at in spots
-        }
+        for key, spots in indices.items():
+            count = ".".join(str(max(numbers) + 1) for numbers in zip(*spots, strict=True))
+            yield from ((f"{key}/shard_{'.'.join(map(str, at))}_{count}", None, object_bytes([None])) for at in spots)
 
     # ----------------------------------------------------------------------------------------------------- small files
 
@@ -375,7 +328,7 @@ class Output:
             documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
         return documents | dict(self._index(self._files[rank], folder))
 
-    def _index(self, files: Sequence[NewFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
+    def _index(self, files: Sequence[TargetFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
         name = self.format.files.index
         if name is None or len(files) < 2:
@@ -554,7 +507,7 @@ def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
     return files
 
 
-def _safetensors(name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> NewFile:
+def _safetensors(name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> TargetFile:
     """A safetensors file of these tensors."""
     header = build_header([tensor[:3] for tensor in tensors], metadata)
 
@@ -563,4 +516,4 @@ def _safetensors(name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapp
         return ((tensor.name, offset) for tensor, offset in zip(tensors, offsets, strict=False))
 
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    return NewFile(name, rank, header, size, places)
+    return TargetFile(name, rank, header, size, places)

@@ -13,8 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import PartialSum, sum_part
 from formats.files.sharded import MANIFEST, read_manifest
@@ -23,7 +21,7 @@ from reshard import __version__
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
-from reshard.move.reading import Reader, Sums, checksum_of
+from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.stored import Location
 from reshard.publishing.existing import check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
@@ -35,7 +33,7 @@ from reshard.store.selection import is_url
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
 from reshard.text import Result, human_bytes, plural
-from reshard.writing.output import NewFile, Output
+from reshard.writing.output import Output
 
 
 class State(NamedTuple):
@@ -260,15 +258,11 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
-            targets = {
-                TargetFile(staging.path(f.name), f.header, f.size, name=f.name, fixed=f.fixed, crcs=f.crcs): f
-                for f in new.all_files()
-            }
             try:
-                written = write_files(new, targets, staging, request, request.progress)
+                written = write_files(new, staging, request, request.progress)
                 committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(targets, staging)) from None
+                raise KeyboardInterrupt(_kept(new.all_files(), staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
@@ -362,7 +356,8 @@ def _summary(
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
-        note="; ".join(notes) or None, load=new.load_command(where),
+        note="; ".join(notes) or None,
+        load=None if new.format.plain else new.format.loading.command_of(str(where), plan.mesh),
     )  # fmt: skip
 
 
@@ -392,25 +387,22 @@ class Written:
     """Seconds of moving bytes."""
 
 
-def write_files(
-    new: Output, targets: Mapping[TargetFile, NewFile], staging: Staging, options: Options, progress: Progress
-) -> Written:
+def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
     """Write the weight files of an output into the staging folder.
 
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files, jobs, to = new.source, [*targets.values()], list[Job](), iter(targets)
+    source, files, jobs = new.source, new.all_files(), list[Job]()
     for part in (new, *new.states):
         places: dict[int, dict[str, TargetPlace]] = {}
         for file in part.files:
-            of_rank, place = places.setdefault(file.rank, {}), next(to)
-            of_rank.update((tensor, TargetPlace(place, offset)) for tensor, offset in file.places())
+            file.path, of_rank = staging.path(file.name), places.setdefault(file.rank, {})
+            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.places())
         jobs += jobs_of(part.source, part.arrangement, places)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
-    targets_here = {target: file for target, file in targets.items() if file.name in staging.share.files}
-    total = sum(file.size for file in targets_here.values())
-    todo = sum(file.size for file in targets_here.values() if file.name not in staging.finished)
+    sizes = {file.name: file.size for file in files if file.name in staging.share.files}
+    total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
     nbytes, fetched, before = total - todo, 0, tried_again()
 
     def moved(written: int) -> None:
@@ -418,18 +410,18 @@ def write_files(
         nbytes += written
         progress(State(nbytes, total, tried_again() - before))
 
-    of_ranks = dict[int, list[NewFile]]()
+    of_ranks = dict[int, list[TargetFile]]()
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
     side_by_side = [(each.name, each.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
-        for target, file in targets.items():
-            target.done = file.name not in batch or file.name in staging.finished
+        for file in files:
+            file.done = file.name not in batch or file.name in staging.finished
         start = time.monotonic()
         todo -= move(
-            jobs, sums, [*targets], options, finished=staging.note_finished, moved=staging.note_moved,
+            jobs, sums, files, options, finished=staging.note_finished, moved=staging.note_moved,
             earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
         )  # fmt: skip
         moving += time.monotonic() - start
@@ -477,15 +469,14 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
     return True
 
 
-def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[NewFile]) -> None:
+def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[TargetFile]) -> None:
     """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
 
     Raises MismatchError if both have read the same bytes and the sums differ.
     """
-    sources = {file.name: file for file in sums.of}
-    numbers = {file.name: number for number, file in enumerate(files)}
+    sources, targets_by_name = {file.name: file for file in sums.of}, {file.name: file for file in files}
     for part in reads:
-        file, targets = sources[part.source], frozenset(numbers[name] for name in part.targets)
+        file, targets = sources[part.source], frozenset(targets_by_name[name] for name in part.targets)
         total = PartialSum.from_text(part.sum, file.size)
         if targets not in sums.of[file]:
             sums.add(file, targets, total)
@@ -497,9 +488,8 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
     """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
     if source.format.plain or not any(file.expected for file in source.files.values()):
         return
-
     unneeded = [
-        (source.files[info.file], info)
+        info
         for rank, tensors in enumerate(source.ranks)
         for stored, _ in source.arrangement.tensors_of(rank)
         if (info := tensors.get(stored.name_on(rank))) is not None
@@ -510,14 +500,8 @@ def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
             or any(part.function for part in stored.geometry.portions)
         )
     ]
-    reader = Reader()
-    try:
-        if source.is_remote:
-            reader.ahead.request((file, [(info.offset, info.offset + info.nbytes)]) for file, info in unneeded)
-        for file, info in unneeded:
-            data, total = np.empty(info.nbytes, dtype=np.uint8), PartialSum(file.size)
-            reader.fill(data, file, info.offset)
-            total.add(info.offset, info.nbytes, sum_part(data, info.offset))
-            sums.add(file, frozenset(), total)
-    finally:
-        reader.close()
+    for info, data in zip(unneeded, contents_of(source, unneeded), strict=True):
+        file = source.files[info.file]
+        total = PartialSum(file.size)
+        total.add(info.offset, info.nbytes, sum_part(data, info.offset))
+        sums.add(file, frozenset(), total)

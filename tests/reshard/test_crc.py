@@ -14,7 +14,7 @@ import pytest
 from formats.files.torch_archive import Crc
 from reshard.api import split
 from reshard.move import jobs as crcs
-from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, joined, parts_within
+from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, parts_within, value_of
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
 
@@ -28,10 +28,10 @@ def test_pieces_in_any_order() -> None:
         runs: list[Run] = []
         for begin, end in pieces:
             add_run(runs, 7 + begin, memoryview(content)[begin:end], is_whole=True)
-        assert joined(Crc(7, 7 + len(content), ()), sorted(runs)) == zlib.crc32(content)
-        assert joined(Crc(7, 8 + len(content), ()), sorted(runs)) is None
-        assert joined(Crc(6, 7 + len(content), ()), sorted(runs)) is None
-        assert len(runs) == 1 or joined(Crc(7, 7 + len(content), ()), sorted(runs)[1:]) is None
+        assert value_of(Crc(7, 7 + len(content), ()), sorted(runs)) == zlib.crc32(content)
+        assert value_of(Crc(7, 8 + len(content), ()), sorted(runs)) is None
+        assert value_of(Crc(6, 7 + len(content), ()), sorted(runs)) is None
+        assert len(runs) == 1 or value_of(Crc(7, 7 + len(content), ()), sorted(runs)[1:]) is None
 
 
 def test_small_pieces_are_left_to_be_read_again() -> None:

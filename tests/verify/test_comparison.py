@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.api import split
+from reshard.move.jobs import Tensor
 from reshard.source.opening import open_source
-from reshard.writing.output import Tensor, partition
+from reshard.writing.output import partition
 from tests import store
 from tests.marks import one_of_each
 from tests.reshard.test_split import write_fp8

@@ -87,7 +87,7 @@ def test_no_message_names_what_an_installation_lacks() -> None:
     every = {
         file: [*texts(ast.parse(text))] for file, text in contents.items() if re.search("docs/|install|Hub id", text)
     }
-    assert len(files) > 200 and any("Hub id" in text for found in every.values() for text in found)
+    assert len(files) > 150 and any("Hub id" in text for found in every.values() for text in found)
     assert [
         (file.name, text)
         for file, found in every.items()

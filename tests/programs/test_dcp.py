@@ -22,7 +22,7 @@ from formats.files.dcp import read_distributed
 from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
 from reshard.api import merge, split
-from reshard.placement.geometry import Geometry
+from reshard.placement import geometry
 from reshard.source.inspect import inspect
 from reshard.source.program_files import Affix, parts_of
 from tests import store
@@ -471,14 +471,14 @@ def test_an_expert_is_looked_for_in_the_chunks_that_have_it_alone(
 ) -> None:
     """Else the work grows with experts times chunks, of which a large run has thousands."""
     split(store.checkpoint("mixtral"), tmp_path / "out", tp=1, ep=2, format="dcp-transformers")
-    asked, real = list[bool](), Geometry._in_chunk
+    asked, real = list[bool](), geometry._within
 
-    def counted(self: Geometry, file: int, place: int, slot: int) -> Any:
-        pieces = [*real(self, file, place, slot)]
+    def counted(*arguments: Any) -> Any:
+        pieces = [*real(*arguments)]
         asked.append(bool(pieces))
         return pieces
 
-    monkeypatch.setattr(Geometry, "_in_chunk", counted)
+    monkeypatch.setattr(geometry, "_within", counted)
     merge(tmp_path / "out", tmp_path / "merged")
     assert len(asked) > 10 and all(asked)
 

@@ -143,15 +143,15 @@ def sleeps_long() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankTimeoutError) as info:
-        run_ranks(computes_long, 3, sleeps_long, timeout=0.5)
+        run_ranks(computes_long, 3, sleeps_long, timeout=1.5)
     assert info.value.rank == 1
     assert info.value.message.startswith("rank 1 did not come to all_reduce (test_launch.py:")
-    assert "in computes_long), where ranks 0, 2 waited 0.5 s; rank 1 was at test_launch.py:" in info.value.message
+    assert "in computes_long), where ranks 0, 2 waited 1.5 s; rank 1 was at test_launch.py:" in info.value.message
     assert info.value.message.endswith("in sleeps_long")
 
 
 def waits_for_the_first() -> None:
-    world().share(lambda: time.sleep(1.0))
+    world().share(lambda: time.sleep(2.0))
 
 
 def computes_for_ever() -> None:
@@ -164,14 +164,14 @@ def test_a_rank_that_has_its_turn_for_ever_is_named() -> None:
     before = threading.active_count()
     with pytest.raises(
         RankTimeoutError,
-        match=r"^rank 0 did not come to its next collective, where rank 1 waited 0\.3 s; rank 0 was at",
+        match=r"^rank 0 did not come to its next collective, where rank 1 waited 1\.5 s; rank 0 was at",
     ):
-        run_ranks(computes_for_ever, 2, timeout=0.3)
+        run_ranks(computes_for_ever, 2, timeout=1.5)
     assert threading.active_count() == before
 
 
 def test_a_wait_for_the_original_has_no_limit() -> None:
-    run_ranks(waits_for_the_first, 2, timeout=0.2)
+    run_ranks(waits_for_the_first, 2, timeout=1.5)
 
 
 def misses_a_sum() -> None:

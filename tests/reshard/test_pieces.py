@@ -98,7 +98,8 @@ def joined(
         shape[first.dim : first.dim + 1] = [lead, shape[first.dim] // max(lead, 1) if lead else 0]
         parts.append(own.reshape(shape))
     whole = np.concatenate(parts, axis=first.dim + 1)
-    return whole.reshape(*whole.shape[: first.dim], -1, *whole.shape[first.dim + 2 :])
+    lead, inner = whole.shape[first.dim : first.dim + 2]
+    return whole.reshape(*whole.shape[: first.dim], lead * inner, *whole.shape[first.dim + 2 :])
 
 
 @st.composite

@@ -332,9 +332,10 @@ def test_killed(start: Callable[[Fault], Ranks], victim: int, moment: str, way: 
     "victim, moment, way, causes",
     [
         (2, "exchange", "keep", ["does not answer"]), (3, "exchange", "straight", ["does not answer"]),
-        (3, "received", "keep", ["did not come to 'committed' within"]),
-        (2, "after", "keep", ["did not come to 'begin' within"]),
-        (2, "check", "rules", ["did not come to 'plan' within"]), (1, "exchange", "rules", ["does not answer"]),
+        (3, "received", "keep", [f"did not come to 'committed' within {TIMEOUT:g} s"]),
+        (2, "after", "keep", [f"did not come to 'begin' within {TIMEOUT:g} s"]),
+        (2, "check", "rules", [f"did not come to 'plan' within {TIMEOUT:g} s"]),
+        (1, "exchange", "rules", ["does not answer"]),
     ],
 )  # fmt: skip
 def test_stopped(start: Callable[[Fault], Ranks], victim: int, moment: str, way: str, causes: list[str]) -> None:

@@ -122,10 +122,11 @@ def read_zero(folder: FilePath) -> Distributed:
             read += [*([settings] if own else []), *files]
         else:
             form, entries = _of_lists(models[0], optimizers, groups)
-        masters = {name for group in groups for name in group} if optimizers or is_universal else set[str]()
+        masters = {str(name) for part, name, *_ in entries if part == "model"}
+        masters |= {name for group in groups for name in group} if optimizers or is_universal else set()
         if is_universal and len(parallel) > 1:  # what the model's file has are parts
             masters |= {*main.table("module")}
-        entries = {**entries, **_without_master(models, masters, origins), **entries}
+        entries |= _without_master(models, masters, origins)
         for copy, origin in origins.items():
             if (entry := entries.get(("model", origin))) is not None:
                 entries.setdefault(("model", copy), entry)

@@ -7,7 +7,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 from formats.files.checksum import PartialSum, file_checksum, sum_part
 from formats.files.safetensors import TensorInfo
-from formats.notation.architecture import without_numbers
 from formats.store import NEAR, Range, joined, read_into, unreadable
 from reshard.move.jobs import TargetFile
 from reshard.move.slabs import Region
@@ -205,29 +203,6 @@ def contents_of(source: Source, tensors: Iterable[TensorInfo]) -> Iterator[Bytes
             yield data
     finally:
         reader.close()
-
-
-def with_unlike_constants(source: Source) -> Source:
-    """The source, with each constant that has another value listed as left behind: Hugging Face has no place for it.
-
-    ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
-    CheckpointError if a file cannot be read.
-    """
-    constants = {stored.name: stored for stored in source.arrangement.stored if stored.constant is not None}
-    infos: list[tuple[str, TensorInfo]] = []
-    for rank, tensors in enumerate(source.ranks):
-        name_of = {stored.name_on(rank): stored.name for stored in constants.values()}
-        infos += [(name_of[name], info) for name, info in tensors.items() if name in name_of]
-    if not infos:
-        return source
-    unlike: dict[str, set[bytes]] = {}
-    for (name, info), data in zip(infos, contents_of(source, [info for _, info in infos]), strict=True):
-        if (content := data.tobytes()) != constants[name].constant_bytes(info.shape):
-            unlike.setdefault(name, set()).add(content)
-    one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
-    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
-    names = dict.fromkeys(map(without_numbers, unlike))
-    return replace(source, left_behind=(*source.left_behind, *names), constants=whole)
 
 
 def checksum_of(file: SourceFile) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.notation.architecture import SETTINGS
+from formats.notation.architecture import SETTINGS, without_numbers
 from formats.notation.format_file import adapter_format
 from formats.store import FilePath, StoredPath
 from reshard.model.model import Model
@@ -15,6 +15,7 @@ from reshard.source.source import Folder, Source
 from reshard.store.selection import HubAccess, Weights
 
 if TYPE_CHECKING:
+    from formats.files.safetensors import TensorInfo
     from reshard.store.range_store import RangeStore
 
 
@@ -56,9 +57,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
-        from reshard.move.reading import with_unlike_constants  # numpy
-
-        opened = with_unlike_constants(opened)
+        opened = _with_unlike_constants(opened)
     first = opened
 
     def transformed(store: RangeStore) -> Source:
@@ -95,3 +94,28 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
 
         opened = cast(opened, access.dtype)
     return opened
+
+
+def _with_unlike_constants(source: Source) -> Source:
+    """The source, with each constant that has another value listed as left behind: Hugging Face has no place for it.
+
+    ``constants`` of the source keeps such values for a split into the same format. Each is only a few numbers. Raises
+    CheckpointError if a file cannot be read.
+    """
+    from reshard.move.reading import contents_of  # numpy
+
+    constants = {stored.name: stored for stored in source.arrangement.stored if stored.constant is not None}
+    infos: list[tuple[str, TensorInfo]] = []
+    for rank, tensors in enumerate(source.ranks):
+        name_of = {stored.name_on(rank): stored.name for stored in constants.values()}
+        infos += [(name_of[name], info) for name, info in tensors.items() if name in name_of]
+    if not infos:
+        return source
+    unlike: dict[str, set[bytes]] = {}
+    for (name, info), data in zip(infos, contents_of(source, [info for _, info in infos]), strict=True):
+        if (content := data.tobytes()) != constants[name].constant_bytes(info.shape):
+            unlike.setdefault(name, set()).add(content)
+    one = {name: min(contents) for name, contents in unlike.items() if len(contents) == 1}
+    whole = {name: content for name, content in one.items() if len(content) == len(constants[name].constant_bytes())}
+    names = dict.fromkeys(map(without_numbers, unlike))
+    return replace(source, left_behind=(*source.left_behind, *names), constants=whole)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from formats.errors import CheckpointError, MismatchError, SettingError
+from formats.files.training import read_training
 from reshard.api import merge, split
 from reshard.publishing.staging import Staging
 from reshard.source.opening import open_source
@@ -278,3 +279,16 @@ def test_it_is_written_into_a_bucket_and_read_there(tmp_path: Path, monkeypatch:
         merge("s3://bucket/out", tmp_path / "merged", cache_dir=tmp_path / "cache")
     assert contents(tmp_path / "bucket" / "out" / STEP) == contents(tmp_path / "local" / STEP)
     assert raw(tmp_path / "merged") == weights(case)
+
+
+def test_its_own_files_come_before_what_the_model_s_file_has(tmp_path: Path) -> None:
+    """Also of a parameter that ``param_shapes`` lack."""
+    split(given(WITH_OPTIMIZER[0]), tmp_path / "out", format=AS, config=config_of(WITH_OPTIMIZER[0]))
+    folder = tmp_path / "out" / STEP
+    file, whole = folder / STATES, read_training(folder)
+    name = next(keys[1] for keys in whole.keys.values() if keys[0] == "model")
+    state = torch.load(file, weights_only=False)
+    for shapes in state["param_shapes"]:
+        shapes.pop(name, None)
+    torch.save(state | {"module": {**state["module"], name: torch.zeros(2)}}, file)
+    assert read_training(folder).tensors == whole.tensors

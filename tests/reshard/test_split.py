@@ -323,8 +323,9 @@ def test_one_pass(tmp_path, monkeypatch, steps):
 
     def check(folder: Path, out: Path) -> None:
         files = list(folder.rglob("*.safetensors"))
-        data = sum(i.nbytes for f in files for i in read_header(f).tensors.values())
-        assert traffic("read") == data
+        infos = [info for file in files for info in read_header(file).tensors.values()]
+        assert traffic("read") == sum(info.nbytes for info in infos)
+        assert traffic("sample") <= 64 * len(infos)
         assert traffic("written") == sum(f.stat().st_size for f in out.rglob("*.safetensors"))
         log.unlink()
 

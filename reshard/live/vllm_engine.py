@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -64,13 +65,12 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
 
     def connect(self, ticket: Mapping[str, Any]) -> Pull:
         """This rank's end of the pushes of a trainer, from the trainer's ``ticket``. Raises LiveError."""
-        from reshard.live.process import pull  # not needed to list the engine
+        from reshard.live.process import Meeting, pull  # not needed to list the engine
 
+        if not {"store", "trainers"} <= ticket.keys() <= {field.name for field in fields(Meeting)} - {"receivers"}:
+            raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket")
         group, device, witness = get_world_group(), str(self.device), partial(ask_loader, self)
-        try:
-            return pull(rank=group.rank_in_group, world=group.world_size, device=device, witness=witness, **ticket)
-        except TypeError:
-            raise LiveError(f"{dict(ticket)} is not a ticket of a trainer", "give the engine push.ticket") from None
+        return pull(rank=group.rank_in_group, world=group.world_size, device=device, witness=witness, **ticket)
 
     def start_weight_update(self) -> None:
         """Begin: nothing changes, the old weights serve."""

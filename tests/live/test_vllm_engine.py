@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from formats.errors import LiveError
-from reshard.live import vllm, vllm_reload
+from reshard.live import process, vllm, vllm_reload
+from reshard.live.process import Meeting, Push
 from tests.live import layerwise
 
 
@@ -88,13 +89,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
 
-    def connect(_: object, ticket: Mapping[str, Any]) -> Receiver:
-        if "store" not in ticket:
-            raise LiveError(f"{ticket} is no ticket")
-        return receiver
-
-    monkeypatch.setattr(Engine, "connect", connect)
-    made.init_transfer_engine(made.parse_init_info({"store": "tcp://here:1"}))
+    monkeypatch.setattr(process, "pull", lambda **_: receiver)
+    made.init_transfer_engine(made.parse_init_info({"store": "tcp://here:1", "trainers": 2}))
     yield made
     vllm_reload.layerwise.cache_clear()
     sys.modules.pop("reshard.live.vllm_engine")
@@ -164,10 +160,22 @@ def test_nothing_is_raised_on_one_rank_alone(engine: Any) -> None:
     assert engine.problem == "vLLM's rank 1: vLLM was told {'version': 1, 'more': 2}, and not a version"
     engine.finish_weight_update()
     engine.init_transfer_engine(engine.parse_init_info({"stroe": "tcp://here:1"}))
-    assert engine.problem == "vLLM's rank 1: {'stroe': 'tcp://here:1'} is no ticket"
+    assert engine.problem == "vLLM's rank 1: {'stroe': 'tcp://here:1'} is not a ticket of a trainer"
     engine.shutdown()
     engine.update_weights({"version": 1})
     assert "'stroe'" in engine.problem, "the first error is told again"
+
+
+@pytest.mark.parametrize("other", [{"trainers": None}, {"receivers": 2}, {"world": 2}], ids=str)
+def test_only_the_ticket_of_a_trainer_is_taken_for_one(engine: Any, monkeypatch: Any, other: dict[str, Any]) -> None:
+    ticket = Push.ticket.fget(SimpleNamespace(meeting=Meeting(store="tcp://here:1", trainers=2, receivers=2)))  # type: ignore[attr-defined]
+    engine.init_transfer_engine(ticket)
+    assert engine.problem is None
+    engine.init_transfer_engine({name: value for name, value in (ticket | other).items() if value is not None})
+    assert engine.problem.endswith("is not a ticket of a trainer"), engine.problem
+    monkeypatch.setattr(process, "pull", lambda **_: len(5))
+    engine.init_transfer_engine(ticket)
+    assert "TypeError" in engine.problem, "an error of ours is none of the ticket"
 
 
 @pytest.mark.parametrize("name", vllm_reload.SYMBOLS)
@@ -212,7 +220,7 @@ def test_a_version_that_was_not_tried_warns_once(
     again = type(engine)()
     again.init_transfer_engine(again.parse_init_info({"stroe": "tcp://here:1"}))
     assert engine.warnings == [], "the problem is told, and nothing else"
-    again.init_transfer_engine(again.parse_init_info({"store": "tcp://here:1"}))
+    again.init_transfer_engine(again.parse_init_info({"store": "tcp://here:1", "trainers": 2}))
     assert [words % tuple(rest) for words, *rest in engine.warnings] == [
         f"reshard: vLLM {version} was not tried, 0.32 was. It reloads layers, and loads this model, as expected."
     ] * warnings

@@ -71,6 +71,8 @@ MODELOPT = "hf_quant_config.json"
 CONFIG = "config.json"
 METADATA = ".metadata"
 """What says which bytes of ``.distcp`` files hold which tensor."""
+TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+"""Files that name the folder of a step: DeepSpeed's, and Megatron's."""
 _SAMPLES = 1024
 _SAMPLE = 64
 
@@ -109,6 +111,18 @@ class Checkpoint:
     index: bytes | None
     index_name: str | None
     side_files: tuple[FilePath, ...]
+
+
+def step_of(tracker: FilePath | str, content: bytes) -> str:
+    """The folder of the step that a tracker file of this content names. Raises CheckpointError if it names none."""
+    name = text = content.decode("utf-8", "replace").strip()
+    if str(tracker).endswith(TRACKERS[-1]):
+        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
+        if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
+            raise CheckpointError(f"{tracker}: {brief(text)} is neither a number nor 'release'")
+    if not is_inside(name):
+        raise CheckpointError(f"{tracker}: {brief(text)} is no name of a folder")
+    return name
 
 
 def open_checkpoint(path: FilePath) -> Checkpoint:

@@ -7,14 +7,14 @@ A folder is known by the names of its files: ``.metadata``; accelerate's and tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from formats.documents import Record, is_inside, optional, read_document, whole
+from formats.documents import Record, optional, read_document, whole
 from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import CONFIG, METADATA, find_side_files
+from formats.files.checkpoint import CONFIG, METADATA, TRACKERS, find_side_files, step_of
 from formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
 from formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
 from formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
@@ -54,7 +54,9 @@ def find_training(folder: FilePath) -> Training | None:
     of_ranks = [match for name in names for pattern in (_VERL, _RANK) if (match := pattern.fullmatch(name))]
     if of_ranks:
         return Training(folder / of_ranks[0][0], partial(_read_ranks, folder, of_ranks), "saved from FSDP")
-    step = _step_of(folder, names)
+    trackers = (folder / name for name in TRACKERS[:2] if name in names)
+    steps = (folder / step_of(tracker, read_file(tracker, 1 << 10)) for tracker in trackers)
+    step = next((step for step in steps if step.is_dir()), folder)
     patterns = (MODEL, OPTIMIZER)
     states = [path for path in glob(step, "*_states.pt") if any(name.fullmatch(path.name) for name in patterns)]
     if states:
@@ -64,16 +66,6 @@ def find_training(folder: FilePath) -> Training | None:
             if file.is_file():
                 return Training(file, partial(_read_accelerate, folder, names), _ACCELERATE)
     return None
-
-
-def _step_of(folder: FilePath, names: Collection[str]) -> FilePath:
-    """The folder of a step of DeepSpeed's: that of the tag in ``latest`` or ``latest_universal``, or this one."""
-    for name in ("latest", "latest_universal"):
-        if name in names:
-            tag = read_file(folder / name, 1 << 10).decode("utf-8", "replace").strip()
-            if is_inside(tag) and (folder / tag).is_dir():
-                return folder / tag
-    return folder
 
 
 def read_training(folder: FilePath) -> Distributed:

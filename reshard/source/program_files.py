@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import read_weights
+from formats.files.checkpoint import read_weights, step_of
 from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
@@ -57,12 +57,9 @@ def weights_folder(format: Format, folder: FilePath) -> FilePath:
     files = format.files
     if files.is_single or files.tracker is None or not (folder / files.tracker).is_file():
         return folder
-    text = read_file(folder / files.tracker).decode("utf-8", "replace").strip()
-    name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
-    if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
-        raise CheckpointError(f"{folder / files.tracker}: {brief(text)} is neither a number nor 'release'")
+    name = step_of(folder / files.tracker, read_file(folder / files.tracker, 1 << 10))
     if not (folder / name).is_dir():
-        raise CheckpointError(f"{folder / files.tracker} says {text}, and there is no folder {name}")
+        raise CheckpointError(f"{folder / files.tracker} names {name}, and there is no such folder")
     return folder / name
 
 

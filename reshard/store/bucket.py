@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
-from formats.files.checkpoint import METADATA
+from formats.files.checkpoint import METADATA, TRACKERS, step_of
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, StoredFile, check_version, etag_of, explain, open_store
 from reshard.store.retries import patience, patiently
@@ -205,12 +205,17 @@ def _parts(url: str) -> list[str]:
 
 _LISTED_BY_NAME = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
-    "delta.json", "delta.safetensors", METADATA,
+    "delta.json", "delta.safetensors", METADATA, *TRACKERS,
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
     "LICENSE", "README.md",
 )  # fmt: skip
 """The names that are looked for behind a URL that cannot be listed."""
+_OF_A_STEP = (
+    METADATA, "common.pt", "metadata.json", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt", "zero/optimizer_state.pt",
+)  # fmt: skip
+"""The first files in the folder of a training program's step; a manifest names the others."""
 _REQUESTS = 16
 _NAME = re.compile(r"(?:(?!\.)[^/\0]+/){0,3}(?:\.metadata|(?!\.)[^/\0]+)")
 """Weights and side files lie at most three folders deep; no name leads out of the folder."""
@@ -281,7 +286,9 @@ def _probed(bucket: Bucket) -> dict[str, StoredFile]:
     with Threads(_REQUESTS) as threads:
         documents = [name for name in NAMING if name in heads]
         contents = dict(zip(documents, threads.map(bucket.content, documents), strict=True))
+    steps = [step_of(name, bucket.content(name) or b"") for name in TRACKERS if name in heads]
     named = {name for name in named_files(contents.get) if _NAME.fullmatch(name)}
+    named |= {f"{step}/{name}" for step in steps for name in _OF_A_STEP}
     return heads | _heads(bucket, named - heads.keys())
 
 

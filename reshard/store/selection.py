@@ -11,7 +11,7 @@ from pathlib import Path
 
 from formats.documents import MAX_INDEX
 from formats.errors import CheckpointError
-from formats.files.checkpoint import METADATA, WEIGHT_SUFFIXES, is_usable, refuse_foreign
+from formats.files.checkpoint import METADATA, TRACKERS, WEIGHT_SUFFIXES, is_usable, refuse_foreign, step_of
 from formats.files.sharded import MANIFEST
 from formats.mesh import RANK_FOLDER
 from formats.store import FilePath, read_file
@@ -62,6 +62,14 @@ _NOT_SIDE_FILES = (
 # fmt: on
 
 
+_SAVED = re.compile(
+    r"(pytorch_model_fsdp_0/|optimizer_0/)?(\.metadata|__\d+_\d+\.distcp)|shard-[^/]*\.safetensors|common\.pt|metadata\.json|"
+    r"mp_rank_[\d_]+/[^/]*\.pt|[^/]*_states\.pt|zero/.*\.pt|(model|optim)_world_size_\d+_rank_\d+\.pt|huggingface/[^/]*|"
+    r"(pytorch_model_fsdp|optimizer)(_0_rank\d+)?\.bin"
+)
+"""What training programs save in the folder of a step (``formats.files.training``)."""
+
+
 def side_files(listing: Iterable[str]) -> list[str]:
     """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
     names, is_split, indices = _belonging(listing)
@@ -71,8 +79,8 @@ def side_files(listing: Iterable[str]) -> list[str]:
 
 
 def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
-    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``; of a
-    distributed checkpoint of torch's, ``.distcp``.
+    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``, else what a
+    training program saved, in the step that its tracker names. Of a distributed checkpoint of torch's, all of it.
 
     If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
     names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
@@ -82,7 +90,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     if is_split:
         return sorted(name for name in names if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
     if METADATA in names:
-        return sorted(name for name in names if name.endswith(".distcp"))
+        return sorted(filter(_SAVED.fullmatch, names))
     tensors = [name for name in names if name.endswith(".safetensors")]
 
     def read(index: str) -> bytes | None:
@@ -95,7 +103,17 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     if named or whole:
         return sorted(named | whole)
     bins = [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
-    return sorted(tensors or bins or [name for name in names if re.fullmatch(r"consolidated\.\d+\.pth", name)])
+    usual = tensors or bins or [name for name in names if re.fullmatch(r"consolidated\.\d+\.pth", name)]
+    if usual:
+        return sorted(usual)
+    # the first step that is there
+    trackers = (folder / name for name in TRACKERS if name in names)
+    steps = [*(f"{step_of(tracker, read_file(tracker, 1 << 10))}/" for tracker in trackers), ""]
+    for step in steps:
+        saved = sorted(name for name in listing if name.startswith(step) and _SAVED.fullmatch(name, len(step)))
+        if saved:
+            return saved
+    return []
 
 
 def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
@@ -148,7 +166,7 @@ def select(
     """
     side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
-        side = [file for file in side if file.endswith(("config.json", ".index.json", METADATA))]
+        side = [file for file in side if file.endswith(("config.json", ".index.json", METADATA, *TRACKERS))]
     folder = copy(side)
     weights = [file for file in weight_files(sizes, folder) if file in sizes]
     if not any(is_usable(file, sizes) for file in weights):

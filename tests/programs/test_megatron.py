@@ -352,7 +352,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     step, out = run / "iter_0000001", tmp_path / "out"
     tracker = run / "latest_checkpointed_iteration.txt"
     tracker.write_text("5")
-    _refused(run, out, original, "says 5, and there is no folder iter_0000005")
+    _refused(run, out, original, "names iter_0000005, and there is no such folder")
     tracker.write_text("../run")
     _refused(run, out, original, "is neither a number nor 'release'")
     tracker.write_text("1")

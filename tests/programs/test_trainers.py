@@ -20,6 +20,7 @@ from formats.errors import CheckpointError, MismatchError
 from formats.files.dcp import Distributed
 from formats.files.deepspeed import universal_documents
 from formats.files.pickles import Global, Inert
+from formats.files.sharded import MANIFEST
 from formats.files.torch_archive import archive_of, pickled_tensor
 from formats.files.training import read_training
 from reshard.api import merge, split
@@ -30,7 +31,8 @@ from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
 from tests.programs.oracles import ORACLES
 from tests.programs.test_dcp import raw
-from tests.support import command
+from tests.reshard.store_server import StoreServer, upload
+from tests.support import command, contents, write_checkpoint
 from verify.bytes.exact import verify_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -218,6 +220,27 @@ def test_from_a_training_run_to_an_engine(case: str, tmp_path: Path) -> None:
     split(tmp_path / "merged", tmp_path / "direct", tp=2, format="vllm")
     assert raw(tmp_path / "served") == raw(tmp_path / "direct")
     assert verify_exact(open_source(tmp_path / "merged"), tmp_path / "served").verdict == "same"
+
+
+@pytest.mark.parametrize("case", one_of_each([*CASES, "dcp", "megatron", "megatron/release", "megatron-legacy"]))
+def test_it_is_read_from_a_bucket_as_from_the_disk(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, config = tmp_path / case, write_checkpoint(tmp_path / "llama")
+    if case in CASES:
+        folder, config = given(case), config_of(case)
+    else:
+        run, format = folder if "/" not in case else folder.parent, case.partition("/")[0]
+        split(config, run, tp=2 if format == "megatron-legacy" else 1, format=format)
+        (run / MANIFEST).unlink()
+        (run / "iter_0000009").mkdir()
+        (run / "iter_0000009" / "__0_0.distcp").write_bytes(b"of another step")
+    merge(folder, tmp_path / "of the disk", config=config)
+    (tmp_path / "bucket").mkdir()
+    with StoreServer(tmp_path / "bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        merge(upload(folder, server, "run"), tmp_path / "of the bucket", config=config, cache_dir=tmp_path / "cache")
+    assert contents(tmp_path / "of the bucket") == contents(tmp_path / "of the disk")
+    assert not [*(tmp_path / "cache").rglob("iter_0000009")]
 
 
 def test_a_trainers_folder_is_verified_as_it_is(tmp_path: Path) -> None:

@@ -45,8 +45,11 @@ docs: .venv/ready
 	$(BIN)/python -m tests.test_readme
 	$(BIN)/python -m tools.pictures
 
+# of results that a stopped run goes on with: those of another state of the code are others
+STATE = $(shell git describe --always --dirty)
+
 # the forward of every small model of the tests, at three degrees and in two dtypes: hours
-ZOO ?= zoo.jsonl
+ZOO ?= zoo-$(STATE).jsonl
 zoo: .venv/ready
 	$(BIN)/python -m benchmarks.zoo_forward $(ZOO)
 
@@ -63,13 +66,13 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m tests.engines.load_dcp
 	$(ENGINES)/torchtitan/bin/python -m tests.engines.load_torchtitan
 	$(ENGINES)/deepspeed/bin/python -m tests.engines.load_universal
-	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron.jsonl --engine megatron \
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron-$(STATE).jsonl --engine megatron \
 		--python $(ENGINES)/megatron/bin/python --faults
 	$(BIN)/python -m tests.engines.live_megatron --python $(ENGINES)/megatron/bin/python
-	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron-0.19.jsonl --engine megatron \
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/megatron-0.19-$(STATE).jsonl --engine megatron \
 		--python $(ENGINES)/megatron-0.19/bin/python --faults --without deepseek_v3-mtp:megatron-legacy
 	$(BIN)/python -m tests.engines.live_megatron --python $(ENGINES)/megatron-0.19/bin/python
-	$(BIN)/python -m tests.engines.shards $(ENGINES)/vllm.jsonl --python $(ENGINES)/vllm/bin/python --faults
+	$(BIN)/python -m tests.engines.shards $(ENGINES)/vllm-$(STATE).jsonl --python $(ENGINES)/vllm/bin/python --faults
 	$(BIN)/python -m tests.engines.serve --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.lora_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.live_vllm --python $(ENGINES)/vllm/bin/python

@@ -14,10 +14,12 @@ import io
 import os
 import stat
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, cast
 
@@ -209,16 +211,27 @@ def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
         yield from walk(folder / name)
 
 
-def open_file(path: FilePath) -> BinaryIO:
-    """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
+def open_file(path: FilePath, ahead: Iterable[Range] = ()) -> BinaryIO:
+    """Open a regular file for reading; of one that is not on this machine, some ranges are read ``ahead``, together.
+
+    Raises CheckpointError for what is none, and for what cannot be opened.
+    """
     local = local_path(path)
     if local is None:
         stored = cast(StoredPath, path)
         if not stored.is_file():
             what = "it is a folder" if stored.is_dir() else "it is not there"
             raise CheckpointError(f"{path}: cannot be read: {what}")
-        parts = RangeFile(lambda begin, end: stored.store.read([(stored.inner, begin, end)])[0], stored.stat().st_size)
-        return cast(BinaryIO, io.BufferedReader(parts, 8))
+        ranges = [*joined(ahead, NEAR)]
+        contents = stored.store.read([(stored.inner, *part) for part in ranges])
+
+        def read_range(begin: int, end: int) -> bytes:
+            number = bisect_right(ranges, begin, key=itemgetter(0)) - 1
+            if number >= 0 and end <= ranges[number][1]:
+                return contents[number][begin - ranges[number][0] : end - ranges[number][0]]
+            return stored.store.read([(stored.inner, begin, end)])[0]
+
+        return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, stored.stat().st_size), 8))
     try:
         _check_kind(path, local.stat().st_mode)  # before it is opened: to open a device may do something
         descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -225,6 +225,10 @@ _Part = tuple[Blob, str, int, tuple[str, tuple[int, ...]] | None]
 """Bytes of a file, and what should be in them: an object (None), or a chunk with its number, dtype and shape."""
 
 
+_EDGE = 2048
+"""Bytes before and behind the elements of a chunk in its archive: most have fewer."""
+
+
 def _look_into(
     path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], TensorInfo], pickles: dict[bytes, object]
 ) -> int:
@@ -239,8 +243,11 @@ def _look_into(
         )
     header: Header | None = None
     try:
-        with open_file(path) as file:
-            size = file.seek(0, 2)
+        size = path.stat().st_size
+        ends = [(at.offset, min(at.offset + at.length, size)) for at, *_ in parts if at.offset < size]
+        edges = [(begin, min(begin + _EDGE, end)) for begin, end in ends]
+        edges += [(max(begin, end - _EDGE), end) for begin, end in ends]
+        with open_file(path, edges) as file:
             for (_, begin, length), name, number, kind in parts:
                 if begin + length > size:
                     raise CheckpointError(

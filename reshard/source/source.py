@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -40,7 +41,7 @@ from formats.notation.architecture_files import find_architecture, load_architec
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE, all_formats, format_of
 from formats.quantization.methods import block_size
-from formats.store import FilePath, StoredPath, local_path, location_of, name_in, open_file, read_file
+from formats.store import FilePath, StoredPath, joined, local_path, location_of, name_in, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -377,14 +378,10 @@ class Folder:
         if header is not None or expected is None:
             of_header = (header.raw, header.metadata) if header is not None else (None, {})
             return SourceFile(path, name, size, of_header[0], expected, metadata=of_header[1])
-        gaps, end = list[tuple[int, bytes]](), 0
-        with open_file(path) as file:
-            for begin, behind in [*sorted((info.offset, info.offset + info.nbytes) for info in tensors), (size, size)]:
-                if begin > end:
-                    file.seek(end)
-                    gaps.append((end, file.read(begin - end)))
-                end = max(end, behind)
-        return SourceFile(path, name, size, None, expected, tuple(gaps))
+        ends = [*joined(((info.offset, info.offset + info.nbytes) for info in tensors), 0), (size, size)]
+        gaps = [(end, begin) for (_, end), (begin, _) in pairwise([(0, 0), *ends]) if begin > end]
+        contents = read_ranges([(path, *gap) for gap in gaps])
+        return SourceFile(path, name, size, None, expected, tuple(zip((end for end, _ in gaps), contents, strict=True)))
 
     def side_files(self) -> dict[str, FilePath]:
         """The files beside the weights: those that its manifest lists, there or not, or those that are there."""

@@ -60,8 +60,8 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
 
     From the Hub only the needed files are downloaded, into ``huggingface_hub``'s cache, where the store reads them. If
     a repository has safetensors, no other weights are downloaded. If the Hub cannot be reached, a complete copy in the
-    cache is used. Safetensors files are read by ranges, unless the cache has all weights or ``weights`` asks for files.
-    A repository without safetensors is always downloaded in full.
+    cache is used. Files of safetensors and ``.distcp`` are read by ranges, unless the cache has all weights or
+    ``weights`` asks for files. Other weights are always downloaded in full.
 
     Raises CheckpointError if the repository does not exist or may not be read, the download fails, or the disk is too
     small; or if a revision is asked of what has none.

@@ -115,7 +115,11 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
 
     These are the header and, with ``sampled``, the few bytes that tell checkpoints apart. Raises CheckpointError.
     """
-    remotes = {name: content for name, content in store.files.items() if isinstance(content, Remote)}
+    remotes = {
+        name: content
+        for name, content in store.files.items()
+        if isinstance(content, Remote) and name.endswith(".safetensors")
+    }
     if not remotes:
         return store
     contents = kept_in(folder)

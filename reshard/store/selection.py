@@ -68,6 +68,8 @@ _SAVED = re.compile(
     r"(pytorch_model_fsdp|optimizer)(_0_rank\d+)?\.bin"
 )
 """What training programs save in the folder of a step (``formats.files.training``)."""
+_BESIDE_RANGES = re.compile(r"(.*/)?(\.metadata|common\.pt|metadata\.json)|huggingface/.*")
+"""The small files of those whose weights are in .distcp."""
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
@@ -162,7 +164,8 @@ def select(
     """Choose among the files of a repository or a bucket (sizes in bytes); ``copy`` brings the small ones here.
 
     Returns the folder that it gives, the names of the small files and of the weights, and whether ranges of the weights
-    are enough. Raises CheckpointError if there is no checkpoint.
+    are enough: the header of a safetensors file says where its tensors lie, .metadata where those of .distcp do.
+    Raises CheckpointError if there is no checkpoint.
     """
     side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
@@ -174,7 +177,12 @@ def select(
     if not weights:
         what = "no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top"
         raise CheckpointError(f"{name} holds no checkpoint: {what}", hint)
-    return folder, side, weights, scope is not Weights.FILES and all(file.endswith(".safetensors") for file in weights)
+    whole = [file for file in weights if not file.endswith((".safetensors", ".distcp"))]
+    ranges = scope is not Weights.FILES and all(map(_BESIDE_RANGES.fullmatch, whole)) and len(whole) < len(weights)
+    if ranges and whole:
+        copy(whole)
+        side, weights = [*side, *whole], [file for file in weights if file not in whole]
+    return folder, side, weights, ranges
 
 
 def is_url(source: str) -> bool:

@@ -106,14 +106,16 @@ def test_shards_elsewhere_are_merged(
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-@pytest.mark.parametrize("form", [(), ("--as", "vllm")])
+@pytest.mark.parametrize(
+    ("form", "at"), [((), -40_000), (("--as", "vllm"), -40_000), (("--as", "dcp"), -40_000), (("--as", "dcp"), -1)]
+)
 def test_a_flipped_byte_in_a_bucket_is_found(
-    form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
+    form: tuple[str, ...], at: int, store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     assert command("split", checkpoint, tmp_path / "shards", "--tp", "2", *form).returncode == 0
-    shard = min((tmp_path / "shards").rglob("*.safetensors"))
+    shard = min(file for file in (tmp_path / "shards").rglob("*") if file.suffix in {".safetensors", ".distcp"})
     content = bytearray(shard.read_bytes())
-    content[-40_000] ^= 1
+    content[at] ^= 1
     shard.write_bytes(content)
     done = run("merge", upload(tmp_path / "shards", store, "shards"), tmp_path / "merged")
     assert_refused(done, f"s3://bucket/shards/{shard.relative_to(tmp_path / 'shards')}", out=tmp_path / "merged")
@@ -208,7 +210,7 @@ def test_what_is_in_a_bucket_is_not_overwritten(store: StoreServer, run: Run, ch
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-@pytest.mark.parametrize("form", [(), ("--as", "vllm")])
+@pytest.mark.parametrize("form", [(), ("--as", "vllm"), ("--as", "dcp")])
 def test_shards_in_a_bucket_are_verified(
     form: tuple[str, ...], store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -216,9 +218,9 @@ def test_shards_in_a_bucket_are_verified(
     original = upload(checkpoint, store, "llama")
     done = run("verify", original, "s3://bucket/shards", "--exact-only", "-q")
     assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
-    shard = min((store.root / "shards").rglob("*.safetensors"))
+    shard = min(file for file in (store.root / "shards").rglob("*") if file.suffix in {".safetensors", ".distcp"})
     content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
+    content[-40_000] ^= 1
     shard.write_bytes(content)
     assert run("verify", original, "s3://bucket/shards", "--exact-only", "-q").returncode == 1
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, cast
+from typing import IO, BinaryIO, NamedTuple, cast
 
 from formats.errors import CheckpointError
 
@@ -211,27 +210,16 @@ def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
         yield from walk(folder / name)
 
 
-def open_file(path: FilePath, ahead: Iterable[Range] = ()) -> BinaryIO:
-    """Open a regular file for reading; of one that is not on this machine, some ranges are read ``ahead``, together.
-
-    Raises CheckpointError for what is none, and for what cannot be opened.
-    """
+def open_file(path: FilePath) -> BinaryIO:
+    """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
     local = local_path(path)
     if local is None:
         stored = cast(StoredPath, path)
         if not stored.is_file():
             what = "it is a folder" if stored.is_dir() else "it is not there"
             raise CheckpointError(f"{path}: cannot be read: {what}")
-        ranges = [*joined(ahead, NEAR)]
-        contents = stored.store.read([(stored.inner, *part) for part in ranges])
-
-        def read_range(begin: int, end: int) -> bytes:
-            number = bisect_right(ranges, begin, key=itemgetter(0)) - 1
-            if number >= 0 and end <= ranges[number][1]:
-                return contents[number][begin - ranges[number][0] : end - ranges[number][0]]
-            return stored.store.read([(stored.inner, begin, end)])[0]
-
-        return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, stored.stat().st_size), 8))
+        parts = RangeFile(lambda of: stored.store.read([(stored.inner, *each) for each in of]), stored.stat().st_size)
+        return cast(BinaryIO, io.BufferedReader(parts, 8))
     try:
         _check_kind(path, local.stat().st_mode)  # before it is opened: to open a device may do something
         descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -245,6 +233,12 @@ def open_file(path: FilePath, ahead: Iterable[Range] = ()) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def prefetch(file: IO[bytes], ranges: Iterable[Range]) -> None:
+    """Of an open file that is not on this machine, read ranges together that will be read one by one."""
+    if isinstance(raw := getattr(file, "raw", None), RangeFile):
+        raw.prefetch(ranges)
 
 
 def read_file(path: FilePath, limit: int | None = None) -> bytes:
@@ -325,10 +319,11 @@ def _check_kind(path: FilePath, mode: int) -> None:
 
 
 class RangeFile(io.RawIOBase):
-    """A file of ``size`` bytes; ``read_range`` gives those from one offset to another."""
+    """A file of ``size`` bytes; ``read_ranges`` gives the bytes of ranges of it."""
 
-    def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
-        self._read_range, self._size, self._at = read_range, size, 0
+    def __init__(self, read_ranges: Callable[[Sequence[Range]], Sequence[bytes]], size: int) -> None:
+        self._read_ranges, self._size, self._at = read_ranges, size, 0
+        self._kept: list[tuple[Range, bytes]] = []
 
     def readable(self) -> bool:
         """It can be read."""
@@ -346,10 +341,24 @@ class RangeFile(io.RawIOBase):
         self._at = at
         return at
 
+    def prefetch(self, ranges: Iterable[Range]) -> None:
+        """Read what is in the file of some ranges, and keep it."""
+        inside = ((max(0, begin), min(end, self._size)) for begin, end in ranges)
+        new = [*joined((part for part in inside if part[0] < part[1] and self._find(*part) is None), NEAR)]
+        self._kept = sorted([*self._kept, *zip(new, self._read_ranges(new), strict=True)])
+
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer as far as the file goes; returns the number of bytes."""
-        end = min(self._at + len(buffer), self._size)
-        content = self._read_range(self._at, end) if end > self._at else b""
+        begin, end = self._at, min(self._at + len(buffer), self._size)
+        content = self._find(begin, end) if end > begin else b""
+        content = self._read_ranges([(begin, end)])[0] if content is None else content
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)
+
+    def _find(self, begin: int, end: int) -> bytes | None:
+        number = bisect_right(self._kept, begin, key=lambda kept: kept[0][0]) - 1
+        if number < 0 or end > self._kept[number][0][1]:
+            return None
+        (first, _), content = self._kept[number]
+        return content[begin - first : end - first]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar, cast
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, require
-from formats.store import RangeFile
+from formats.store import Range, RangeFile
 
 if TYPE_CHECKING:
     import zstandard
@@ -69,8 +69,8 @@ class _Frame:
     def __init__(self, frame: Frame, read_range: ReadRange) -> None:
         import zstandard
 
-        def stored(begin: int, end: int) -> bytes:
-            return bytes(read_range(frame.begin + begin, frame.begin + end))
+        def stored(ranges: Sequence[Range]) -> Sequence[bytes]:
+            return [bytes(read_range(frame.begin + begin, frame.begin + end)) for begin, end in ranges]
 
         file = cast(IO[bytes], RangeFile(stored, frame.end - frame.begin))
         decompressor, self._error = zstandard.ZstdDecompressor(max_window_size=_WINDOW), zstandard.ZstdError

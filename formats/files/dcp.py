@@ -42,7 +42,7 @@ from formats.files.pickles import (
 )
 from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
 from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
-from formats.store import FilePath, open_file, read_file, read_ranges, unreadable
+from formats.store import FilePath, open_file, prefetch, read_file, read_ranges, unreadable
 
 VERSION = "1.0.0"
 
@@ -243,11 +243,10 @@ def _look_into(
         )
     header: Header | None = None
     try:
-        size = path.stat().st_size
-        ends = [(at.offset, min(at.offset + at.length, size)) for at, *_ in parts if at.offset < size]
-        edges = [(begin, min(begin + _EDGE, end)) for begin, end in ends]
-        edges += [(max(begin, end - _EDGE), end) for begin, end in ends]
-        with open_file(path, edges) as file:
+        with open_file(path) as file:
+            size = file.seek(0, 2)
+            ends = [(at.offset, at.offset + at.length) for at, *_ in parts]
+            prefetch(file, (part for begin, end in ends for part in ((begin, begin + _EDGE), (end - _EDGE, end))))
             for (_, begin, length), name, number, kind in parts:
                 if begin + length > size:
                     raise CheckpointError(

@@ -42,10 +42,14 @@ from formats.files.pickles import (
     write_pickle,
 )  # fmt: skip
 from formats.files.safetensors import DAMAGED, DTYPE_BITS, TORCH_NAMES, TensorInfo
-from formats.store import FilePath, RangeFile, open_file, unreadable
+from formats.store import FilePath, Range, RangeFile, open_file, prefetch, unreadable
 
 MAX_DIRECTORY = 64 << 20
 """Bytes of a zip archive's directory; an entry has some 70."""
+_HEADER = 30
+"""Bytes of what stands before an entry, without its name."""
+_EDGE = 1 << 16
+"""Bytes at both ends of a file elsewhere that are read first: most have the pickle and the directory there."""
 _RESAVE = "load it with torch where you trust it, and save the state dict again with safetensors or torch.save"
 
 
@@ -163,10 +167,10 @@ class TorchArchive:
         header = b""
         if 0 <= entry.header_offset < self.size:
             self.file.seek(self.begin + entry.header_offset)
-            header = self.file.read(30)
-        if len(header) < 30 or header[:4] != b"PK\3\4":
+            header = self.file.read(_HEADER)
+        if len(header) < _HEADER or header[:4] != b"PK\3\4":
             raise self._refused(entry, "does not begin where the archive says")
-        offset = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
+        offset = entry.header_offset + _HEADER + sum(struct.unpack("<HH", header[26:]))
         missing = offset + entry.file_size - self.size
         if missing > 0:
             raise self._refused(entry, f"is not all there: {missing} bytes are missing")
@@ -181,12 +185,15 @@ def torch_file(path: FilePath) -> Iterator[TorchArchive]:
     """A whole file of torch.save, open. Raises CheckpointError if it is none, or not readable."""
     try:
         with open_file(path) as file:
+            size = file.seek(0, 2)
+            prefetch(file, ((0, _EDGE), (size - _EDGE, size)))
+            file.seek(0)
             begin = file.read(8)
             if begin == b"version ":
                 raise CheckpointError(f"{path}: this is not a PyTorch file but a git-lfs pointer", "run 'git lfs pull'")
             if begin[:2] != b"PK":
                 raise CheckpointError(f"{path}: not a zip archive, as torch.save writes since PyTorch 1.6", _RESAVE)
-            yield open_archive(path, file, 0, file.seek(0, 2))
+            yield open_archive(path, file, 0, size)
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -194,15 +201,16 @@ def torch_file(path: FilePath) -> Iterator[TorchArchive]:
 def open_archive(path: FilePath, file: IO[bytes], begin: int, size: int, where: str | None = None) -> TorchArchive:
     """An archive of torch.save in ``size`` bytes of a file. Raises CheckpointError if it is none, or not readable."""
 
-    def read_range(first: int, last: int) -> bytes:
+    def read(ranges: Sequence[Range]) -> Sequence[bytes]:
+        ((first, last),) = ranges
         if last - first > MAX_DIRECTORY:
             raise ValueError(f"its directory of {last - first:,} bytes is too long")
         file.seek(begin + first)
-        return file.read(last - first)
+        return [file.read(last - first)]
 
     where = str(path) if where is None else where
     try:
-        infos = ZipFile(RangeFile(read_range, size)).infolist()
+        infos = ZipFile(RangeFile(read, size)).infolist()
         directory = {info.filename: info for info in infos}
         if len(directory) < len(infos):
             raise ValueError("a record of the zip archive appears twice")
@@ -211,6 +219,7 @@ def open_archive(path: FilePath, file: IO[bytes], begin: int, size: int, where: 
     pickles = [name for name in directory if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(f"{where}: a zip archive, but not one of torch.save: it has no data.pkl", _RESAVE)
+    prefetch(file, ((begin + info.header_offset, begin + info.header_offset + _HEADER) for info in infos))
     root = pickles[0].removesuffix("data.pkl")
     entries = {name.removeprefix(root): entry for name, entry in directory.items() if name.startswith(root)}
     if "constants.pkl" in entries:

@@ -60,8 +60,8 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
 
     From the Hub only the needed files are downloaded, into ``huggingface_hub``'s cache, where the store reads them. If
     a repository has safetensors, no other weights are downloaded. If the Hub cannot be reached, a complete copy in the
-    cache is used. Files of safetensors and ``.distcp`` are read by ranges, unless the cache has all weights or
-    ``weights`` asks for files. Other weights are always downloaded in full.
+    cache is used. Weights are read by ranges, unless the cache has all of them or ``weights`` asks for files; ``.bin``
+    files are always downloaded.
 
     Raises CheckpointError if the repository does not exist or may not be read, the download fails, or the disk is too
     small; or if a revision is asked of what has none.
@@ -116,9 +116,13 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
     siblings = {file.rfilename: file for file in info.siblings or []}
     sizes = {name: file.size or 0 for name, file in siblings.items()}
 
+    commits: list[str | None] = [None]  # first by the revision's name, so that the cache knows this name offline
+
     def copy(side: list[str]) -> Path:
         with _bars_off():
-            return request.snapshot(side)  # by the revision's name, so that the cache knows this name offline
+            copied = request.snapshot(side, revision=commits[-1])
+        commits.append(copied.name)
+        return copied
 
     hint = "give a repository of a model that transformers can load"
     folder, side, weights, by_ranges = select(request.repo, sizes, scope, copy, hint)

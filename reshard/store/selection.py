@@ -68,8 +68,10 @@ _SAVED = re.compile(
     r"(pytorch_model_fsdp|optimizer)(_0_rank\d+)?\.bin"
 )
 """What training programs save in the folder of a step (``formats.files.training``)."""
-_BESIDE_RANGES = re.compile(r"(.*/)?(\.metadata|common\.pt|metadata\.json)|huggingface/.*")
-"""The small files of those whose weights are in .distcp."""
+_SMALL = re.compile(r"(.*/)?(\.metadata|common\.pt|metadata\.json)|huggingface/.*")
+"""The small ones of these."""
+_BY_RANGES = (".safetensors", ".distcp", ".pt", ".pth")
+"""The files that are read by ranges: what they say of themselves is at their ends, or in ``.metadata``."""
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
@@ -177,12 +179,13 @@ def select(
     if not weights:
         what = "no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top"
         raise CheckpointError(f"{name} holds no checkpoint: {what}", hint)
-    whole = [file for file in weights if not file.endswith((".safetensors", ".distcp"))]
-    ranges = scope is not Weights.FILES and all(map(_BESIDE_RANGES.fullmatch, whole)) and len(whole) < len(weights)
-    if ranges and whole:
-        copy(whole)
-        side, weights = [*side, *whole], [file for file in weights if file not in whole]
-    return folder, side, weights, ranges
+    small = {*filter(_SMALL.fullmatch, weights)}
+    ranged = [file for file in weights if file not in small]
+    if scope is Weights.FILES or not ranged or not all(file.endswith(_BY_RANGES) for file in ranged):
+        return folder, side, weights, False
+    if small:
+        copy(sorted(small))
+    return folder, [*side, *sorted(small)], ranged, True
 
 
 def is_url(source: str) -> bool:

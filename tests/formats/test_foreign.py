@@ -33,7 +33,7 @@ def folder(path: Path, *names: str) -> Path:
         (["iter_0000100/mp_rank_00_001/model_rng.pt"], "an unfinished checkpoint of Megatron-LM", "earlier iteration"),
         (["common.pt"], "an unfinished checkpoint of Megatron-LM", "the rest of this one: .metadata"),
         (["iter_0000100/.metadata", "iter_0000100/common.pt"], "a folder of Megatron-LM's", "give the folder"),
-        (["release/mp_rank_00/model_optim_rng.pt"], "without latest_checkpointed_iteration.txt", "give the folder"),
+        (["release/mp_rank_00/model_optim_rng.pt"], "and no latest_checkpointed_iteration.txt", "give the folder"),
         (["fsdp_0/.metadata", "fsdp_0/__0_0.distcp"], "distributed checkpoint", "that holds .metadata"),
         (["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"], "DeepSpeed", "the folder of one"),
         (["global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed", "the one with 'latest'"),

@@ -49,7 +49,8 @@ class LLM:
         if load_format == "sharded_state":
             assert tensor_parallel_size == 2
             from reshard import merge
-            folder = Path(tempfile.mkdtemp()) / "merged"
+            self.scratch = tempfile.TemporaryDirectory()
+            folder = Path(self.scratch.name) / "merged"
             merge(model, folder)
             model = folder
         assert dtype == "float32"

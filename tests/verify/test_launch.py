@@ -274,8 +274,8 @@ if __name__ == "__main__":
 def test_an_interrupted_run_ends_at_once(tmp_path: Path, how: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], env=environment(), stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [sys.executable, tmp_path / "script.py"], env=environment() | {"TMPDIR": str(tmp_path)}, text=True,
+        stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None and process.stderr.readline() == "begun\n"
     start = time.monotonic()

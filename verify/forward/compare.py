@@ -23,7 +23,7 @@ from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.text import plural
-from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan
+from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan, without_stages
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
@@ -89,7 +89,8 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if plan is not stored:
         _check_dequantizing(original, options)
     is_built_in = own_rules(stored, original.model.architecture) == ()
-    return Job(original, shards, plan, _dtype(original, plan, options), ids, options, is_built_in)
+    dtype = _dtype(original, plan, options)
+    return Job(original, shards, plan, without_stages(plan), dtype, ids, options, is_built_in)
 
 
 def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
@@ -103,7 +104,8 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
     if is_alone:
         theirs = run_plan(shards)
         padding = {**padding_for(base.model, theirs.mesh, 1), **theirs.padding}
-        job = replace(job, shards=shards, plan=make_plan(base.model, theirs.mesh, padding=padding), is_alone=True)
+        plan = make_plan(base.model, theirs.mesh, padding=padding)
+        job = replace(job, shards=shards, staged=plan, plan=without_stages(plan), is_alone=True)
     stored = _dtype(base, job.plan, replace(options, compute_dtype=None))
     return replace(job, adapter=original.adapter, stored=stored)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from formats.mesh import Mesh
 from reshard.mesh.plan import Box, Plan, make_plan
 from reshard.model.model import Kind
 from reshard.source.source import UNSPLIT, Source
@@ -31,7 +32,8 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison. ``plan`` is that of the ranks' models, whose weights are plain.
+    """A comparison. ``staged`` is the plan of the shards with plain weights; ``plan`` is that of the ranks' models, and
+    its ranks have what all pipeline stages have in their place.
 
     ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
     and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
@@ -40,6 +42,7 @@ class Job:
 
     original: Source
     shards: Source
+    staged: Plan
     plan: Plan
     dtype: torch.dtype
     ids: Any
@@ -50,6 +53,16 @@ class Job:
     is_alone: bool = False
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh of the shards."""
+        return self.staged.mesh
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether each rank writes a folder of its own for transformers: in a pipeline, of what all stages have."""
+        return self.mesh.pp > 1 or not self.shards.format.plain
+
+    @property
     def exact_dtype(self) -> torch.dtype:
         """The dtype of the run that all others are measured against."""
         return torch.float64 if self.dtype == torch.float32 else torch.float32
@@ -58,6 +71,11 @@ class Job:
 def run_plan(shards: Source) -> Plan:
     """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
     return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
+
+
+def without_stages(plan: Plan) -> Plan:
+    """The plan of the ranks that run: those of one pipeline stage, each with what all stages have in its place."""
+    return make_plan(plan.model, plan.mesh.of_a_stage, padding=plan.padding) if plan.mesh.pp > 1 else plan
 
 
 @dataclass(frozen=True)
@@ -207,12 +225,12 @@ def needs_of(job: Job, kind: str) -> Needs:
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
     devices, launched = 1 if kind == "cpu" else min(size, count(kind)), os.environ.get("LOCAL_WORLD_SIZE")
     return Needs(
-        mesh=str(plan.mesh),
+        mesh=str(job.mesh),
         device=names(kind, size),
         backend=backend(kind, int(launched)) if launched else "threads",
         original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,
         ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
-        files=sum(of_ranks) if job.is_alone or not job.shards.format.plain else 0,
+        files=sum(of_ranks) if job.is_alone or job.is_rewritten else 0,
         runs=options.draws + 3,
         tokens=options.batch * options.seq if job.ids is None else job.ids.numel(),
     )

@@ -8,7 +8,7 @@ verify/forward/noise.py for what counts as equal. This module starts the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.text import plural
-from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan, without_stages
+from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan, without_stages
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
@@ -39,16 +39,11 @@ DEFAULTS = ForwardOptions()
 
 def run_forward(
     original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS,
-    progress: Progress = lambda _: None, *, references: MutableMapping[str, Reference] | None = None,
+    progress: Progress = lambda _: None,
 ) -> ForwardReport:  # fmt: skip
-    """Run the original and its shards, which may be a full checkpoint, and compare.
-
-    ``references`` keeps what originals computed for later calls, with other meshes or with damaged copies of the
-    shards; a run is taken from it only where the original's files, the dtype, the tokens and the options are the same.
-    Raises ReshardError if that cannot be done.
-    """
+    """Run the original and its shards, which may be a full checkpoint, and compare. Raises ReshardError."""
     job = _job(original, shards, options)
-    device, world, cache = _device(options), job.plan.mesh.size, {} if references is None else references
+    device, world = _device(options), job.plan.mesh.size
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from verify.forward.shards import run_job
@@ -59,7 +54,7 @@ def run_forward(
             # What is to be in float32 is computed in it: by default, convolutions are in TF32.
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
-            results = run_ranks(run_job, world, job, cache, device=device, timeout=options.timeout, progress=progress)
+            results = run_ranks(run_job, world, job, device=device, timeout=options.timeout, progress=progress)
     except RankAnswer as answer:
         results = [answer.value]
     return report_of(job, results, device)

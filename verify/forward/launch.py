@@ -81,12 +81,12 @@ def run_ranks(
             return turns.run(lambda: fn(*args))
     except Over:
         rank, error = turns.failure or (0, Exception())
-        raise explained(error, rank, world_size) from error
+        raise _explained(error, rank, world_size) from error
     finally:
         gc.unfreeze()
 
 
-def explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | RankError:
+def _explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | RankError:
     """What ended a rank, for those who started it."""
     if isinstance(error, (RankAnswer, RankTimeoutError)):
         return error
@@ -123,7 +123,7 @@ def _run_as_rank(
     except (ReshardError, RankAnswer):
         raise
     except Exception as error:
-        raise explained(error, rank, world_size) from error
+        raise _explained(error, rank, world_size) from error
     if joined:
         dist.destroy_process_group()
     return results

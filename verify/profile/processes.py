@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from formats.errors import ReshardError
 from verify.ending import undone
-from verify.forward.launch import DEFAULT_TIMEOUT, explained, join_group, rank_device
+from verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
 from verify.rank.device import memory
-from verify.rank.group import ProcessGroup, RankError, being, is_of_collective
+from verify.rank.group import RankError, is_of_collective
 
 RESERVE = 1_500_000_000
 """The memory of a GPU that tensors cannot use, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
@@ -83,8 +83,8 @@ def run_processes(
 ) -> list[T]:  # fmt: skip
     """Run ``fn(*args)``, importable by name, in ``size`` processes; their results in rank order.
 
-    ``progress`` is called with what rank 0 says. Raises RankError when a rank fails, and the RankAnswer that
-    one raises.
+    ``progress`` is called with what rank 0 says. Raises RankError when a rank fails, and the ReshardError or RankAnswer
+    that one raises.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
@@ -154,15 +154,15 @@ def _be(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(variables)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     try:
-        join_group(device, timeout)
-        with being(ProcessGroup(rank_device(device), timeout), lambda text: pipe.send(("said", text))):
-            result = fn(*args)
-            dist.barrier()
-        pipe.send(("returned", pickle.dumps(result)))  # not the tensors themselves: they would end with this process
+        results = run_ranks(
+            fn, size, *args, device=device, timeout=timeout, progress=lambda text: pipe.send(("said", text))
+        )
+        # Not the tensors themselves: they would end with this process.
+        pipe.send(("returned", pickle.dumps(results[rank])))
     except Exception as error:
-        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-        pipe.send(("failed", (is_of_collective(error), explained(error, rank, size))))
+        pipe.send(("failed", (is_of_collective(error.__cause__ or error), error)))
     os._exit(0)
 
 

@@ -26,7 +26,6 @@ from transformers import StaticCache
 from formats.errors import ReshardError
 from formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
-from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
 from verify.rank.collectives import Carrier, Groups, Sent, carried_by
@@ -177,14 +176,6 @@ _SIZES = tuple(1 << power for power in range(10, 26, 2))
 """Bytes of the all-reduces that are timed by themselves: 1 KiB to 16 MiB."""
 
 EMBEDDING, HEAD = OUTSIDE
-
-
-def answer_job(job: Job) -> RankResult:
-    """As ``run_job``; what a model cannot do is no failure of a rank: raises RankAnswer with the ReshardError."""
-    try:
-        return run_job(job)
-    except ReshardError as error:
-        raise RankAnswer(error) from error
 
 
 def run_job(job: Job) -> RankResult:

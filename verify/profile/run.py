@@ -16,7 +16,6 @@ from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
-from verify.forward.launch import RankAnswer
 from verify.profile.cost import NotRun, recommend, whole_model
 from verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
@@ -121,7 +120,7 @@ def _run_what_fits(
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
-    from verify.profile.rank import answer_job
+    from verify.profile.rank import run_job
 
     degree, missing = plan.mesh.size, dict[Workload, NotRun]()
     for workload in request.workloads:
@@ -140,10 +139,8 @@ def _run_what_fits(
         is_built_in = request.plan_file is None
         job = Job(with_layers(plan, kinds), kinds, is_built_in, runs, node.threads, request.seconds)
         try:
-            run = run_processes(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+            run = run_processes(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
             return run, missing
-        except RankAnswer as answer:
-            raise answer.value from None
         except RankError as error:
             if machine_fault(error.message) != MEMORY:
                 raise

@@ -17,7 +17,7 @@ import torch
 
 from formats.errors import CheckpointError, ReshardError, refused, require_transformers
 from formats.notation.architecture import SETTINGS
-from formats.store import FilePath, local_folder
+from formats.store import local_folder
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
@@ -27,6 +27,7 @@ from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan, w
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
+from verify.rank.roles import positions_of
 from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
@@ -78,7 +79,7 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if isinstance(original, Unmerged):
         return _job_with_adapter(original, shards, options)
     _check_kinds(original, shards)
-    ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
+    ids = _prompt(original, options.prompt) if options.prompt is not None else None
     stored = run_plan(shards)
     plan = dequantized(stored)
     if plan is not stored:
@@ -149,14 +150,16 @@ def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)
 
 
-def _prompt(path: FilePath, text: str) -> Any:
+def _prompt(original: Source, text: str) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(local_folder(path), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(local_folder(original.path), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no tokenizer for a prompt: {' '.join(str(error).split())}") from None
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        raise CheckpointError(f"{original.path}: no tokenizer for a prompt: {' '.join(str(error).split())}") from None
+    ids, limit = tokenizer(text, return_tensors="pt")["input_ids"], positions_of(original.model)
     if ids.numel() == 0:
         raise refused("prompt", None, "it has no tokens")
+    if limit is not None and ids.shape[1] > limit:
+        raise refused("prompt", None, f"it has {ids.shape[1]:,} tokens, and the model positions for {limit:,}")
     return ids

@@ -22,6 +22,7 @@ from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
+from verify.rank.roles import positions_of
 
 _LESS = "give a smaller batch or seq, or another degree"
 
@@ -35,7 +36,12 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):
         raise ReshardError("these GPUs do not compute in bfloat16, and would imitate it", "give the dtype float16")
-    kinds = layer_kinds(model)
+    kinds, limit = layer_kinds(model), positions_of(model)
+    for workload in request.workloads:
+        positions = workload.seq + (workload.phase == "decode")
+        if limit is not None and positions > limit:
+            why = f"{workload.phase} takes {positions:,} positions, and the model has a table of {limit:,}"
+            raise refused("seq", workload.seq, why)
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
     results: dict[int, list[RankResult]] = {}

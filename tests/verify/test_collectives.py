@@ -176,6 +176,5 @@ def test_threads_and_processes_are_alike(degree: int) -> None:
     """As torchrun's ranks are processes, and profile's."""
     by_threads = run_ranks(everything, degree)
     assert by_threads == run_processes(everything, degree)
-    assert by_threads[-1][0] == ({"from": 0}, [7, 7])
     squares = [rank**2 for rank in range(degree)]
-    assert by_threads[0][2:] == ([*range(degree)], [*map(str, range(degree))], squares, "all")
+    assert by_threads[0][1:] == ([*range(degree)], [*map(str, range(degree))], squares, "all")

@@ -89,7 +89,7 @@ def _draws(job: Job, inputs: Inputs, exact: Trace, device: torch.device) -> Iter
     if job.adapter is not None:
         say("original with the adapter in its weights")
         with _original(job, job.stored, device) as loaded, _refusing(job):
-            adapters.merge(loaded.model)
+            adapters.merge(loaded.adapter)
             loaded.model.to(job.dtype)
             yield _run_whole(loaded, inputs, job, device, exact)
 
@@ -130,7 +130,7 @@ def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
         trace = _run_whole(loaded, inputs, job, device)
         _check_numbers(trace, job, job.exact_dtype)
         if job.adapter is not None:
-            with adapters.switched_off(model):
+            with loaded.adapter.disable_adapter():
                 without = _run_whole(loaded, inputs, job, device, trace).states
         return _Exact(ids, inputs, trace, without)
 
@@ -211,7 +211,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:
-            adapters.apply(loaded.model, job.adapter, dtype)
+            loaded = dataclasses.replace(loaded, adapter=adapters.apply(loaded.model, job.adapter, dtype))
         yield loaded
 
 

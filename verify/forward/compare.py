@@ -23,10 +23,11 @@ from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.text import plural
-from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan, without_stages
-from verify.forward.launch import RankAnswer, run_ranks
+from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
+from verify.forward.launch import run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
+from verify.rank.group import RankAnswer
 from verify.rank.roles import positions_of
 from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
@@ -85,8 +86,7 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if plan is not stored:
         _check_dequantizing(original, options)
     is_built_in = own_rules(stored, original.model.architecture) == ()
-    dtype = _dtype(original, plan, options)
-    return Job(original, shards, plan, without_stages(plan), dtype, ids, options, is_built_in)
+    return Job(original, shards, plan, _dtype(original, plan, options), ids, options, is_built_in)
 
 
 def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
@@ -100,8 +100,7 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
     if is_alone:
         theirs = run_plan(shards)
         padding = {**padding_for(base.model, theirs.mesh, 1), **theirs.padding}
-        plan = make_plan(base.model, theirs.mesh, padding=padding)
-        job = replace(job, shards=shards, staged=plan, plan=without_stages(plan), is_alone=True)
+        job = replace(job, shards=shards, staged=make_plan(base.model, theirs.mesh, padding=padding), is_alone=True)
     stored = _dtype(base, job.plan, replace(options, compute_dtype=None))
     return replace(job, adapter=original.adapter, stored=stored)
 

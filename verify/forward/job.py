@@ -7,12 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from formats.mesh import Mesh
 from reshard.mesh.plan import Box, Plan, make_plan
 from reshard.model.model import Kind
 from reshard.source.source import UNSPLIT, Source
@@ -32,8 +32,7 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison. ``staged`` is the plan of the shards with plain weights; ``plan`` is that of the ranks' models, and
-    its ranks have what all pipeline stages have in their place.
+    """A comparison. ``staged`` is the plan of the shards, with plain weights.
 
     ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
     and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
@@ -43,7 +42,6 @@ class Job:
     original: Source
     shards: Source
     staged: Plan
-    plan: Plan
     dtype: torch.dtype
     ids: Any
     options: ForwardOptions
@@ -52,15 +50,15 @@ class Job:
     stored: torch.dtype = torch.float32
     is_alone: bool = False
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the shards."""
-        return self.staged.mesh
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the ranks' models: of each place in a pipeline stage, with what all stages have there."""
+        return without_stages(self.staged)
 
     @property
     def is_rewritten(self) -> bool:
         """Whether each rank writes a folder of its own for transformers: in a pipeline, of what all stages have."""
-        return self.mesh.pp > 1 or not self.shards.format.plain
+        return self.staged.mesh.pp > 1 or not self.shards.format.plain
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -225,7 +223,7 @@ def needs_of(job: Job, kind: str) -> Needs:
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
     devices, launched = 1 if kind == "cpu" else min(size, count(kind)), os.environ.get("LOCAL_WORLD_SIZE")
     return Needs(
-        mesh=str(job.mesh),
+        mesh=str(job.staged.mesh),
         device=names(kind, size),
         backend=backend(kind, int(launched)) if launched else "threads",
         original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,

@@ -19,12 +19,11 @@ from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.foreign import write_rank
 from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan, without_stages
-from verify.forward.launch import RankAnswer
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
 from verify.rank.collectives import Groups
 from verify.rank.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
-from verify.rank.group import is_of_collective, machine_fault, say, world
+from verify.rank.group import RankAnswer, is_of_collective, machine_fault, say, world
 from verify.rank.loading import Loaded, UnfitError
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank, roles
@@ -83,7 +82,7 @@ def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, s
         )  # fmt: skip
         sources |= loaded.sources
         places = places_of(loaded, plan)
-        if job.mesh.pp > 1:
+        if job.staged.mesh.pp > 1:
             check_stages(loaded, places.blocks, job.staged)
         run(loaded.model, inputs, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
         say("comparison")

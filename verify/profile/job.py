@@ -140,7 +140,6 @@ class Job:
 
     plan: Plan
     kinds: tuple[LayerKind, ...]
-    is_built_in: bool
     workloads: tuple[Workload, ...]
     threads: int
     seconds: float

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 
 from formats.errors import ReshardError
@@ -48,7 +48,7 @@ class Node:
         """
         if self.device != "cpu":
             return max(0, min(memory(self.device, i) for i in range(min(degree, self.ranks))) - RESERVE)
-        return _machine_memory("MemTotal") // degree
+        return int(psutil.virtual_memory().total) // degree
 
     def free(self, degree: int) -> int:
         """The bytes that a rank may take now, at most.
@@ -56,16 +56,7 @@ class Node:
         On a GPU, all of its memory: to ask for the free part, this process would have to take some of each GPU. A rank
         that needs more ends with an error, which is reported (``_run``). On a CPU the kernel may end another process.
         """
-        return self.memory(degree) if self.device != "cpu" else _machine_memory("MemAvailable") // degree
-
-
-def _machine_memory(key: str) -> int:
-    """A line of /proc/meminfo in bytes, or else all memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return self.memory(degree) if self.device != "cpu" else int(psutil.virtual_memory().available) // degree
 
 
 T = TypeVar("T")

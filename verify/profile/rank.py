@@ -183,7 +183,7 @@ def run_job(job: Job) -> RankResult:
     torch.set_num_threads(job.threads)
     device = world().device
     groups, meter = Groups(job.plan.mesh), Meter(device)
-    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.is_built_in)
+    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture)
     longest = max(workload.seq for workload in job.workloads)
     with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")
@@ -207,10 +207,10 @@ def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: in
         started = time.monotonic()
         run()
         meter.step()
-        if _agreed(time.monotonic() - started > seconds / 4):
+        if world().gather(time.monotonic() - started > seconds / 4)[0]:
             break
     started = time.monotonic()
-    while not (steps and _agreed(is_enough(steps, time.monotonic() - started, seconds))):
+    while not (steps and world().gather(is_enough(steps, time.monotonic() - started, seconds))[0]):
         dist.barrier()
         run()
         steps.append(meter.step())
@@ -226,11 +226,6 @@ def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
         return False
     low, middle, high = statistics.quantiles((sum(span.seconds for span in step) for step in steps), n=4)
     return high - low < _SPREAD * middle
-
-
-def _agreed(answer: bool) -> bool:
-    """What rank 0 says."""
-    return bool(world().all_gather(torch.tensor([answer], device=world().device))[0].item())
 
 
 class _Runner:
@@ -266,7 +261,7 @@ class _Runner:
             account, self._account = self._account, None
             self._meter.step()
             seconds = time.monotonic() - started
-            is_long = _agreed(seconds > self._job.seconds)
+            is_long = world().gather(seconds > self._job.seconds)[0]
             if is_long:
                 say(f"{doing}: a run takes {human_time(seconds)}, and two more follow")
             layers = getattr(kept, "layers", None)

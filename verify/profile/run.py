@@ -38,10 +38,10 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
         raise ReshardError("these GPUs do not compute in bfloat16, and would imitate it", "give the dtype float16")
     kinds, limit = layer_kinds(model), positions_of(model)
     for workload in request.workloads:
-        positions = workload.seq + (workload.phase == "decode")
-        if limit is not None and positions > limit:
-            why = f"{workload.phase} takes {positions:,} positions, and the model has a table of {limit:,}"
-            raise refused("seq", workload.seq, why)
+        further = int(workload.phase == "decode")
+        if limit is not None and workload.seq + further > limit:
+            why = f"{workload.phase} takes {workload.seq + further:,} positions, and the model has a table of {limit:,}"
+            raise refused("seq", workload.seq, why, instead=({"seq": limit - further},))
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
     results: dict[int, list[RankResult]] = {}
@@ -142,8 +142,7 @@ def _run_what_fits(
         progress(text)
 
     while runs := tuple(workload for workload in request.workloads if workload not in missing):
-        is_built_in = request.plan_file is None
-        job = Job(with_layers(plan, kinds), kinds, is_built_in, runs, node.threads, request.seconds)
+        job = Job(with_layers(plan, kinds), kinds, runs, node.threads, request.seconds)
         try:
             run = run_processes(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
             return run, missing

@@ -59,10 +59,10 @@ CASES = [
     Case("qwen3_moe", "fp8-block", {"ep": 2}),
     Case("qwen3_moe", "fp8-block", {"ep": 2, "tp": 2}),
     Case("llama", "fp8-tensor", {"tp": 2}),
-    Case("qwen3_moe", "fp8-block", {"pp": 2}),
     Case("gpt_oss", "gpt-oss", {"tp": 2}),
     Case("gpt_oss", "gpt-oss", {"ep": 2}),
     Case("gpt_oss", "gpt-oss", {"ep": 2, "tp": 2}),
+    Case("qwen3_moe", "fp8-block", {"pp": 2}),
 ]
 
 

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
+from reshard.system import check_space
 from reshard.text import plural
 from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
 from verify.forward.launch import run_ranks
@@ -46,7 +49,9 @@ def run_forward(
     """Run the original and its shards, which may be a full checkpoint, and compare. Raises ReshardError."""
     job = _job(original, shards, options)
     device, world = _device(options), job.plan.mesh.size
-    progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
+    needed = needs_of(job, device)
+    check_space(Path(gettempdir()), needed.files, "the ranks' folders", "set TMPDIR to a folder of another disk")
+    progress(f"starting {plural(world, 'rank')}, {device}: {needed.headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers

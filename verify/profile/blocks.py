@@ -63,11 +63,6 @@ class Blocks:
     layers: Mapping[str, nn.Module]
     last: nn.Module
 
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self.loaded.model
-
 
 def build(
     rank: Rank, kinds: Sequence[LayerKind], groups: Groups, dtype: torch.dtype, device: torch.device, tokens: int

@@ -481,9 +481,10 @@ def test_correct_shards_compute_the_same() -> None:
 
 def test_too_little_space_for_folders_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anything runs."""
+    shards = pair("llama", "vllm", tp=2)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(CheckpointError, match=r"not enough space for the ranks' folders: [\d,]+ bytes") as error:
-        run_all([pair("llama", "vllm", tp=2)], QUICK)
+        run_all([shards], QUICK)
     assert error.value.hint == "free some space, or set TMPDIR to a folder of another disk"
 
 

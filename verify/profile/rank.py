@@ -233,14 +233,14 @@ class _Runner:
 
     def __init__(self, blocks: Blocks, job: Job, groups: Groups, meter: Meter) -> None:
         self._blocks, self._job, self._groups, self._meter = blocks, job, groups, meter
-        self._model, self._parameters = running(blocks.loaded.model), [*blocks.loaded.model.parameters()]
-        self._device = self._parameters[0].device
+        self._model, self._weights = running(blocks.loaded.model), [*blocks.loaded.model.parameters()]
+        self._device = self._weights[0].device
         self._account: Account | None = None
         self._saved: dict[str, int] = {}
         parameters = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
-        for parameter in self._parameters:
+        for parameter in self._weights:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
@@ -269,7 +269,7 @@ class _Runner:
             kept = None
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
             steps = repeat(run, self._meter, self._job.seconds, warm_ups=0 if is_long else 2)
-        for parameter in self._parameters:
+        for parameter in self._weights:
             parameter.grad = None
         work = {part: account.work.get(part, (0.0, 0.0)) for part in (*OUTSIDE, *self._blocks.layers)}
         return Measured(steps, work, cache, max(0, account.peak - inside), self._saved if train else {})
@@ -307,7 +307,7 @@ class _Runner:
         ids, meter = self._ids(workload.batch, workload.seq), self._meter
 
         def run() -> None:
-            for parameter in self._parameters:
+            for parameter in self._weights:
                 parameter.grad = None
             meter.enter(EMBEDDING)
             logits = self._model(input_ids=ids, use_cache=False)[0]

@@ -14,15 +14,13 @@ from formats.transformers_internals import tied_weights
 from reshard.mesh.plan import Plan
 from reshard.mesh.stages import is_layered
 from verify.rank.loading import Loaded, UnfitError
-from verify.rank.trace import running
 
 
 def check_stages(loaded: Loaded, blocks: Collection[str], plan: Plan) -> None:
     """Let a model raise UnfitError where a stage of a plan runs a module whose weights are on others.
 
     A block runs on the stage of its layer, what comes before all layers on the first, what comes after them on the
-    last, unless the layers are run once more after that. What a module around the blocks has itself is not looked at:
-    it may be used before them or behind.
+    last. What a module around the blocks has itself is not looked at: it may be used before them or behind.
     """
     kinds, model = plan.model.kind_of, loaded.model
     kind_of = {name: kinds[sources[0]] for name, sources in loaded.sources.items()}
@@ -36,26 +34,18 @@ def check_stages(loaded: Loaded, blocks: Collection[str], plan: Plan) -> None:
         for name, kind in kind_of.items()
         if name.startswith(f"{block}.") and is_layered(plan.model, kind)
     }
-    current, missing = 0, dict[str, UnfitError]()
+    running = 0
 
     def enter(stage: int, *_: object) -> None:
-        nonlocal current
-        current = stage
-        if stage == 0:
-            missing.clear()
+        nonlocal running
+        running = stage
 
     def check(path: str, own: Mapping[str, frozenset[int]], *_: object) -> None:
         for name, stages in own.items():
-            if current not in stages:
+            if running not in stages:
                 where = " and ".join(f"stage {stage}" for stage in sorted(stages))
-                message = f"stage {current} of {plan.mesh} runs '{path}', whose '{name}' is on {where}"
-                missing.setdefault(path, UnfitError(message, place=path))
-                if 0 not in stages:  # else the layers may be run once more
-                    end()
-
-    def end(*_: object) -> None:
-        for error in missing.values():
-            raise error
+                message = f"stage {running} of {plan.mesh} runs '{path}', whose '{name}' is on {where}"
+                raise UnfitError(message, place=path)
 
     names = [block.split(".") for block in blocks]
     around = {".".join(segments[:length]) for segments in names for length in range(len(segments))}
@@ -66,4 +56,3 @@ def check_stages(loaded: Loaded, blocks: Collection[str], plan: Plan) -> None:
         own = {name: stages_of[key] for name in names_here if (key := f"{path}.{name}") in stages_of}
         if own and path not in around:
             module.register_forward_pre_hook(partial(check, path, own))
-    running(model).register_forward_hook(end)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from formats.mesh import mesh_of
 from tests.marks import examples, thorough
 from verify.forward.launch import run_ranks
-from verify.rank.collectives import Groups, copy_to_group
+from verify.rank.collectives import Groups
 from verify.rank.group import Group, RankError, world
 from verify.rank.layers import (
+    column_parallel,
     gather_logits,
     parallel_norm,
     row_parallel,
@@ -67,22 +68,6 @@ def backward(y: Tensor, seed: int) -> None:
     (y * randn(*y.shape, seed=seed)).sum().backward()
 
 
-def column_parallel(module: nn.Module, group: Group) -> nn.Module:
-    """Let a module that has some of the outputs take inputs that all ranks have: their gradients are summed.
-
-    In a model, the one rule of verify/rank/gradients.py does so.
-    """
-
-    def shared(x: Any) -> Any:
-        return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(map(shared, args)), {name: shared(x) for name, x in kwargs.items()}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-    return module
-
-
 # MLP: column, then row
 
 
@@ -124,11 +109,10 @@ def parallel_mlp(whole: nn.Module, group: Group, gather: bool = False) -> nn.Mod
     up, down, n = whole.up, whole.down, group.size
     bias = up.bias is not None
     first = nn.Linear(up.in_features, up.out_features // n, bias).double()
-    first = column_parallel(first, group)
-    first = gather_logits(first, group, torch.arange(up.out_features)) if gather else first
+    first = gather_logits(first, group, torch.arange(up.out_features)) if gather else column_parallel(first, group)
     if gather:
         second = nn.Linear(down.in_features, down.out_features // n, bias).double()
-        second = gather_logits(column_parallel(second, group), group, torch.arange(down.out_features))
+        second = gather_logits(second, group, torch.arange(down.out_features))
         load(second, **{name: own(p, 0, group) for name, p in down.named_parameters()})
     else:
         second = row_parallel(nn.Linear(down.in_features // n, down.out_features, bias).double(), group)
@@ -290,8 +274,7 @@ def vocabularies(batch: list[VocabCase]) -> None:
         close(embedding(ids), F.embedding(ids, whole))
         head = nn.Linear(case.dim, case.rows_local, bias=False, dtype=torch.float64)
         head.weight = embedding.weight
-        head = gather_logits(column_parallel(head, world()), world(), torch.arange(true_size))
-        here = head(torch.tanh(embedding(ids)))
+        here = gather_logits(head, world(), torch.arange(true_size))(torch.tanh(embedding(ids)))
         close(here, logits)
         backward(here, case.seed)
         padded = torch.cat([whole.grad, torch.zeros(case.padding, case.dim, dtype=torch.float64)])

@@ -1,5 +1,4 @@
-"""A rank's tensors under Hugging Face's names in one folder, from the files of another program's format, or of all
-pipeline stages.
+"""A rank's tensors under Hugging Face's names, from the files of another program's format.
 
 The model that ``verify`` runs is transformers', whose code loads a folder. So a rank writes a temporary folder of its
 own, with the part of each Hugging Face tensor that its files in the other format hold, and nothing else. Bytes are not
@@ -9,7 +8,6 @@ compared here: a fault in the files becomes a fault in the folder.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from formats.errors import CheckpointError
 from formats.files.checkpoint import CONFIG, MODEL
 from formats.files.safetensors import DTYPE_BITS, build_header
 from formats.notation.format_file import HUGGING_FACE
-from formats.store import local_folder
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
@@ -33,22 +30,6 @@ from reshard.source.source import Source
 from verify.bytes.blocks import Line
 from verify.bytes.reading import Files
 from verify.rules import with_sound_config
-
-
-def link_stages(source: Source, rank: int, ranks: int, folder: Path) -> Path:
-    """Make a folder of links to the weights that all pipeline stages have in one of ``ranks`` places, and return it."""
-    folder.mkdir(parents=True)
-    files: dict[str, str] = {}
-    for number in range(rank, source.plan.mesh.size, ranks):
-        own = local_folder(source.path) / source.plan.mesh.folder(number)
-        for name, info in source.ranks[number].items():
-            link = folder / f"{number}-{info.file.name}"
-            files.setdefault(name, link.name)
-            if not link.exists():
-                link.symlink_to((own / info.file.name).resolve())
-    shutil.copy(own / CONFIG, folder)
-    (folder / f"{MODEL}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
-    return folder
 
 
 def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:

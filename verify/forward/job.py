@@ -57,8 +57,8 @@ class Job:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether each rank writes its tensors into a folder of its own, for transformers or PEFT."""
-        return not self.shards.format.plain or (self.is_alone and self.staged.mesh.pp > 1)
+        """Whether each rank writes a folder of its own for transformers: in a pipeline, of what all stages have."""
+        return self.staged.mesh.pp > 1 or not self.shards.format.plain
 
     @property
     def exact_dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from reshard.mesh.plan import Plan
 from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
-from verify.forward.foreign import link_stages, write_rank
+from verify.forward.foreign import write_rank
 from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan, without_stages
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
@@ -112,8 +112,6 @@ def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     shards, folder = job.shards, local_folder(job.shards.path)
     if job.is_rewritten:
         folder = write_rank(shards, without_stages(run_plan(shards)), rank, offload / "rank")
-    elif job.staged.mesh.pp > 1:
-        folder = link_stages(shards, rank, job.plan.mesh.size, offload / "rank")
     elif shards.checkpoint is None:
         folder /= job.plan.mesh.folder(rank)
     if not job.is_alone:

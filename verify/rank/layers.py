@@ -46,6 +46,7 @@ from formats.torch_internals import own_buffers, own_parameters, with_tensors
 from formats.transformers_internals import placements, tied_weights
 from verify.rank.collectives import (
     Groups,
+    copy_to_group,
     gather_from_group,
     lengths_in_group,
     places_among,
@@ -63,6 +64,18 @@ Forward = Callable[..., Any]
 
 # Each function gives a module of this rank's size the parallel behaviour, in place, and returns it.
 # The module's own forward still does the arithmetic, whatever class it is; names of parameters stay as they are.
+
+
+def column_parallel(module: Module, group: Group) -> Module:
+    """Let a module that has some of the outputs take inputs that all ranks have.
+
+    Every floating-point tensor among its arguments is one (of experts: the routing weights, too).
+    """
+
+    def forward(local: Forward, *args: Any, **kwargs: Any) -> Any:
+        return local(*[_shared(a, group) for a in args], **{k: _shared(a, group) for k, a in kwargs.items()})
+
+    return _around(module, forward)
 
 
 def row_parallel(module: Module, group: Group, *, bias: str = "bias", elsewhere: Sequence[str] = ()) -> Module:
@@ -163,7 +176,7 @@ def gather_logits(module: Module, group: Group, order: Tensor) -> Module:
         whole = gather_from_group(local(*args, **kwargs), group)
         return whole[..., : len(order)] if is_in_order else whole.index_select(-1, order.to(whole.device))
 
-    return _around(module, forward)
+    return _around(column_parallel(module, group), forward)
 
 
 def without_padding(module: Module, true_shapes: Mapping[str, Sequence[int]], group: Group | None = None) -> Module:
@@ -203,6 +216,10 @@ def parallel_norm(module: Module, group: Group) -> Module:
         return scatter_to_group(y, group, lengths=lengths)
 
     return _around(module, forward)
+
+
+def _shared(x: Any, group: Group) -> Any:
+    return copy_to_group(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _around(module: Module, forward: Callable[..., Any]) -> Module:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from formats.files.safetensors import TORCH_NAMES
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items()}
 """The dtypes of headers that torch has as one."""
 
-__all__ = ["PrefixStore", "TorchDispatchMode", "tree_leaves", "with_tensors"]  # what is passed on
+__all__ = ["PrefixStore", "TorchDispatchMode", "tree_leaves", "tree_map", "with_tensors"]  # what is passed on
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

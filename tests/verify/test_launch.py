@@ -202,12 +202,20 @@ def disagrees() -> None:
     if world().rank == 0:
         world().all_gather(torch.ones(1))
     else:
+        world().receive(0)
+
+
+def disagrees_in_one_group() -> None:
+    if world().rank == 0:
+        world().all_gather(torch.ones(1))
+    else:
         world().all_reduce(torch.ones(1))
 
 
-def test_ranks_in_different_collectives_are_told_apart() -> None:
-    with pytest.raises(RankError, match=r"different collectives: rank 0 all_gather \(.*; rank 1 all_reduce \("):
-        run_ranks(disagrees, 2)
+@pytest.mark.parametrize(("how", "other"), [(disagrees, "receive"), (disagrees_in_one_group, "all_reduce")])
+def test_ranks_in_different_collectives_are_told_apart(how: Callable[[], None], other: str) -> None:
+    with pytest.raises(RankError, match=rf"different collectives: rank 0 all_gather \(.*; rank 1 {other} \("):
+        run_ranks(how, 2)
 
 
 # ------------------------------------------------------------------------------------------------- interrupted

@@ -25,7 +25,6 @@ pytestmark = thorough
 KINDS = [
     "llama", "llama-tied", "gpt2", "mamba2", "gemma3_text", "deepseek_v3", "gpt_oss", "bert", "bloom", "t5", "whisper",
     "gemma4_text", "blt", "falcon_h1", "mllama", "qwen3_vl", "marian-two-vocabularies", "llama-classifier",
-    "xlm", "zaya",
 ]  # fmt: skip
 SPLIT = ["llama-tied", "gpt2", "mamba2", "gemma3_text", "deepseek_v3", "gpt_oss", "t5"]
 """Of these, at two ranks a stage."""

@@ -98,7 +98,7 @@ def write_adapted_rank(base: Source, plan: Plan, rank: int, adapter: Path, folde
     """
     base_rank = write_rank(base, plan, rank, folder / "base")
     if not read_header(adapter / ADAPTER).tensors:
-        return base_rank
+        return base_rank  # a pipeline stage that it does not change
     try:
         return _copied(add_adapter(open_source(base_rank, is_part=True), adapter), folder / "sum")
     except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has

@@ -105,7 +105,7 @@ def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOption
     if is_alone:
         theirs = run_plan(shards)
         padding = {**padding_for(base.model, theirs.mesh, 1), **theirs.padding}
-        job = replace(job, shards=shards, staged=make_plan(base.model, theirs.mesh, padding=padding), is_alone=True)
+        job = replace(job, shards=shards, plan=make_plan(base.model, theirs.mesh, padding=padding), is_alone=True)
     stored = _dtype(base, job.plan, replace(options, compute_dtype=None))
     return replace(job, adapter=original.adapter, stored=stored)
 

@@ -36,8 +36,8 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
     """Write a folder like the one that ``reshard split`` writes for a rank of ``plan``, and return it.
 
     What the rank itself does not have of its part in the source's files, because the program deals the tensor along
-    another axis, other ranks have; of files with chunks, any. Of a pipeline, it has what all stages have in its place.
-    Padding that no rank has is zero. Raises CheckpointError where other elements are lacking.
+    another axis, other ranks have; of files with chunks, any. Padding that no rank has is zero. Raises CheckpointError
+    where other elements are lacking.
     """
     theirs, ours = align_atoms(source.arrangement, arrangement_of(plan, HUGGING_FACE))
     places: dict[str, list[tuple[Location, Location]]] = defaultdict(list)
@@ -59,7 +59,7 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
                 for box in boxes(place.stored.geometry.spread(place.number), replace(target, pieces=pieces)):
                     if not box.sources:
                         raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
-                    values = _values(source, files, place, box, rank, plan.mesh.size, dtype)
+                    values = _values(source, files, place, box, rank, dtype)
                     for at in box.targets:
                         _elements(part, own, at, box)[...] = values
             file.write(part.data)
@@ -72,14 +72,14 @@ def _elements(data: NDArray[Any], place: Location, at: Position, box: Box) -> ND
     return Line(first, at.strides).array(data, 0, box.shape, 8 * data.itemsize)
 
 
-def _values(source: Source, files: Files, place: Location, box: Box, rank: int, ranks: int, dtype: str) -> NDArray[Any]:
+def _values(source: Source, files: Files, place: Location, box: Box, rank: int, dtype: str) -> NDArray[Any]:
     """The elements of a box in the dtype of Hugging Face's tensor: those that the rank itself has, if it has them.
 
     Of equal parts that the ranks add up, all but one of which are zeros, the sum.
     """
     stored, function = place.stored, place.portion.function
     raw = []
-    for at in sorted(box.sources, key=lambda at: at.holder % ranks != rank)[: None if place.zeros else 1]:
+    for at in sorted(box.sources, key=lambda at: at.holder != rank)[: None if place.zeros else 1]:
         info = source.ranks[at.holder][stored.name_on(at.holder)]
         first = stored.geometry.first(at.holder, place.number) + at.base
         line, bits = Line(first, at.strides), DTYPE_BITS[stored.dtype]

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison. ``staged`` is the plan of the shards, with plain weights.
+    """A comparison. ``plan`` is that of the ranks' models, whose weights are plain.
 
     ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
     and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
@@ -41,7 +40,7 @@ class Job:
 
     original: Source
     shards: Source
-    staged: Plan
+    plan: Plan
     dtype: torch.dtype
     ids: Any
     options: ForwardOptions
@@ -49,16 +48,6 @@ class Job:
     adapter: Path | None = None
     stored: torch.dtype = torch.float32
     is_alone: bool = False
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan of the ranks' models: of each place in a pipeline stage, with what all stages have there."""
-        return without_stages(self.staged)
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether each rank writes a folder of its own for transformers: in a pipeline, of what all stages have."""
-        return self.staged.mesh.pp > 1 or not self.shards.format.plain
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -69,11 +58,6 @@ class Job:
 def run_plan(shards: Source) -> Plan:
     """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
     return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
-
-
-def without_stages(plan: Plan) -> Plan:
-    """The plan of the ranks that run: those of one pipeline stage, each with what all stages have in its place."""
-    return make_plan(plan.model, plan.mesh.of_a_stage, padding=plan.padding) if plan.mesh.pp > 1 else plan
 
 
 @dataclass(frozen=True)
@@ -223,12 +207,12 @@ def needs_of(job: Job, kind: str) -> Needs:
     of_ranks = [numbers(plan.boxes(rank)) * job.dtype.itemsize for rank in range(size)]
     devices, launched = 1 if kind == "cpu" else min(size, count(kind)), os.environ.get("LOCAL_WORLD_SIZE")
     return Needs(
-        mesh=str(job.staged.mesh),
+        mesh=str(plan.mesh),
         device=names(kind, size),
         backend=backend(kind, int(launched)) if launched else "threads",
         original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,
         ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
-        files=sum(of_ranks) if job.is_alone or job.is_rewritten else 0,
+        files=sum(of_ranks) if job.is_alone or not job.shards.format.plain else 0,
         runs=options.draws + 3,
         tokens=options.batch * options.seq if job.ids is None else job.ids.numel(),
     )

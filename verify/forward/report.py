@@ -98,15 +98,20 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
     failed.
     """
     result = results[0]
+    firsts = results[:: max(len(results) // job.plan.mesh.pp, 1)]  # of each pipeline stage
     layers = _worst([result.rows for result in results], [result.rank for result in results])
     layers = tuple(replace(row, effect=result.effects.get(row.name)) for row in layers)
     gradients = _worst([result.gradients], [0])
+    biases = [bias for first in firsts for bias in first.biases]
     first = next((row for row in (*layers, *gradients) if not row.is_same), None)
-    power = _power(job, layers, result.biases) if layers and result.failure is None else None
+    power = _power(job, layers, biases) if layers and result.failure is None else None
     effect = _effect(result)
     place = first.name if first else result.failure.place if result.failure else None
     run = {name: getattr(result, name) for name in Run.__dataclass_fields__} | {
+        "logits": firsts[-1].logits,
         "overruled": max(r.overruled for r in results),
+        "unused": tuple(name for first in firsts for name in first.unused),
+        "cut": tuple(name for first in firsts for name in first.cut),
         "reason": _reason(job, device, result),
         "seconds": max(r.seconds for r in results),
     }
@@ -119,8 +124,8 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
         factor=LIMIT,
         layers=layers,
         gradients=gradients,
-        mesh=job.staged.mesh.to_document(),
-        ranks=job.staged.mesh.size,
+        mesh=job.plan.mesh.to_document(),
+        ranks=job.plan.mesh.size,
         dtype=dtype_name(job.dtype),
         exact_dtype=dtype_name(job.exact_dtype),
         device=names(device, job.plan.mesh.size),

@@ -18,16 +18,16 @@ from reshard.text import plural
 from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.foreign import write_rank
-from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan, without_stages
+from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
 from verify.rank.collectives import Groups
-from verify.rank.gradients import gradients_on_disk, loss_of, sum_where_ranks_part, together
+from verify.rank.gradients import gradients_on_disk, loss_of, together
 from verify.rank.group import RankAnswer, is_of_collective, machine_fault, say, world
 from verify.rank.loading import Loaded, UnfitError
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank, roles
-from verify.rank.stages import check_stages
+from verify.rank.stages import Pipeline, plan_of_stage
 from verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
@@ -69,25 +69,30 @@ def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, s
     Raises RankAnswer where the shards' model fails and the original's did not. With built-in rules, which are known to
     be right, such a failure is an error of the run, not a difference.
     """
-    plan, trace, sources = job.plan, Trace(), dict[str, tuple[str, ...]]()
-    rank = Rank(plan, world().rank, job.original.model.architecture, job.is_built_in)
-    folder = _folder_of(job, rank.rank, offload)
-    say(f"shards on {plural(plan.mesh.size, 'rank')}")
+    mesh, number, trace, sources = job.plan.mesh, world().rank, Trace(), dict[str, tuple[str, ...]]()
+    stage, pipeline = mesh.stage(number), Pipeline(job.plan)
+    plan = plan_of_stage(job.plan, stage)
+    rank = Rank(plan, number % plan.mesh.size, job.original.model.architecture, job.is_built_in)
+    folder = _folder_of(job, number, offload)
+    say(f"shards on {plural(mesh.size, 'rank')}")
     inputs = {name: value.to(world().device) for name, value in reference.inputs.items()}
     feed = {name: expected.exact for name, expected in reference.states.items()} if job.options.streamed else None
     try:
         loaded = load_rank(
             folder, rank, job.dtype, world().device, groups, tokens=reference.ids.shape[1],
-            offload=offload if job.options.streamed else None,
+            offload=offload if job.options.streamed else None, pipeline=pipeline if mesh.pp > 1 else None,
         )  # fmt: skip
         sources |= loaded.sources
         places = places_of(loaded, plan)
-        if job.staged.mesh.pp > 1:
-            check_stages(loaded, places.blocks, job.staged)
-        run(loaded.model, inputs, places, reference.chosen, grad=job.options.backward, feed=feed, into=trace)
+        pipeline.receive(grad=job.options.backward)
+        pipeline.connect(loaded, groups, trace, reference.chosen)
+        run(
+            loaded.model, inputs, places, reference.chosen,
+            grad=job.options.backward, feed=feed, into=trace, continued=pipeline.continued,
+        )  # fmt: skip
         say("comparison")
         _check_alike(trace.states, reference)
-        gradients = _backward(loaded, trace, job, reference, groups) if job.options.backward else ()
+        gradients = _backward(loaded, trace, job, reference, groups, pipeline) if job.options.backward else ()
     except Exception as error:
         if not is_of_model(error):
             raise
@@ -99,7 +104,7 @@ def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, s
         where = f"'{failure.place}' fails, where the original's does not" if failure.place else "fails"
         raise CheckpointError(f"the shards' model: {where}: {failure.message}") from error
     logits = None
-    if reference.logits is not None and reference.own_logits is not None and rank.rank == 0:
+    if reference.logits is not None and reference.own_logits is not None and pipeline.is_last and rank.rank == 0:
         exact = reference.states[reference.logits].exact
         logits = compare_logits(trace.states[reference.logits], reference.own_logits, exact)
     biases = _biases_twice(places, trace, reference) if rank.rank == 0 else ()
@@ -109,14 +114,15 @@ def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, s
 
 def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     """The folder that transformers loads a rank from; one within ``offload`` if it must be written first."""
-    shards, folder = job.shards, local_folder(job.shards.path)
-    if job.is_rewritten:
-        folder = write_rank(shards, without_stages(run_plan(shards)), rank, offload / "rank")
+    shards, is_plain = job.shards, job.shards.format.plain
+    folder = local_folder(shards.path)
+    if not is_plain:
+        folder = write_rank(shards, run_plan(shards), rank, offload / "rank")
     elif shards.checkpoint is None:
         folder /= job.plan.mesh.folder(rank)
     if not job.is_alone:
         return folder
-    adapter = as_adapter(folder) if job.is_rewritten else folder
+    adapter = folder if is_plain else as_adapter(folder)
     return write_adapted_rank(job.original, job.plan, rank, adapter, offload / "adapted")
 
 
@@ -143,13 +149,11 @@ def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[t
 
 
 def _backward(
-    loaded: Loaded, trace: Trace, job: Job, reference: Reference, groups: Groups
+    loaded: Loaded, trace: Trace, job: Job, reference: Reference, groups: Groups, pipeline: Pipeline
 ) -> tuple[tuple[str, Distance], ...]:
     """The gradients of all ranks, put together and compared on rank 0."""
     say("gradients")
-    loss = loss_of(trace.outputs)
-    sum_where_ranks_part([loss], loaded.parts, groups)
-    loss.backward()  # type: ignore[no-untyped-call]
+    pipeline.backward(loss_of(trace.outputs) if pipeline.is_last else None)
     along = {id(tensor): dimensions for tensor, dimensions in loaded.parts}
     for parameter in loaded.model.parameters():
         if not groups.is_first(along.get(id(parameter), frozenset())):
@@ -167,9 +171,10 @@ def _backward(
 
 
 def _check_alike(states: Mapping[str, torch.Tensor], reference: Reference) -> None:
-    """Raise UnfitError unless each place has a state like the original's."""
+    """Raise UnfitError unless each place has a state like the original's, on this rank or on other stages' ranks."""
+    elsewhere = {name for names in world().gather([*states]) for name in names} - states.keys()
     for name, expected in reference.states.items():
-        if not _is_alike(states.get(name), expected):
+        if name not in elsewhere and not _is_alike(states.get(name), expected):
             shape = list(states[name].shape) if name in states else "nothing"
             message = f"the shards' model has {shape} at '{name}', the original {list(expected.exact.shape)}"
             raise UnfitError(message, place=name)

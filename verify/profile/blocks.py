@@ -77,7 +77,7 @@ def build(
             config = for_input(transformers.AutoConfig.for_model(**settings_of(settings)), tokens)
             cls = concrete_class(model_class(rank.config), rank.config)
             with local_torch_dtype(dtype), no_init_weights(), init_empty_weights(include_buffers=False):
-                model = localised(cls, rank, modules, {})(config)
+                model = localised(cls, rank, modules, {}, None)(config)
         except Exception as error:  # whatever the constructors of transformers raise
             text = " ".join(str(error).split())
             raise CheckpointError(f"transformers builds no model of a rank's sizes: {text}") from error

@@ -109,17 +109,21 @@ def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:
 class Groups:
     """The groups of ranks of a mesh: for each choice of its dimensions, the ranks that differ along these alone.
 
-    All ranks must make them, and at the same time.
+    Of a mesh with pipeline stages, these are the groups of each stage. All ranks must make them, and at the same time.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._groups, every = mesh, dict[frozenset[str], Group](), world()
-        for count in range(1, len(mesh.dimensions) + 1):
-            for along in map(frozenset, combinations(mesh.dimensions, count)):
-                for members in dict.fromkeys(mesh.peers(rank, along) for rank in range(mesh.size)):
-                    group = every if len(members) == mesh.size else every.some(members)
-                    if group is not None:
-                        self._groups[along] = group
+        inner, every = mesh.of_a_stage, world()
+        self._mesh, self._first = inner, mesh.stage(every.rank) * inner.size
+        self._groups: dict[frozenset[str], Group] = {}
+        for first in range(0, mesh.size, inner.size):
+            for count in range(1, len(inner.dimensions) + 1):
+                for along in map(frozenset, combinations(inner.dimensions, count)):
+                    for ranks in dict.fromkeys(inner.peers(rank, along) for rank in range(inner.size)):
+                        members = [first + rank for rank in ranks]
+                        group = every if len(ranks) == mesh.size else every.some(members)
+                        if group is not None:
+                            self._groups[along] = group
 
     def along(self, dimensions: AbstractSet[str]) -> Group:
         """This rank's group along some of the mesh's dimensions, at least one."""
@@ -131,7 +135,7 @@ class Groups:
 
     def is_first(self, dimensions: AbstractSet[str]) -> bool:
         """Whether this rank is the first of those that have the same, where these dimensions have different things."""
-        rank = world().rank
+        rank = world().rank - self._first
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 
 

@@ -51,7 +51,7 @@ def sum_where_ranks_part(results: Sequence[Tensor], parts: Parts, groups: Groups
     """Let the backward of ``results`` sum gradients over the ranks wherever a whole value enters the computation of a
     part.
 
-    ``parts`` are the split weights.
+    ``parts`` are the split weights, and what was received of which ranks have different parts.
     """
     parted = _parted(results, parts, groups)
     needs, users = _needs(parted, [x.grad_fn for x in results])
@@ -103,10 +103,15 @@ def _passes_on(node: Any, used: Sequence[frozenset[str]]) -> bool:
     return _is_summed_once(node, used) and type(node).__name__ in _KEEPS_ALL and node.next_functions[0][0] is not None
 
 
+def parted_along(results: Sequence[Tensor], parts: Parts, groups: Groups) -> list[frozenset[str]]:
+    """The mesh dimensions along which ranks have parts of each result; none of a whole one."""
+    along_of = {id(tensor): along for tensor, along in parts}
+    parted = _parted(results, parts, groups)
+    return [along_of.get(id(x), frozenset()) if x.grad_fn is None else parted[x.grad_fn] for x in results]
+
+
 def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any, frozenset[str]]:
-    """The mesh dimensions along which ranks have parts of each node's value, in an order in which each node comes after
-    all that it depends on.
-    """
+    """The same of every node of the graph, in an order in which each comes after all that it depends on."""
     leaves = {id(tensor): along for tensor, along in parts}
     graph: dict[Any, list[Any]] = {}
     nodes = [x.grad_fn for x in results if x.grad_fn is not None]

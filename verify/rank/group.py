@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -106,6 +107,7 @@ class Turns:
         self._running, self._since = 0, time.monotonic()
         self._is_over, self._all_ended = False, threading.Event()
         self.meetings: dict[tuple[int, ...], tuple[str, dict[int, Any]]] = {}
+        self.messages: dict[tuple[int, int], deque[Any]] = {}
         self.is_alone = False  # what runs has no limit
         self._failure: tuple[int, BaseException] | None = None
 
@@ -220,7 +222,7 @@ class ThreadGroup:
     """Some of the threads of a run, as number ``own`` sees them; ``members`` are their numbers among all.
 
     It is number ``rank`` of ``size``, on ``device``; ``backend`` is how they send. All members call a method at the
-    same time.
+    same time, but for ``send`` and ``receive``.
     """
 
     backend = "threads"
@@ -261,6 +263,17 @@ class ThreadGroup:
     def collect(self, value: Any) -> list[Any]:
         """On the first rank, every rank's value, to be read only."""
         return self.gather(value)
+
+    def send(self, value: Any, to: int) -> None:
+        """Send a value to another rank, which may have to receive it first."""
+        self._turns.check()
+        self._turns.messages.setdefault((self._member, self._members[to]), deque()).append(value)
+
+    def receive(self, sender: int) -> Any:
+        """Wait for what another rank sends."""
+        messages = self._turns.messages.setdefault((self._members[sender], self._member), deque())
+        self._turns.wait(self._member, "receive", lambda: bool(messages))
+        return messages.popleft()
 
     def some(self, members: Sequence[int]) -> ThreadGroup | None:
         """A group of some of these ranks, None on the others; all ranks make it, and at the same time."""
@@ -304,6 +317,7 @@ class ProcessGroup:
         self._sends_on = torch.device("cpu") if self.backend == "gloo" else device
         if is_all:
             self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As of threads."""
@@ -335,6 +349,16 @@ class ProcessGroup:
         values: list[Any] = [None] * self.size
         dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self._patient)
         return values
+
+    def send(self, value: Any, to: int) -> None:
+        """As of threads."""
+        dist.send_object_list([value], dst=to, group=self._messages)
+
+    def receive(self, sender: int) -> Any:
+        """As of threads."""
+        values: list[Any] = [None]
+        dist.recv_object_list(values, src=sender, group=self._messages)
+        return values[0]
 
     def some(self, members: Sequence[int]) -> ProcessGroup | None:
         """As of threads."""

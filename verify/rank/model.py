@@ -32,6 +32,7 @@ from verify.rank.layers import parallelise
 from verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
 from verify.rank.module_table import ModuleTable
 from verify.rank.roles import Rank, expert_shares
+from verify.rank.stages import Pipeline
 
 
 def load_rank(
@@ -43,11 +44,12 @@ def load_rank(
     *,
     tokens: int,
     offload: Path | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Loaded:
     """Load a rank's folder, and nothing else, into a model of that rank's sizes, and make it parallel.
 
     With ``offload``, a folder, weights stay on disk, and are there for as long as their module computes. ``tokens`` is
-    the length of a sequence.
+    the length of a sequence. With ``pipeline``, the model lacks what other stages have.
 
     Raises UnfitError if the folder does not fill the model, CheckpointError if it cannot be loaded at all, PlanError
     for what a plan cannot say.
@@ -55,9 +57,10 @@ def load_rank(
     modules = ModuleTable(rank, groups)
     cls, options = model_class(rank.config), on_disk(offload) if offload else {"device_map": {"": device}}
     cut: dict[str, None] = {}
+    is_cut = modules.is_needed or rank.lacks_experts or pipeline is not None
     # One setting may stand for two axes. Of equal parts it can be right for both, of others it need not.
-    if modules.is_needed or rank.lacks_experts or rank.plan.mesh.uneven or not rank.is_built_in:
-        cls = localised(concrete_class(cls, rank.config), rank, modules, cut)
+    if is_cut or rank.plan.mesh.uneven or not rank.is_built_in:
+        cls = localised(concrete_class(cls, rank.config), rank, modules, cut, pipeline)
     if modules.is_needed:
         # What transformers would make of the rank's sizes is in the [modules] table.
         options["config"] = for_input(_config_of(folder, rank), tokens)
@@ -90,7 +93,7 @@ def for_input(config: Any, tokens: int) -> Any:
     return config
 
 
-def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) -> Any:
+def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None], pipeline: Pipeline | None) -> Any:
     """A subclass that is cut to the sizes of a rank before it is filled; ``cut`` gets the names of what had others.
 
     Experts are in the first dimension.
@@ -98,6 +101,8 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) 
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         cls.__init__(self, config, *args, **kwargs)
+        if pipeline is not None:
+            pipeline.cut(self)
         tensors = placements(self, rank.shapes_with_all_experts)
         experts = expert_shares(rank, {name: place.sources for name, place in tensors.items()})
         for name, place in tensors.items():
@@ -128,6 +133,8 @@ def localised(cls: Any, rank: Rank, modules: ModuleTable, cut: dict[str, None]) 
 
 def _say_size(module: nn.Module) -> None:
     """Let the basic layers speak the truth about their weight, if they have it."""
+    if "weight" not in own_parameters(module):
+        return  # another pipeline stage has it
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, Conv1D):

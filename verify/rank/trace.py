@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationMixin
 
 EMBEDDING, FINAL = "embedding", "final hidden state"
+
+
+class StageEnd(Exception):  # noqa: N818
+    """The last layer of a pipeline stage has run; what comes after it runs elsewhere."""
 
 
 @dataclass
@@ -82,6 +86,7 @@ def run(
     grad: bool = False,
     feed: Mapping[str, Tensor] | None = None,
     into: Trace | None = None,
+    continued: str | None = None,
 ) -> Trace:
     """Run a model on the inputs of its forward (see ``inputs_of``) and trace it, ``into`` a trace that the
     caller has even if the run fails.
@@ -91,6 +96,9 @@ def run(
 
     With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
     moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+
+    ``continued`` is the list of modules of which the model has only later layers: the input of the first of these is no
+    embedding. A StageEnd ends the run of a model that has no more of its layers.
     """
     trace = Trace() if into is None else into
     path = trace.path
@@ -98,7 +106,7 @@ def run(
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)).remove)
             stack.callback(module.register_forward_hook(partial(_leave, path)).remove)
-        for name, first in _first_blocks(places.blocks).items():
+        for name, first in _first_blocks(places.blocks, continued).items():
             stack.callback(
                 first.register_forward_pre_hook(partial(_keep_input, trace, name, feed), with_kwargs=True).remove
             )
@@ -119,7 +127,9 @@ def run(
             torch.set_default_dtype(torch.float64)
             stack.enter_context(NoLessThanFloat64())
         arguments = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-        output = running(model)(**arguments, use_cache=False)
+        output: Any = {}
+        with suppress(StageEnd):
+            output = running(model)(**arguments, use_cache=False)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             trace.outputs[name] = value
@@ -127,12 +137,16 @@ def run(
     return trace
 
 
-def _first_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one."""
+def _first_blocks(blocks: Mapping[str, nn.Module], continued: str | None) -> dict[str, nn.Module]:
+    """The first block of each list, by the name of what enters it: of an encoder and of a decoder, for one.
+
+    Not of the list ``continued``, which begins elsewhere.
+    """
     firsts: dict[str, nn.Module] = {}
     for name, block in blocks.items():
         firsts.setdefault(name.rpartition(".")[0], block)
-    return {EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}": block for path, block in firsts.items()}
+    names = {path: EMBEDDING if len(firsts) == 1 else f"{path} {EMBEDDING}" for path in firsts}
+    return {names[path]: block for path, block in firsts.items() if path != continued}
 
 
 def _leave(path: list[str], *_: Any) -> None:

@@ -225,7 +225,7 @@ MUTATIONS = (
              "            self._go[rank].acquire()\n", LAUNCHES),
     Mutation("verify/rank", "self._turns.is_alone = self.rank == 0", "pass", LAUNCHES),
     Mutation("verify/rank", "PyThreadState_SetAsyncExc(ident, over)", "PyThreadState_Check(None)", LAUNCHES),
-    Mutation("verify/rank", "self.failure = self.failure or (rank, error)", "self.failure = (rank, error)", LAUNCHES),
+    Mutation("verify/rank", "= self._failure or (rank, error)", "= (rank, error)", LAUNCHES),
     Mutation("verify/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
     # live: the plan of a push
     Mutation("reshard/live", "int(place) * stride for", "int(place) for", ROUTES),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
+from unittest import mock
 
+import torch
+
+from formats.store import local_folder
 from reshard.source.source import Source
+from verify.forward import original, shards
 from verify.forward.compare import DEFAULTS, Progress, run_forward
-from verify.forward.job import ForwardOptions, Reference
+from verify.forward.job import ForwardOptions, Job, Reference
 from verify.forward.report import ForwardReport
+from verify.rank.roles import roles
 from verify.run_settings import Unmerged
 
 
@@ -18,5 +26,30 @@ def run_forwards(
     *,
     references: MutableMapping[str, Reference] | None = None,
 ) -> list[ForwardReport]:
+    """``references`` keeps what originals computed for later calls."""
     cache = {} if references is None else references
-    return [run_forward(original, shards, options, progress, references=cache) for original, shards in pairs]
+
+    def reference_of(job: Job, device: torch.device) -> Reference:
+        if (key := _key(job, device)) not in cache:
+            cache[key] = original.reference_of(job, device)
+        return cache[key]
+
+    with mock.patch.object(shards, "reference_of", reference_of):
+        return [run_forward(whole, parts, options, progress) for whole, parts in pairs]
+
+
+def _key(job: Job, device: torch.device) -> str:
+    """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
+    folders = [folder for folder in (local_folder(job.original.path), job.adapter) if folder is not None]
+    files = sorted((str(file), file.stat()) for folder in folders for file in folder.iterdir() if file.is_file())
+    stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
+    how = replace(job.options, device=str(device), timeout=0.0)
+    ids = None if job.ids is None else job.ids.tolist()
+    of_tensors = roles(job.plan, {name: (name,) for name in job.plan.layouts})
+    kinds = job.plan.model.kind_of
+    places = [
+        (name, "layer}" in kinds[name].template, original._is_summed(role)) for name, role in sorted(of_tensors.items())
+    ]
+    avoided, rows = original._avoided(job), original._rows(job)
+    text = repr((job.original.model.config, stamps, job.dtype, how, ids, avoided, rows, places, job.stored))
+    return hashlib.sha256(text.encode()).hexdigest()

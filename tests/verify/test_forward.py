@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,6 +277,17 @@ def test_requests_that_make_no_sense() -> None:
         run_forward(original, shards, ForwardOptions(compute_dtype="int8"))
     with pytest.raises(CheckpointError, match="no tokenizer for a prompt"):
         run_forward(original, shards, ForwardOptions(prompt="hello"))
+
+
+@thorough
+def test_no_more_tokens_than_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoBERTa's table has rows that are no positions. Random tokens are fewer; a prompt is refused."""
+    report = run_forward(*pairs(["roberta"], 2)[0], ForwardOptions(batch=1, seq=1000, draws=0))
+    assert report.is_same and report.seq == 63
+    tokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: lambda *_, **__: {"input_ids": torch.ones(1, 37)})
+    monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
+    with pytest.raises(ReshardError, match="it has 37 tokens, and the model positions for 36"):
+        run_forward(*pairs(["gpt2"], 2)[0], ForwardOptions(prompt="a long text"))
 
 
 @thorough

@@ -190,7 +190,7 @@ def test_one_model_of_the_original_is_in_memory_at_a_time(
     monkeypatch.setattr(original, "load_original", load)
     gc.disable()  # a rank's own collections are far between
     try:
-        run_ranks(original.reference_of, 1, job, torch.device("cpu"), {})
+        run_ranks(original.reference_of, 1, job, torch.device("cpu"))
         left.append(sum(weight() is not None for weight in weights))
     finally:
         gc.enable()

@@ -312,6 +312,15 @@ def test_errors_are_one_line(folder: Path, arguments: tuple[str, ...], error: st
     assert error in first and first.startswith("Error: ") and len(hints) <= 1, done.stderr
 
 
+@pytest.mark.parametrize(("phase", "seq", "most"), [("decode", 64, 63), ("prefill", 65, 64)])
+def test_more_tokens_than_a_model_has_positions_for(phase: str, seq: int, most: int, tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 24, "n_layer": 2, "n_head": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_positions": 64, "vocab_size": 37}))
+    done = command("profile", tmp_path, "--tp", "1", "--phase", phase, "--seq", str(seq))
+    why = f"{phase} takes 65 positions, and the model has a table of 64"
+    assert f"Error: --seq {seq} is not possible: {why}\nHint: give --seq {most}\n" in done.stderr
+
+
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     assert "t5 has an encoder beside its decoder" in command("profile", tmp_path).stderr
@@ -321,7 +330,7 @@ def test_what_a_model_cannot_do_is_no_failure_of_a_rank(tmp_path: Path, fork_ser
     config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 24, "num_hidden_layers": 2}
     sizes = {"num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 37, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
-    done = command("profile", tmp_path, "--tp", "1", "--phase", "decode")
+    done = command("profile", tmp_path, "--tp", "1", "--phase", "decode", "--seq", "8")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2:] == [
         "Error: decode is not possible: BertForMaskedLM keeps no keys and values by layers",

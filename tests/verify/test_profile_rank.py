@@ -27,7 +27,7 @@ def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
     (folder / "config.json").write_text(json.dumps(config))
     plan = make_plan(skeleton(folder), mesh_of(1))
     kinds = layer_kinds(plan.model)
-    return Job(with_layers(plan, kinds), kinds, True, workloads, 1, 0.001)
+    return Job(with_layers(plan, kinds), kinds, workloads, 1, 0.001)
 
 
 def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32", **more: Any) -> Job:

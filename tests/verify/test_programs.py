@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -476,6 +477,15 @@ def test_correct_shards_compute_the_same() -> None:
     reports = run_all([pair(model, format, **mesh) for model, format, mesh in CORRECT], QUICK)
     for (model, format, _), report in zip(CORRECT, reports, strict=True):
         assert report.is_same, (model, format, report.verdict)
+
+
+def test_too_little_space_for_folders_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said before anything runs."""
+    shards = pair("llama", "vllm", tp=2)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(CheckpointError, match=r"not enough space for the ranks' folders: [\d,]+ bytes") as error:
+        run_all([shards], QUICK)
+    assert error.value.hint == "free some space, or set TMPDIR to a folder of another disk"
 
 
 @pytest.mark.parametrize("model", ["llama", "bart"])

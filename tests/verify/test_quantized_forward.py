@@ -62,6 +62,7 @@ CASES = [
     Case("gpt_oss", "gpt-oss", {"tp": 2}),
     Case("gpt_oss", "gpt-oss", {"ep": 2}),
     Case("gpt_oss", "gpt-oss", {"ep": 2, "tp": 2}),
+    Case("qwen3_moe", "fp8-block", {"pp": 2}),
 ]
 
 

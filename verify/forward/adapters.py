@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -39,10 +38,10 @@ _WRAPPED = ".base_layer"
 # -------------------------------------------------------------------------------------------------------- the original
 
 
-def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def apply(model: Any, folder: Path, dtype: torch.dtype) -> Any:
     """Put an adapter's modules beside those of a model, with PEFT; they compute in ``dtype`` or wider.
 
-    Raises CheckpointError if PEFT does not find a place for all of it.
+    Returns PEFT's model around it. Raises CheckpointError if PEFT does not find a place for all of the adapter.
     """
     import peft
 
@@ -61,6 +60,7 @@ def apply(model: Any, folder: Path, dtype: torch.dtype) -> None:
         if "lora_" in name and parameter.dtype.itemsize < dtype.itemsize:
             parameter.data = parameter.data.to(dtype)
     model.eval()
+    return wrapped
 
 
 def _check_version(folder: Path) -> None:
@@ -75,28 +75,11 @@ def _check_version(folder: Path) -> None:
         )
 
 
-@contextmanager
-def switched_off(model: Any) -> Iterator[None]:
-    """The base model alone, within the block."""
-    for module in _layers(model):
-        module.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for module in _layers(model):
-            module.enable_adapters(True)
-
-
-def merge(model: Any) -> None:
+def merge(wrapped: Any) -> None:
     """Add the adapter to the weights, as PEFT does: the sum is rounded to their dtype."""
-    for module in _layers(model):
-        module.merge()
-
-
-def _layers(model: Any) -> list[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights
+        wrapped.merge_adapter()
 
 
 def named_as_unwrapped(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,25 +8,30 @@ verify/forward/noise.py for what counts as equal. This module starts the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 
 from formats.errors import CheckpointError, ReshardError, refused, require_transformers
 from formats.notation.architecture import SETTINGS
-from formats.store import FilePath, local_folder
+from formats.store import local_folder
 from formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
+from reshard.system import check_space
 from reshard.text import plural
-from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan
-from verify.forward.launch import RankAnswer, run_ranks
+from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
+from verify.forward.launch import run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
+from verify.rank.group import RankAnswer
+from verify.rank.roles import positions_of
 from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
@@ -39,17 +44,14 @@ DEFAULTS = ForwardOptions()
 
 def run_forward(
     original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS,
-    progress: Progress = lambda _: None, *, references: MutableMapping[str, Reference] | None = None,
+    progress: Progress = lambda _: None,
 ) -> ForwardReport:  # fmt: skip
-    """Run the original and its shards, which may be a full checkpoint, and compare.
-
-    ``references`` keeps what originals computed for later calls, with other meshes or with damaged copies of the
-    shards; a run is taken from it only where the original's files, the dtype, the tokens and the options are the same.
-    Raises ReshardError if that cannot be done.
-    """
+    """Run the original and its shards, which may be a full checkpoint, and compare. Raises ReshardError."""
     job = _job(original, shards, options)
-    device, world, cache = _device(options), job.plan.mesh.size, {} if references is None else references
-    progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
+    device, world = _device(options), job.plan.mesh.size
+    needed = needs_of(job, device)
+    check_space(Path(gettempdir()), needed.files, "the ranks' folders", "set TMPDIR to a folder of another disk")
+    progress(f"starting {plural(world, 'rank')}, {device}: {needed.headline}")
     # They import transformers.
     from verify.forward.shards import run_job
     from verify.rank.loading import quiet_transformers
@@ -59,7 +61,7 @@ def run_forward(
             # What is to be in float32 is computed in it: by default, convolutions are in TF32.
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
-            results = run_ranks(run_job, world, job, cache, device=device, timeout=options.timeout, progress=progress)
+            results = run_ranks(run_job, world, job, device=device, timeout=options.timeout, progress=progress)
     except RankAnswer as answer:
         results = [answer.value]
     return report_of(job, results, device)
@@ -83,7 +85,7 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if isinstance(original, Unmerged):
         return _job_with_adapter(original, shards, options)
     _check_kinds(original, shards)
-    ids = _prompt(original.path, options.prompt) if options.prompt is not None else None
+    ids = _prompt(original, options.prompt) if options.prompt is not None else None
     stored = run_plan(shards)
     plan = dequantized(stored)
     if plan is not stored:
@@ -152,14 +154,16 @@ def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)
 
 
-def _prompt(path: FilePath, text: str) -> Any:
+def _prompt(original: Source, text: str) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(local_folder(path), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(local_folder(original.path), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no tokenizer for a prompt: {' '.join(str(error).split())}") from None
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        raise CheckpointError(f"{original.path}: no tokenizer for a prompt: {' '.join(str(error).split())}") from None
+    ids, limit = tokenizer(text, return_tensors="pt")["input_ids"], positions_of(original.model)
     if ids.numel() == 0:
         raise refused("prompt", None, "it has no tokens")
+    if limit is not None and ids.shape[1] > limit:
+        raise refused("prompt", None, f"it has {ids.shape[1]:,} tokens, and the model positions for {limit:,}")
     return ids

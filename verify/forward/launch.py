@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import redirect_stdout, suppress
@@ -27,23 +26,12 @@ from torch.distributed.rendezvous import rendezvous
 from formats.errors import ReshardError, SettingError
 from formats.torch_internals import PrefixStore
 from verify.rank.device import backend, device_of, use
-from verify.rank.group import Over, ProcessGroup, RankError, RankTimeoutError, Turns, being, machine_fault
+from verify.rank.group import ProcessGroup, RankAnswer, Turns, being, explained
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds that a rank waits in a collective for the others."""
-
-
-class RankAnswer(Exception):  # noqa: N818
-    """A result of one rank that is the answer of the whole run, not a failure: ``value``, which can be pickled.
-
-    Raised in a rank, it ends all ranks, and is raised again where they were started.
-    """
-
-    def __init__(self, value: Any) -> None:
-        super().__init__("a rank knows the answer")
-        self.value = value
 
 
 def is_launched() -> bool:
@@ -79,24 +67,8 @@ def run_ranks(
     try:
         with redirect_stdout(sys.stderr):
             return turns.run(lambda: fn(*args))
-    except Over:
-        rank, error = turns.failure or (0, Exception())
-        raise explained(error, rank, world_size) from error
     finally:
         gc.unfreeze()
-
-
-def explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | RankError:
-    """What ended a rank, for those who started it."""
-    if isinstance(error, (RankAnswer, RankTimeoutError)):
-        return error
-    fault = machine_fault(error)
-    if isinstance(error, ReshardError):
-        message, hint = error.message, error.hint
-    else:
-        message, hint = traceback.format_exception_only(error)[-1].strip(), fault
-    message = message.splitlines()[0] if fault else message  # CUDA's next lines are advice for developers
-    return RankError(f"rank {rank} of {world_size} failed: {message}", hint, rank=rank)
 
 
 def _run_as_rank(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,30 +31,11 @@ Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes."""
 
 
-def reference_of(job: Job, device: torch.device, references: MutableMapping[str, Reference]) -> Reference:
-    """What the original computes: from ``references`` if it has run before, else by running it.
-
-    Raises CheckpointError for an original that cannot be run, or with which nothing can be compared.
-    """
-    key = _key(job, device)
-    if key not in references:
-        references[key] = _run_original(job, device)
-        _free()
-    return references[key]
-
-
-def _key(job: Job, device: torch.device) -> str:
-    """A hash of all that the original's run depends on: its files, how it runs, and the places that are looked at."""
-    folders = [folder for folder in (local_folder(job.original.path), job.adapter) if folder is not None]
-    files = sorted((str(file), file.stat()) for folder in folders for file in folder.iterdir() if file.is_file())
-    stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
-    how = dataclasses.replace(job.options, device=str(device), timeout=0.0)
-    ids = None if job.ids is None else job.ids.tolist()
-    of_tensors = roles(job.plan, {name: (name,) for name in job.plan.layouts})
-    kinds = job.plan.model.kind_of
-    places = [(name, "layer}" in kinds[name].template, _is_summed(role)) for name, role in sorted(of_tensors.items())]
-    text = repr((job.original.model.config, stamps, job.dtype, how, ids, _avoided(job), _rows(job), places, job.stored))
-    return hashlib.sha256(text.encode()).hexdigest()
+def reference_of(job: Job, device: torch.device) -> Reference:
+    """What the original computes. Raises CheckpointError if it cannot be run, or nothing can be compared with it."""
+    reference = _run_original(job, device)
+    _free()
+    return reference
 
 
 def _run_original(job: Job, device: torch.device) -> Reference:
@@ -109,7 +89,7 @@ def _draws(job: Job, inputs: Inputs, exact: Trace, device: torch.device) -> Iter
     if job.adapter is not None:
         say("original with the adapter in its weights")
         with _original(job, job.stored, device) as loaded, _refusing(job):
-            adapters.merge(loaded.model)
+            adapters.merge(loaded.adapter)
             loaded.model.to(job.dtype)
             yield _run_whole(loaded, inputs, job, device, exact)
 
@@ -150,7 +130,7 @@ def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
         trace = _run_whole(loaded, inputs, job, device)
         _check_numbers(trace, job, job.exact_dtype)
         if job.adapter is not None:
-            with adapters.switched_off(model):
+            with loaded.adapter.disable_adapter():
                 without = _run_whole(loaded, inputs, job, device, trace).states
         return _Exact(ids, inputs, trace, without)
 
@@ -231,7 +211,7 @@ def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Lo
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:
-            adapters.apply(loaded.model, job.adapter, dtype)
+            loaded = dataclasses.replace(loaded, adapter=adapters.apply(loaded.model, job.adapter, dtype))
         yield loaded
 
 

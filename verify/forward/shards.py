@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,12 +19,11 @@ from verify.ending import temporary_folder
 from verify.forward.adapters import as_adapter, write_adapted_rank
 from verify.forward.foreign import write_rank
 from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
-from verify.forward.launch import RankAnswer
 from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from verify.forward.original import places_of, reference_of
 from verify.rank.collectives import Groups
 from verify.rank.gradients import gradients_on_disk, loss_of, together
-from verify.rank.group import is_of_collective, machine_fault, say, world
+from verify.rank.group import RankAnswer, is_of_collective, machine_fault, say, world
 from verify.rank.loading import Loaded, UnfitError
 from verify.rank.model import load_rank
 from verify.rank.roles import Rank, roles
@@ -34,26 +33,30 @@ from verify.rank.trace import Places, Trace, run
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
 
 
-def run_job(job: Job, references: MutableMapping[str, Reference]) -> Result:
+def run_job(job: Job) -> Result:
     """Run a comparison, and once more if it is an alarm that the tail of the rounding may have raised.
 
-    ``references`` keeps what originals computed, on rank 0. Returns this rank's result.
+    Returns this rank's result.
     """
     groups = Groups(job.plan.mesh)
-    result, worst = _run_once(job, groups, references)
+    result, worst = _run_once(job, groups)
     if not LIMIT < worst <= SURE:
         return result
     say("that is little more than rounding: once more, with more draws of it")
     options = dataclasses.replace(job.options, draws=_MORE * (job.options.draws + 1) - 1)
-    return _run_once(dataclasses.replace(job, options=options), groups, references)[0]
+    return _run_once(dataclasses.replace(job, options=options), groups)[0]
 
 
-def _run_once(job: Job, groups: Groups, references: MutableMapping[str, Reference]) -> tuple[Result, float]:
-    """What this rank found, and the largest ratio of all ranks."""
-    started = time.monotonic()
-    reference = world().share(lambda: dataclasses.replace(reference_of(job, world().device, references), gradients={}))
-    if world().rank == 0:  # the gradients are for it alone
-        reference = reference_of(job, world().device, references)
+def _run_once(job: Job, groups: Groups) -> tuple[Result, float]:
+    """This rank's result, and the largest ratio of all ranks."""
+    started, gradients = time.monotonic(), dict[str, Yardstick]()
+
+    def run_original() -> Reference:
+        reference = reference_of(job, world().device)
+        gradients.update(reference.gradients)  # they stay on the first rank, which alone compares them
+        return dataclasses.replace(reference, gradients={})
+
+    reference = dataclasses.replace(world().share(run_original), gradients=gradients)
     with temporary_folder("reshard-offload-") as offload:
         result = _run_shards(job, groups, offload, reference, started)
     ratio = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)

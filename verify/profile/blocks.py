@@ -25,6 +25,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
+from formats.files.safetensors import DTYPE_NAMES, stated_dtype
 from formats.notation.architecture_files import find_architecture, load_architecture
 from formats.quantization.methods import without_quantization
 from formats.store import FilePath
@@ -61,11 +62,6 @@ class Blocks:
     loaded: Loaded
     layers: Mapping[str, nn.Module]
     last: nn.Module
-
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self.loaded.model
 
 
 def build(
@@ -177,15 +173,18 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None = None) -> Model:
-    """The model that the config.json in a folder describes, its weights of one dtype: the given or the config's own.
+    """The model that the config.json in a folder describes, its weights of one dtype: the given one, or what the config
+    states, of the model or of its language model, or bfloat16.
 
     Raises ReshardError if transformers has no class for it or no rules cover it, and for an encoder beside a decoder.
     """
     config = read_config(folder / "config.json")
-    name = dtype or dtype_of(config)
+    sections = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    stated = next(filter(None, map(stated_dtype, sections)), "BF16")
+    name = dtype or DTYPE_NAMES[stated]
     if name not in DTYPES:
         raise refused("dtype", name, f"the dtypes are {', '.join(DTYPES)}")
-    plain = {**_plain(config, name), "dtype": name}
+    plain = {**_with_dtype(without_quantization(config), name), "dtype": name}
     architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
     if plain.get("is_encoder_decoder"):
         what = plain.get("model_type", "this model")
@@ -196,21 +195,11 @@ def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None 
     return bind(architecture, plain, tensors)
 
 
-def dtype_of(config: Mapping[str, Any]) -> str:
-    """The dtype that a config.json states, of the model or of its language model; else bfloat16."""
-    sections = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
-    return next((str(name).removeprefix("torch.") for name in named if name), "bfloat16")
-
-
-_DTYPES = ("dtype", "torch_dtype")
-
-
-def _plain(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The same settings without quantization, and with one dtype wherever they state any."""
-    plain = without_quantization(settings).items()
-    nested = {key: _plain(value, dtype) if isinstance(value, dict) else value for key, value in plain}
-    return {key: dtype if key in _DTYPES and isinstance(value, str) else value for key, value in nested.items()}
+def _with_dtype(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same settings, with one dtype wherever they state any."""
+    nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in settings.items()}
+    stated = {key for key in ("dtype", "torch_dtype") if isinstance(settings.get(key), str)}
+    return nested | dict.fromkeys(stated, dtype)
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

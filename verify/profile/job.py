@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -40,16 +39,11 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     for kind in model.kinds:
         for layer in kind.layers if is_layered(model, kind) else ():
             of_layer.setdefault(layer, []).append(kind)
-    counts = Counter[tuple[object, ...]]()
-    first: dict[tuple[object, ...], int] = {}
-    for layer in sorted(of_layer):
-        key = (
-            _type_of(model.sizes.settings, layer),
-            *sorted((kind.template, str(kind.rule), kind.shape, kind.dtype) for kind in of_layer[layer]),
-        )
-        first.setdefault(key, layer)
-        counts[key] += 1
-    return tuple(LayerKind(layer, counts[key]) for key, layer in first.items())
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for layer, kinds in sorted(of_layer.items()):
+        tensors = sorted((kind.template, str(kind.rule), kind.shape, kind.dtype) for kind in kinds)
+        alike.setdefault((_type_of(model.sizes.settings, layer), *tensors), []).append(layer)
+    return tuple(LayerKind(layers[0], len(layers)) for layers in alike.values())
 
 
 def _type_of(settings: Mapping[str, object], layer: int) -> str:
@@ -140,7 +134,6 @@ class Job:
 
     plan: Plan
     kinds: tuple[LayerKind, ...]
-    is_built_in: bool
     workloads: tuple[Workload, ...]
     threads: int
     seconds: float

@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 
 from formats.errors import ReshardError
 from verify.ending import undone
-from verify.forward.launch import DEFAULT_TIMEOUT, explained, join_group, rank_device
+from verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
 from verify.rank.device import memory
-from verify.rank.group import ProcessGroup, RankError, being, is_of_collective
+from verify.rank.group import RankError, is_of_collective
 
 RESERVE = 1_500_000_000
 """The memory of a GPU that tensors cannot use, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
@@ -48,7 +48,7 @@ class Node:
         """
         if self.device != "cpu":
             return max(0, min(memory(self.device, i) for i in range(min(degree, self.ranks))) - RESERVE)
-        return _machine_memory("MemTotal") // degree
+        return int(psutil.virtual_memory().total) // degree
 
     def free(self, degree: int) -> int:
         """The bytes that a rank may take now, at most.
@@ -56,16 +56,7 @@ class Node:
         On a GPU, all of its memory: to ask for the free part, this process would have to take some of each GPU. A rank
         that needs more ends with an error, which is reported (``_run``). On a CPU the kernel may end another process.
         """
-        return self.memory(degree) if self.device != "cpu" else _machine_memory("MemAvailable") // degree
-
-
-def _machine_memory(key: str) -> int:
-    """A line of /proc/meminfo in bytes, or else all memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return self.memory(degree) if self.device != "cpu" else int(psutil.virtual_memory().available) // degree
 
 
 T = TypeVar("T")
@@ -83,8 +74,8 @@ def run_processes(
 ) -> list[T]:  # fmt: skip
     """Run ``fn(*args)``, importable by name, in ``size`` processes; their results in rank order.
 
-    ``progress`` is called with what rank 0 says. Raises RankError when a rank fails, and the RankAnswer that
-    one raises.
+    ``progress`` is called with what rank 0 says. Raises RankError when a rank fails, and the ReshardError or RankAnswer
+    that one raises.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
@@ -154,15 +145,15 @@ def _be(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(variables)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     try:
-        join_group(device, timeout)
-        with being(ProcessGroup(rank_device(device), timeout), lambda text: pipe.send(("said", text))):
-            result = fn(*args)
-            dist.barrier()
-        pipe.send(("returned", pickle.dumps(result)))  # not the tensors themselves: they would end with this process
+        results = run_ranks(
+            fn, size, *args, device=device, timeout=timeout, progress=lambda text: pipe.send(("said", text))
+        )
+        # Not the tensors themselves: they would end with this process.
+        pipe.send(("returned", pickle.dumps(results[rank])))
     except Exception as error:
-        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-        pipe.send(("failed", (is_of_collective(error), explained(error, rank, size))))
+        pipe.send(("failed", (is_of_collective(error.__cause__ or error), error)))
     os._exit(0)
 
 

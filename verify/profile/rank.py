@@ -26,7 +26,6 @@ from transformers import StaticCache
 from formats.errors import ReshardError
 from formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
-from verify.forward.launch import RankAnswer
 from verify.profile.blocks import Blocks, build
 from verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
 from verify.rank.collectives import Carrier, Groups, Sent, carried_by
@@ -179,20 +178,12 @@ _SIZES = tuple(1 << power for power in range(10, 26, 2))
 EMBEDDING, HEAD = OUTSIDE
 
 
-def answer_job(job: Job) -> RankResult:
-    """As ``run_job``; what a model cannot do is no failure of a rank: raises RankAnswer with the ReshardError."""
-    try:
-        return run_job(job)
-    except ReshardError as error:
-        raise RankAnswer(error) from error
-
-
 def run_job(job: Job) -> RankResult:
     """Build this rank's blocks, and time them. Raises ReshardError where transformers cannot build or run them."""
     torch.set_num_threads(job.threads)
     device = world().device
     groups, meter = Groups(job.plan.mesh), Meter(device)
-    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture, job.is_built_in)
+    rank = Rank(job.plan, dist.get_rank(), job.plan.model.architecture)
     longest = max(workload.seq for workload in job.workloads)
     with carried_by(meter), quiet_transformers():
         say(f"tp {job.plan.mesh.size}: building one layer of each kind")
@@ -216,10 +207,10 @@ def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: in
         started = time.monotonic()
         run()
         meter.step()
-        if _agreed(time.monotonic() - started > seconds / 4):
+        if world().gather(time.monotonic() - started > seconds / 4)[0]:
             break
     started = time.monotonic()
-    while not (steps and _agreed(is_enough(steps, time.monotonic() - started, seconds))):
+    while not (steps and world().gather(is_enough(steps, time.monotonic() - started, seconds))[0]):
         dist.barrier()
         run()
         steps.append(meter.step())
@@ -237,24 +228,19 @@ def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
     return high - low < _SPREAD * middle
 
 
-def _agreed(answer: bool) -> bool:
-    """What rank 0 says."""
-    return bool(world().all_gather(torch.tensor([answer], device=world().device))[0].item())
-
-
 class _Runner:
     """A rank's model, and what it takes to run a phase of it."""
 
     def __init__(self, blocks: Blocks, job: Job, groups: Groups, meter: Meter) -> None:
         self._blocks, self._job, self._groups, self._meter = blocks, job, groups, meter
-        self._model = running(blocks.model)
-        self._device = next(blocks.model.parameters()).device
+        self._model, self._weights = running(blocks.loaded.model), [*blocks.loaded.model.parameters()]
+        self._device = self._weights[0].device
         self._account: Account | None = None
         self._saved: dict[str, int] = {}
         parameters = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
-        for parameter in blocks.model.parameters():
+        for parameter in self._weights:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
         for number, (part, module) in enumerate(blocks.layers.items()):  # the meter hears which part runs
@@ -275,7 +261,7 @@ class _Runner:
             account, self._account = self._account, None
             self._meter.step()
             seconds = time.monotonic() - started
-            is_long = _agreed(seconds > self._job.seconds)
+            is_long = world().gather(seconds > self._job.seconds)[0]
             if is_long:
                 say(f"{doing}: a run takes {human_time(seconds)}, and two more follow")
             layers = getattr(kept, "layers", None)
@@ -283,7 +269,7 @@ class _Runner:
             kept = None
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
             steps = repeat(run, self._meter, self._job.seconds, warm_ups=0 if is_long else 2)
-        for parameter in self._blocks.model.parameters():
+        for parameter in self._weights:
             parameter.grad = None
         work = {part: account.work.get(part, (0.0, 0.0)) for part in (*OUTSIDE, *self._blocks.layers)}
         return Measured(steps, work, cache, max(0, account.peak - inside), self._saved if train else {})
@@ -321,7 +307,7 @@ class _Runner:
         ids, meter = self._ids(workload.batch, workload.seq), self._meter
 
         def run() -> None:
-            for parameter in self._blocks.model.parameters():
+            for parameter in self._weights:
                 parameter.grad = None
             meter.enter(EMBEDDING)
             logits = self._model(input_ids=ids, use_cache=False)[0]

@@ -16,13 +16,13 @@ from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
-from verify.forward.launch import RankAnswer
 from verify.profile.cost import NotRun, recommend, whole_model
 from verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from verify.profile.processes import Node, run_processes
 from verify.profile.words import Profile
 from verify.rank.device import count, has_bfloat16, resolve
 from verify.rank.group import MEMORY, RankError, machine_fault
+from verify.rank.roles import positions_of
 
 _LESS = "give a smaller batch or seq, or another degree"
 
@@ -36,7 +36,12 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):
         raise ReshardError("these GPUs do not compute in bfloat16, and would imitate it", "give the dtype float16")
-    kinds = layer_kinds(model)
+    kinds, limit = layer_kinds(model), positions_of(model)
+    for workload in request.workloads:
+        further = int(workload.phase == "decode")
+        if limit is not None and workload.seq + further > limit:
+            why = f"{workload.phase} takes {workload.seq + further:,} positions, and the model has a table of {limit:,}"
+            raise refused("seq", workload.seq, why, instead=({"seq": limit - further},))
     degrees, impossible = _degrees(model, node, request)
     plans = {degree: make_plan(model, mesh_of(degree)) for degree in sorted({*degrees, *_predicted(model, request)})}
     results: dict[int, list[RankResult]] = {}
@@ -121,7 +126,7 @@ def _run_what_fits(
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
-    from verify.profile.rank import answer_job
+    from verify.profile.rank import run_job
 
     degree, missing = plan.mesh.size, dict[Workload, NotRun]()
     for workload in request.workloads:
@@ -137,13 +142,10 @@ def _run_what_fits(
         progress(text)
 
     while runs := tuple(workload for workload in request.workloads if workload not in missing):
-        is_built_in = request.plan_file is None
-        job = Job(with_layers(plan, kinds), kinds, is_built_in, runs, node.threads, request.seconds)
+        job = Job(with_layers(plan, kinds), kinds, runs, node.threads, request.seconds)
         try:
-            run = run_processes(answer_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
+            run = run_processes(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
             return run, missing
-        except RankAnswer as answer:
-            raise answer.value from None
         except RankError as error:
             if machine_fault(error.message) != MEMORY:
                 raise

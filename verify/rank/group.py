@@ -74,8 +74,15 @@ class RankError(ReshardError):
         self.rank = rank
 
 
-class RankTimeoutError(RankError):
-    """Ranks waited in a collective that ``rank`` did not come to."""
+class RankAnswer(Exception):  # noqa: N818
+    """A result of one rank that is the answer of the whole run, not a failure: ``value``, which can be pickled.
+
+    Raised in a rank, it ends all ranks, and is raised again where they were started.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a rank knows the answer")
+        self.value = value
 
 
 class Wait(NamedTuple):
@@ -102,10 +109,10 @@ class Turns:
         self.meetings: dict[tuple[int, ...], tuple[str, dict[int, Any]]] = {}
         self.messages: dict[tuple[int, int], deque[Any]] = {}
         self.is_alone = False  # what runs has no limit
-        self.failure: tuple[int, BaseException] | None = None
+        self._failure: tuple[int, BaseException] | None = None
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
-        """Let each rank do the work; what each returned. Raises Over where ``failure`` says which failed, and why."""
+        """Let each rank do the work; what each returned. Raises what ended a rank, as :func:`explained` says it."""
         results: list[Any] = [None] * len(self._everyone)
         intra_op = torch.get_num_threads()  # new threads would not have what was set here
 
@@ -133,18 +140,19 @@ class Turns:
                 rank, is_late = self._running, time.monotonic() - self._since > self._timeout
                 if is_late and self._waiting and not self.is_alone:
                     was = f"was at {_line(sys._current_frames().get(threads[rank].ident or 0))}"
-                    self.failure = rank, self._hang([rank], f"waited {self._timeout:g} s", was, _SLOW)
-                    raise Over
+                    self._end(rank, self._hang([rank], f"waited {self._timeout:g} s", was, _SLOW))
+                    break
         finally:
             self._is_over = True
             if not self._all_ended.is_set():  # Ctrl-C, or a rank that does not come: it ends where it is in Python
                 ident, over = ctypes.c_ulong(threads[self._running].ident or 0), ctypes.py_object(Over)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, over)
                 self._all_ended.wait(_GRACE)
-        for thread in threads:
+        for thread in threads if self._all_ended.is_set() else ():
             thread.join()
-        if self.failure is not None:
-            raise Over
+        if self._failure is not None:
+            rank, error = self._failure
+            raise explained(error, rank, len(threads)) from error
         return results
 
     def check(self) -> None:
@@ -177,18 +185,18 @@ class Turns:
 
     def _end(self, rank: int, error: BaseException) -> None:
         """End the run: each rank that waits raises Over."""
-        self.failure = self.failure or (rank, error)
+        self._failure = self._failure or (rank, error)
         self._is_over = True
 
-    def _hang(self, absent: Sequence[int], waited: str, instead: str, hint: str | None = None) -> RankTimeoutError:
+    def _hang(self, absent: Sequence[int], waited: str, instead: str, hint: str | None = None) -> RankError:
         places = {rank: wait.place for rank, wait in sorted(self._waiting.items()) if not wait.until()}
         first, place = next(iter(places.items()), (0, "its next collective"))
         if absent:
             waiting = places or [rank for rank in self._everyone if rank not in absent]
             message = f"{_named(absent)} did not come to {place}, where {_named(waiting)} {waited}"
-            return RankTimeoutError(f"{message}; rank {absent[0]} {instead}", hint, rank=absent[0])
+            return RankError(f"{message}; rank {absent[0]} {instead}", hint, rank=absent[0])
         places_text = "; ".join(f"rank {rank} {place}" for rank, place in places.items())
-        return RankTimeoutError(f"the ranks wait for each other in different collectives: {places_text}", rank=first)
+        return RankError(f"the ranks wait for each other in different collectives: {places_text}", rank=first)
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -380,3 +388,16 @@ def machine_fault(error: BaseException | str) -> str | None:
     """What failed of the machine, ``MEMORY`` or ``GPU``, if an error or the text of one says so; else None."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return next((fault for fault, signs in _SIGNS.items() if any(sign in text for sign in signs)), None)
+
+
+def explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | RankError:
+    """What ended a rank, for those who started it."""
+    if isinstance(error, (RankAnswer, RankError)):
+        return error
+    fault = machine_fault(error)
+    if isinstance(error, ReshardError):
+        message, hint = error.message, error.hint
+    else:
+        message, hint = traceback.format_exception_only(error)[-1].strip(), fault
+    message = message.splitlines()[0] if fault else message  # CUDA's next lines are advice for developers
+    return RankError(f"rank {rank} of {world_size} failed: {message}", hint, rank=rank)

@@ -43,7 +43,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, what its parameters were made of, and the tensors on disk that it does not use.
+    """A model, what its parameters were made of, and the tensors on disk that it does not use. With an ``adapter``,
+    PEFT's model around it.
 
     Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
     these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all. ``cut`` are
@@ -56,6 +57,7 @@ class Loaded:
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
     experts: Mapping[str, Part] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
+    adapter: Any = None
 
 
 def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from formats.mesh import Mesh
 from formats.notation.architecture import Architecture
 from formats.notation.axes import Share, Split
 from reshard.mesh.plan import Layout, Plan
-from reshard.model.model import padded_sizes, sizes_of_parts
+from reshard.model.model import Model, padded_sizes, sizes_of_parts
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,16 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
         is_whole = is_gathered and bool(layout.dealt & inputs)
         roles_of[parameter] = Role(layout.split, names[0], layout, along, along_experts, is_gathered, is_whole)
     return roles_of
+
+
+def positions_of(model: Model) -> int | None:
+    """How many tokens a model has positions for, where it looks these up in a table; None where it computes them."""
+    tables = (
+        kind for kind in model.kinds if len(kind.shape) == 2 and kind.rule.dims[0].axes & {"positions", "dpositions"}
+    )
+    limits = [kind.shape[0] for kind in tables]
+    stated = model.sizes.settings.get("max_position_embeddings")  # some tables have a few rows more
+    return min([*limits, *([stated] if isinstance(stated, int) else [])]) if limits else None
 
 
 def experts_along(mesh: Mesh) -> frozenset[str]:

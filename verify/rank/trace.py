@@ -299,6 +299,11 @@ def random_ids(model: Any, batch: int, seq: int, seed: int, avoided: int | None 
     rows = model.get_input_embeddings().weight.shape[0]
     limits = (getattr(model.config, key, None) for key in ("max_position_embeddings", "max_target_positions"))
     limit = next((value for value in limits if value), seq)
+    tables = (
+        module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings == limit
+    )
+    # RoBERTa's positions begin behind the number of the padding token.
+    limit -= max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
     longest = min(seq, limit) if limit > 0 else seq  # -1: there is no limit
     ids = torch.randint(rows, (batch, longest), generator=torch.Generator().manual_seed(seed))
     return _without(ids, avoided, rows)

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import FileIO
 from typing import NamedTuple, TypeVar
 
@@ -66,8 +66,12 @@ def move(
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
     complete, taken_over = set[tuple[int, int]](), 0
 
+    @cache
+    def names(targets: Targets) -> frozenset[str]:
+        return frozenset(target.name for target in targets)
+
     def reads_of(reads: Iterable[tuple[SourceFile, Targets, PartialSum]]) -> tuple[Read, ...]:
-        return tuple(Read(file.name, frozenset(to.name for to in of), part.to_text()) for file, of, part in reads)
+        return tuple(Read(file.name, names(of), part.to_text()) for file, of, part in reads)
 
     def take(account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""

@@ -11,10 +11,10 @@ demo: .venv/ready
 
 # about three minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
 test: .venv/ready
-	$(BIN)/pytest --jobs $(JOBS) -rs -m "not thorough"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough"
 
 test-all: .venv/ready
-	$(BIN)/pytest --jobs $(JOBS) -rs -m thorough
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough
 
 # on a machine with a GPU: the other tests use none
 test-gpu: .venv/ready

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, settings
 
 from tests import store
 from tests.forked import begin_fork_server
-from tests.workers import pytest_addoption, pytest_runtestloop  # noqa: F401
 
 # No deadlines, and no checks of how fast examples are made: they depend on the machine and on chance.
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -31,16 +30,18 @@ gc.set_threshold(500_000, 50, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One store for all processes: those that run the tests are forked after this."""
+    """One store for all processes: those that run the tests are started after this."""
     settings.load_profile("quick" if config.option.markexpr == QUICK else "full")
     if not any("tests/gpu" in argument for argument in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is found is the same on each machine
-    _write_to_memory()
-    store.begin()
-    if config.getoption("jobs") > 1:
-        # Or each of the hundred processes that the tests start would compile all that it imports of ours.
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    _make_all_small()
+    if not hasattr(config, "workerinput"):
+        _write_to_memory()
+        store.begin()
+        if config.getoption("dist", "no") != "no":
+            # Or each of the hundred processes that the tests start would compile all that it imports of ours.
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        _make_all_small()
 
 
 def _write_to_memory() -> None:
@@ -76,6 +77,7 @@ _ROOM = 4 << 30  # bytes, of which the tests need less than one half
 
 
 def _make_all_small() -> None:
+    """In a process that runs tests; what only starts others does not wait for torch."""
     import torch
 
     import reshard.move.jobs
@@ -89,9 +91,10 @@ def _make_all_small() -> None:
     reshard.publishing.staging.PATIENCE = 0.1
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """What the run has made goes with it."""
-    store.end()
+    if not hasattr(config, "workerinput"):
+        store.end()
 
 
 LONG = ("test_interleavings", "test_installed", "test_forward", "test_encoder_decoder", "test_fsdp",

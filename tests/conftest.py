@@ -97,11 +97,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         store.end()
 
 
-LONG = ("test_forward", "test_faults", "test_encoder_decoder", "test_cli", "test_experts", "test_wire",
-        "test_stages_forward", "test_programs", "test_launch", "test_output", "test_readme", "test_help", "test_how_to",
-        "test_resuming", "test_replacing", "test_own_plans", "test_hub", "test_fuzz", "test_quantized_forward",
-        "test_tp_plan", "test_uneven_forward", "test_limits", "test_ranges", "test_combinations",
-        "test_engine")  # fmt: skip
+LONG = ("test_interleavings", "test_installed", "test_forward", "test_encoder_decoder", "test_fsdp",
+        "test_bucket_interleavings", "test_folder", "test_stages_forward", "test_faults", "test_cli",
+        "test_experts", "test_wire", "test_programs", "test_launch", "test_output", "test_readme", "test_help",
+        "test_how_to", "test_resuming", "test_replacing", "test_own_plans", "test_hub", "test_fuzz",
+        "test_quantized_forward", "test_tp_plan", "test_uneven_forward", "test_limits", "test_ranges",
+        "test_combinations", "test_engine")  # fmt: skip
 """Files with tests of many seconds: run first, so that at the end no process waits long for another's last test."""
 
 

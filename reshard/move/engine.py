@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import FileIO
 from typing import NamedTuple, TypeVar
 
@@ -64,10 +64,15 @@ def move(
     sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[TargetFile | None]()
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
-    complete, taken_over = set[tuple[int, int]](), 0
+    complete, taken_over, told = set[tuple[int, int]](), 0, dict[Read, Read]()
+
+    @cache
+    def names(targets: Targets) -> frozenset[str]:
+        return frozenset(target.name for target in targets)
 
     def reads_of(reads: Iterable[tuple[SourceFile, Targets, PartialSum]]) -> tuple[Read, ...]:
-        return tuple(Read(file.name, frozenset(to.name for to in of), part.to_text()) for file, of, part in reads)
+        noted = (Read(file.name, names(of), part.to_text()) for file, of, part in reads)
+        return tuple(told.setdefault(read, read) for read in noted)  # files that have the same reads share them
 
     def take(account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""

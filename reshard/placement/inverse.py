@@ -31,6 +31,7 @@ class NameInverse:
         }
         constants = (constant for constant in self._format.rules.constants if self._sizes.is_true(constant.when))
         self._constants = [pattern for constant in constants for pattern in constant.names]
+        self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
@@ -99,7 +100,7 @@ class NameInverse:
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 return [name] if is_spelled else sources  # as transformers itself saves it
-        for line in self._format.rules.lines:
+        for line in self._of_stages:
             if name in line.stage_names.values() and (sources := self._sources_of(line, {})) is not None:
                 return sources
         return [name] if self._format.rules.keep and self._is_known(name) else None

@@ -32,6 +32,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +45,7 @@ from reshard.publishing.journal import (
     FileShare,
     Finished,
     Moved,
+    Read,
     Run,
     journals_in,
     read_finished,
@@ -117,6 +119,8 @@ class Staging:
         self._is_last = False
         """Whether all is finished, by whichever process, and this one commits it."""
         self.finished: dict[str, Finished] = {}
+        self._told: dict[Read, int] = {}
+        """The numbers that the journal has of what was read."""
 
     def __enter__(self) -> Staging:
         try:
@@ -275,8 +279,12 @@ class Staging:
         A file that was written before a restart of this machine must have its checksum. It is not known whether another
         machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
+        known, of = dict[int, Any](), None
         for begin, entry in self._earlier("name"):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                known, of = (known if begin is of else {}), begin
+                known |= {read.pop("number"): read for read in entry["reads"] if isinstance(read, dict)}
+                entry["reads"] = [known[read] if isinstance(read, int) else read for read in entry["reads"]]
                 if entry["name"] in names:
                     is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
                     file, expected = self._built / entry["name"], entry["checksum"]
@@ -305,8 +313,13 @@ class Staging:
                         yield from entries
 
     def _entry(self, name: str) -> dict[str, Any]:
-        """What the journal says of a finished file."""
-        return {"name": name, **document_of(self.finished[name]), "state": _state(self._built / name)}
+        """What the journal says of a finished file. What was read for several files has a number, and is told once."""
+        finished, reads = self.finished[name], list[Any]()
+        for read in finished.reads:
+            is_new, number = read not in self._told, self._told.setdefault(read, len(self._told))
+            reads.append({**document_of(read), "number": number} if is_new else number)
+        entry = {"name": name, **document_of(replace(finished, reads=())), "reads": reads}
+        return entry | {"state": _state(self._built / name)}
 
     def _note(self, *entries: Mapping[str, Any]) -> None:
         """Add lines to the journal."""

@@ -449,7 +449,8 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
         return False
     sums, files = written.sums, new.all_files()
     if options.checksum:
-        _add_others((part for entry in staging.finished.values() for part in entry.reads), sums, files)
+        reads = dict.fromkeys(part for entry in staging.finished.values() for part in entry.reads)
+        _add_others(reads, sums, files)
         _sum_what_no_target_needs(new.source, sums)
         for file in (file for file in written.read if file.expected is not None):
             computed = sums.checksum(file) or checksum_of(file)  # of which only a part was read is read in full here

@@ -210,7 +210,7 @@ def far_looking(content: bytes) -> bytes:
         ("xor", frame(bytes(39)), "too few bytes"),
         ("xor", frame(bytes(40))[:-1], "cannot be decompressed|too few bytes"),
         ("xor", frame(bytes(41)), "more bytes than its tensor"),
-        ("xor", frame(bytes(1 << 30)), "more bytes than its tensor"),
+        ("xor", frame(bytes(1 << 24)), "more bytes than its tensor"),
         ("xor", far_looking(bytes(40)), "cannot be decompressed"),
         ("xor", frame(bytes(40)), "its result has another checksum"),
         ("overwrite", overwrite([40], 1), "a place behind its 40 bytes"),

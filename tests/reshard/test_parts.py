@@ -302,15 +302,17 @@ def test_replicas_that_differ_stop_the_process_that_reads_them(shards: Path, tmp
     assert errors == 1 and kept and written(out) == kept and not out.exists()
 
 
-def test_a_journal_says_what_was_read(shards: Path, tmp_path: Path) -> None:
-    merge(shards, tmp_path / "out", part=Share(0, 2))
+def test_a_journal_says_what_was_read(checkpoint: Path, tmp_path: Path) -> None:
+    """What was read for several files is told with the first of them; the others have its number."""
+    split(checkpoint, tmp_path / "out", tp=4, part=Share(0, 2))
     begin, *lines = [json.loads(line) for line in journal(tmp_path / "out", 0, 2).splitlines() if line]
-    assert begin["files"] == sorted(line["name"] for line in lines if "name" in line)
-    assert (
-        all(read["sum"] for line in lines for read in line.get("reads", ()))
-        and "ended" in lines[-1]
-        and any("steps" in line for line in lines)
-    )
+    finished = [line for line in lines if "name" in line]
+    assert begin["files"] == sorted(line["name"] for line in finished) and len(finished) == 2
+    assert any("steps" in line for line in lines) and "ended" in lines[-1]
+    told = [read for line in finished for read in line["reads"]]
+    whole = [read for read in told if isinstance(read, dict)]
+    assert all(read["sum"] for read in whole) and len(whole) < len(told)
+    assert {read["number"] for read in whole} == {read for read in told if isinstance(read, int)} | {*range(len(whole))}
 
 
 @pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])

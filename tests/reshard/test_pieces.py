@@ -214,7 +214,7 @@ def test_each_element_lies_where_numpy_finds_it(pair: tuple[Case, Case]) -> None
             assert (seen >= 1).all() and (geometry.parts is None or (seen == 1).all())
 
 
-@examples(300)
+@examples(200)
 @given(pairs(), st.sampled_from([1, 8, 40, 1000]))
 def test_slabs_bring_each_element_to_its_place(pair: tuple[Case, Case], budget: int) -> None:
     source, target = pair

@@ -71,7 +71,7 @@ class SourceFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The metadata in its header."""
 
-    @property
+    @cached_property
     def remote(self) -> Remote | None:
         """The ``Remote`` that reads its bytes, if it is not local."""
         if isinstance(self.path, Path):

@@ -18,7 +18,7 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import METADATA
 from reshard.store.range_store import Content, RangeStore, with_headers
-from reshard.store.remote import Remote, StoredFile, check_version, etag_of, explain, open_store
+from reshard.store.remote import Remote, check_version, etag_of, explain, open_store, read_range
 from reshard.store.retries import patience, patiently
 from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
@@ -112,7 +112,7 @@ class Bucket:
         for meta in self.listing() if keys else ():
             key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
             is_copied |= key is not None and f"/{meta['path']}".endswith(f"/{key}")
-        for url in filter(is_url, {file.store for file in stored} or {location}):
+        for url in filter(is_url, {file.bucket.url for file in stored} or {location}):
             here, there = _parts(self.url), _parts(url)
             depth = min(len(here), len(there))
             if here[:depth] == there[:depth] or is_copied:
@@ -186,6 +186,31 @@ class Bucket:
                 put(self.store, UNFINISHED, content, attributes={TASK: task})
 
         self.ask(UNFINISHED, request, "writing")
+
+
+@dataclass(frozen=True)
+class StoredFile(Remote):
+    """An object ``key`` of a store: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/folder``."""
+
+    bucket: Bucket
+    key: str
+    size: int
+    etag: str | None
+    modified: str
+
+    @property
+    def identity(self) -> str:
+        """The etag, or else when it was written."""
+        return self.etag or f"modified:{self.modified}"
+
+    @property
+    def address(self) -> str:
+        """The URL, without a query, which may hold a signature."""
+        return f"{self.bucket.name}/{self.key}"
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of it."""
+        return read_range(self.bucket.store, self.key, start, stop, self.etag, self.address)
 
 
 def _parts(url: str) -> list[str]:
@@ -301,7 +326,7 @@ def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:
 
 
 def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
-    return StoredFile(bucket.url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
+    return StoredFile(bucket, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
 def _copy(bucket: Bucket, store: ObjectStore, entries: Iterable[StoredFile], folder: Path) -> None:

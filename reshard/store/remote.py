@@ -7,10 +7,8 @@ again (``reshard.store.retries``).
 from __future__ import annotations
 
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,6 @@ from reshard.store.retries import patience, patiently, sends_no_parts, status_of
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_ADDRESSES = 8
-"""So many addresses of a file are asked for before it is given up."""
-
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
 
@@ -33,12 +28,9 @@ _CREDENTIALS = (
     "public bucket, AWS_REQUEST_PAYER=true for one where the requester pays"
 )
 
-Read = Callable[[int, int], memoryview]
-"""Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
-
 
 class Remote(ABC):
-    """A file that is read by byte ranges."""
+    """A file that is read by byte ranges, from any thread."""
 
     size: int
     """In bytes."""
@@ -71,99 +63,8 @@ class Remote(ABC):
         """Raise MismatchError if it is known to have changed since it was found."""
 
     @abstractmethod
-    def open(self) -> Read:
-        """Connect to it. Raises CheckpointError."""
-
-
-@dataclass(frozen=True)
-class StoredFile(Remote):
-    """An object ``key`` of a store: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/folder``."""
-
-    store: str = field(repr=False)
-    key: str
-    size: int
-    etag: str | None
-    modified: str
-
-    @property
-    def identity(self) -> str:
-        """The etag, or else when it was written."""
-        return self.etag or f"modified:{self.modified}"
-
-    @property
-    def address(self) -> str:
-        """The URL, without a query, which may hold a signature."""
-        return f"{redacted(self.store).rstrip('/')}/{self.key}"
-
-    def open(self) -> Read:
-        """Connect to the store."""
-        store = open_store(self.store, once=True)
-
-        def read(start: int, stop: int) -> memoryview:
-            return _read(store, self.key, start, stop, self.etag, self.address)
-
-        return read
-
-
-@dataclass(frozen=True)
-class HubFile(Remote):
-    """A file of a Hub repository at a commit.
-
-    The Hub redirects to a signed address that expires. The address is asked for once, and again when it is refused.
-    """
-
-    repo: str
-    name: str
-    commit: str
-    size: int
-    etag: str
-    token: str | None = field(default=None, repr=False)
-
-    @property
-    def identity(self) -> str:
-        """The etag, as the Hub's cache has it."""
-        return self.etag
-
-    @property
-    def address(self) -> str:
-        """Repository and name."""
-        return f"{self.repo}/{self.name}"
-
-    def open(self) -> Read:
-        """Connect; the first read asks the Hub where the file lies."""
-        lock = threading.Lock()
-        stores: list[ObjectStore] = []
-
-        def located(refused: ObjectStore | None) -> ObjectStore:
-            with lock:
-                if not stores or stores[-1] is refused:
-                    stores.append(self._located())
-                return stores[-1]
-
-        def read(start: int, stop: int) -> memoryview:
-            store = located(None)
-            for _ in range(_ADDRESSES):
-                try:
-                    return _read(store, "", start, stop, None, self.address)
-                except RefusedError:  # the address has expired
-                    store = located(store)
-            raise RefusedError(
-                f"the Hub refuses {self.address} again and again, under new addresses too",
-                "give a token with --token (or HF_TOKEN), or download the repository with --download",
-            )
-
-        return read
-
-    def _located(self) -> ObjectStore:
-        """The store at the address of the content."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-        url = hf_hub_url(self.repo, self.name, revision=self.commit)
-        location = get_hf_file_metadata(url, token=self.token, library_name="reshard").location
-        ours = location.partition("?")[0] == url.partition("?")[0]
-        headers = build_hf_headers(token=self.token, library_name="reshard") if ours else {}
-        return open_store(location, headers, once=True)
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``. Raises CheckpointError, or MismatchError for another content."""
 
 
 class RefusedError(CheckpointError):
@@ -224,7 +125,8 @@ def _profile() -> dict[str, Any]:
         ) from None
 
 
-def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+def read_range(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+    """Bytes of an object of this etag, if one is known. Raises CheckpointError, MismatchError."""
     from obstore import get
 
     # a weak etag cannot be asked for

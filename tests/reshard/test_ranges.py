@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, MismatchError
 from formats.store import joined
 from reshard.publishing import upload as uploads
-from reshard.store.bucket import Bucket, fetch_stored
-from reshard.store.remote import HubFile, StoredFile, open_store
+from reshard.store.bucket import Bucket, StoredFile, fetch_stored
+from reshard.store.hub import HubFile
+from reshard.store.remote import open_store
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.marks import thorough
@@ -646,6 +647,8 @@ def test_several_threads_read_elsewhere(
             [sys.executable, "-c", SEVERAL, *map(str, line)], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+        asked = [r.path for r in hub.requests if r.method == "HEAD" and r.path.endswith(".safetensors")]
+        assert len(asked) == len({*asked}) == 2 * (where == "hub")  # no thread asks again where a file lies
     assert command("split", checkpoint, tmp_path / "local", "--tp", "2", *more).returncode == 0
     one, other = ({name: data for name, data in contents(tmp_path / out).items() if name != "reshard.json"}
                   for out in ("out", "local"))  # fmt: skip
@@ -673,7 +676,7 @@ def test_what_is_no_number_of_seconds_is_refused(seconds: str, monkeypatch: pyte
 
 
 def test_no_secret_is_shown() -> None:
-    stored = StoredFile("https://user:word@host/folder?X-Signature=secret", "a.safetensors", 8, None, "now")
+    stored = StoredFile(Bucket("https://user:word@host/folder?X-Signature=secret"), "a.safetensors", 8, None, "now")
     on_hub = HubFile("org/name", "a.safetensors", "main", 8, "etag", "secret")
     assert stored.address == "https://host/folder/a.safetensors"
     assert "secret" not in f"{stored!r} {stored.address} {on_hub!r} {on_hub.address}" and "word" not in repr(stored)

@@ -132,16 +132,12 @@ class Bucket:
     def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
         """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
 
-        A small one may say of which ``task`` it is.
+        It may say of which ``task`` it is.
         """
-        from obstore import head, put
+        from obstore import head
 
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size > _SINGLE:  # the store itself sends a part that fails again, not the whole file
-            store = open_store(self.url)
-            answer: Mapping[str, Any] = self.ask(key, lambda: put(store, key, content), "writing")
-        else:
-            answer = self.note(key, content, task)
+        answer = self.note(key, content, task, in_parts=size > _SINGLE)
         meta = self.ask(key, lambda: head(self.store, key), "writing")
         if meta["size"] != size:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
@@ -157,14 +153,13 @@ class Bucket:
 
         self.ask(key, request, "removing")
 
-    def note(self, key: str, content: bytes | Path, task: str = "") -> Mapping[str, Any]:
-        """Write a small object, which others may replace at any time. Raises CheckpointError."""
+    def note(self, key: str, content: bytes | Path, task: str = "", *, in_parts: bool = False) -> Mapping[str, Any]:
+        """Write an object, which others may replace at any time. Raises CheckpointError."""
         from obstore import put
 
+        store = open_store(self.url) if in_parts else self.store  # it sends a part that fails again, not all of them
         attributes = {TASK: task} if task else None
-        return self.ask(
-            key, lambda: put(self.store, key, content, attributes=attributes, use_multipart=False), "writing"
-        )
+        return self.ask(key, lambda: put(store, key, content, attributes=attributes, use_multipart=in_parts), "writing")
 
     def begin(self, task: str, over: Small | None = None) -> None:
         """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it

@@ -23,7 +23,6 @@ from formats.files.checkpoint import (
     is_adapter,
     open_adapter,
     open_checkpoint,
-    read_weights,
     refuse_foreign,
 )
 from formats.files.chunks import Sharded
@@ -169,7 +168,7 @@ def _take_source(report: Report, source: Source) -> None:
 
 
 def _take_checkpoint(report: Report, checkpoint: Checkpoint) -> None:
-    report.format = "safetensors" if all(file.header for file in checkpoint.files) else "PyTorch .bin"
+    report.format = "safetensors" if checkpoint.records else "PyTorch .bin"
     _take_type(report, checkpoint.config)
     _count(report, checkpoint.tensors.values())
 
@@ -212,7 +211,7 @@ def _take_full(report: Report, folder: Folder, error: ReshardError) -> bool:
         report.format = "PyTorch .bin"
     _take_files(report, files)
     with suppress(CheckpointError):
-        header = folder.once(read_weights, files[0])[2] if files else None
+        header = folder.weights(files[0])[2] if files else None
         if is_adapters and header is not None:
             _count(report, header.tensors.values())
             with suppress(CheckpointError):  # the config.json of the model that it changes is not there
@@ -220,7 +219,7 @@ def _take_full(report: Report, folder: Folder, error: ReshardError) -> bool:
             return True
         if header is not None:
             _take_shard(report, header, files[0])
-        _take_checkpoint(report, folder.once(open_checkpoint, path))
+        _take_checkpoint(report, open_checkpoint(path, folder.weights))
         return True
     return False
 

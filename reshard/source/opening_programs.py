@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
+from formats.files.checkpoint import CONFIG, find_side_files, with_modelopt
 from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo
@@ -234,7 +234,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
         else:  # what is kept has the dtype of the original; what a program computes from it may have another
             intact = folder.path / INTACT_FILE
-            kept = folder.once(read_weights, intact)[0] if intact.is_file() else {}
+            kept = folder.weights(intact)[0] if intact.is_file() else {}
             own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
@@ -269,7 +269,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
     kept = path / INTACT_FILE
-    intact = folder.once(read_weights, kept)[0] if kept.is_file() else {}
+    intact = folder.weights(kept)[0] if kept.is_file() else {}
     infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in reading.files}
     infos |= {kept: []} if kept.is_file() else {}
     states = training.chunks() if training else ()

@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import read_weights
 from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
@@ -151,7 +150,7 @@ def _of_coordinates(
 def tensors_in(folder: Folder, file: FilePath, inside: str | None) -> list[TensorInfo]:
     """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
     if inside is None:
-        return [*folder.once(read_weights, file)[0].values()]
+        return [*folder.weights(file)[0].values()]
     return [info for tensors, _ in folder.once(read_saved, file, inside).states.values() for info in tensors.values()]
 
 
@@ -188,7 +187,7 @@ def read_chunked(
     """The tensors of each file, and the chunks of each tensor. Raises CheckpointError."""
     ranks, chunks = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, Chunk]](dict)
     for number, file in enumerate(files):
-        tensors, _, header = folder.once(read_weights, file.path)
+        tensors, _, header = folder.weights(file.path)
         ranks.append(tensors)
         for name, at in read_chunks(file.path, header.metadata if header else {}, tensors).items():
             chunks[name][number] = at
@@ -211,7 +210,7 @@ def read_ranks(
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
         if file.inside is None:
-            infos, aliases, _ = folder.once(read_weights, file.path)
+            infos, aliases, _ = folder.weights(file.path)
         else:
             saved = folder.once(read_saved, file.path, str(format.container.inside))
             if file.inside not in saved.states:
@@ -295,7 +294,7 @@ def _own_files(folder: Folder) -> list[ProgramFile]:
         weights = ((rank, file) for rank, file in recorded if file.suffix == ".safetensors" and file.is_file())
         return [ProgramFile(file, rank, 0, mesh.size, None, mesh) for rank, file in weights]
     for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
-        header = folder.once(read_weights, file)[2]
+        header = folder.weights(file)[2]
         shard = read_shard(header.metadata if header is not None else {}, file)
         if (name := shard.identity.mesh.folder(shard.rank)) != file.parent.name:
             raise MismatchError(f"{file} is a shard of {name}, not of {file.parent.name}")
@@ -311,9 +310,7 @@ def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity
     """
     shards, where = list[Shard](), MANIFEST
     for file in files:
-        tensors, _, header = (
-            folder.once(read_weights, file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
-        )
+        tensors, _, header = folder.weights(file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header.metadata, file.path)

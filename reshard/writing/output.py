@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, PlanError, brief
+from formats.errors import CheckpointError, PlanError, brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from formats.files.checksum import checksum
 from formats.files.chunks import Chunk, chunks_metadata, whole_shape
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
@@ -46,6 +46,7 @@ from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished, unfinished_command
+from reshard.source.completeness import check_stored
 from reshard.source.source import Source
 from reshard.store.staging_names import staging_of
 
@@ -162,20 +163,10 @@ class Output:
 
     def _restored(self) -> list[TargetFile]:
         """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
-        source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
-        for file in record.files:
-            infos.update(file.tensors)
-        for stored, shape in self.arrangement.tensors_of(0):
-            name = stored.name
-            info = infos.pop(name, None)
-            if info is None or info.shape != shape or info.dtype != stored.dtype:
-                raise MismatchError(
-                    f"{source.path / MANIFEST}: its source files do not have tensor '{name}' as the shards have it"
-                )
-        if infos:
-            name = min(infos)
-            raise MismatchError(f"{source.path}: tensor '{name}' is in the manifest's source files, but in no shard")
-        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in record.files]
+        files = self.source.record.files
+        infos = {name: info for file in files for name, info in file.tensors.items()}
+        check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
+        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in files]
 
     def _files_of(self, rank: int) -> Iterator[TargetFile]:
         """The files of a rank, or those with a number of chunks."""

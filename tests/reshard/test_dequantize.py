@@ -372,8 +372,8 @@ def test_what_changes_while_it_is_opened_is_not_kept(
     copy = shutil.copytree(source, tmp_path / "copy")
     plain = opening.open_checkpoint
 
-    def racing(path: Path) -> object:
-        found = plain(path)
+    def racing(path: Path, *read: object) -> object:
+        found = plain(path, *read)
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
         return found

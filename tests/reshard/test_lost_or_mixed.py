@@ -399,6 +399,27 @@ def test_a_merge_that_would_not_give_the_original_is_refused(tmp_path):
     assert not list(tmp_path.glob("merged*"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("model.norm.weight", "model.norm.weighs", r"reshard\.json: tensor 'model\.norm\.weight' is missing"),
+        ('"BF16"', '"F16" ', r"tensor '.*' is F16 .*, rank 0 of tp 1 has BF16"),
+    ],
+)
+def test_a_merge_into_files_that_have_other_tensors_is_refused(old, new, what, tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "out", tp=2)
+    manifest = tmp_path / "out/reshard.json"
+    document = json.loads(manifest.read_text())
+    header = document["source"]["files"][0]["header"]
+    assert old in header
+    document["source"]["files"][0]["header"] = header.replace(old, new)
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(MismatchError, match=what):
+        merge(tmp_path / "out", tmp_path / "merged")
+    assert not list(tmp_path.glob("merged*"))
+
+
 # -- 5: a source that is changed while it is read
 
 

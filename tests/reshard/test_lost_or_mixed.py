@@ -14,9 +14,8 @@ import pytest
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import Stamp, stamp_of
 from formats.files.safetensors import read_header
-from reshard.api import load, merge, split
+from reshard.api import inspect, load, merge, split
 from reshard.publishing.staging import Staging
-from reshard.source.inspect import inspect
 from reshard.store.staging_names import STATE
 from reshard.writing import rewrite as writing
 from tests.marks import one_of_each, thorough

@@ -18,8 +18,7 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import METADATA
 from reshard.store.range_store import Content, RangeStore, with_headers
-from reshard.store.remote import Remote, check_version, etag_of, explain, open_store, read_range
-from reshard.store.retries import patience, patiently
+from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIRST_PATIENCE = 10.0
 _SINGLE = 8 << 20
 """An object of at most so many bytes is written by one request."""
 _SECOND = len("2026-01-01 00:00:00")
@@ -68,13 +66,7 @@ class Bucket:
 
         The first contact is given up early, because the name may be wrong. Raises CheckpointError.
         """
-        seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
-        try:
-            return patiently(request, seconds)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
-                raise
-            raise explain(error, f"{self.name}/{key}" if key else self.name, doing) from None
+        return ask(request, f"{self.name}/{key}" if key else self.name, doing, is_first=is_first)
 
     def listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
         """What ``obstore`` says of each object. Raises CheckpointError."""

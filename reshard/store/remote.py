@@ -1,23 +1,31 @@
 """Weight files that are not on this machine, read by byte ranges: on the Hub, in a bucket, behind a URL.
 
-The requests are made by ``obstore``, which is imported only for such a file. Requests that fail on the way are made
-again (``reshard.store.retries``).
+The requests are made by ``obstore``, which is imported only for such a file. A request that failed on the way is made
+again, with growing pauses. ``obstore`` tries again by itself too, but does not say how often it tried. So its own
+retries are used only for the parts of a large object that is written or copied as a whole.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
-from reshard.store.retries import patience, patiently, sends_no_parts, status_of
+from reshard.store.threads import interruptible
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
@@ -69,6 +77,63 @@ class Remote(ABC):
 
 class RefusedError(CheckpointError):
     """The store does not give access to a file."""
+
+
+PATIENCE = "RESHARD_RETRY_SECONDS"
+"""The environment's variable with the seconds after which a request that failed is not tried again."""
+
+_PATIENCE = "180"
+_LONGEST_PATIENCE = 1_000_000
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
+_FIRST_CONTACT = 10.0
+"""Seconds after which a place that never answered is given up: its name may be wrong."""
+
+
+def patience() -> float:
+    """The seconds after which a request that failed is not tried again. Raises CheckpointError."""
+    with suppress(ValueError):
+        seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+        if 0 <= seconds <= _LONGEST_PATIENCE:
+            return seconds
+    raise CheckpointError(
+        f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds", f"give 0 to {_LONGEST_PATIENCE}"
+    )
+
+
+_lock, _again = threading.Lock(), 0
+
+
+def tried_again() -> int:
+    """The number of requests of this process that were made because an earlier one had failed."""
+    return _again
+
+
+def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_first: bool = False) -> T:
+    """The result of a request, which is made again after a failure on the way (lost connections, 408, 429, 5xx).
+
+    It is given up after ``patience()``, the first contact with a place earlier. Raises CheckpointError; MismatchError
+    for another content; OSError of this machine's disk.
+    """
+    global _again
+    seconds, pause = min(patience(), _FIRST_CONTACT) if is_first else patience(), _FIRST_PAUSE
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            return interruptible(request)
+        except Exception as error:
+            status = status_of(error)
+            may_pass = is_broken_connection(error)
+            if status is not None:
+                may_pass = status in {"408", "429"} or status.startswith("5")
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            if not may_pass or time.monotonic() >= give_up:
+                raise explain(error, address, doing) from None
+        wait = random.uniform(0.5, 1.0) * pause  # so that many processes do not come back at the same time
+        time.sleep(max(0.0, min(wait, give_up - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        with _lock:
+            _again += 1
 
 
 def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = False) -> ObjectStore:
@@ -136,10 +201,7 @@ def read_range(store: ObjectStore, key: str, start: int, stop: int, etag: str | 
         answer = get(store, key, options=options)
         return answer.bytes(), etag_of(answer.meta)
 
-    try:
-        content, version = patiently(request)
-    except Exception as error:
-        raise explain(error, address) from None
+    content, version = ask(request, address)
     check_version(etag, version, address)
     if len(content) != stop - start:
         raise CheckpointError(f"{address}: {len(content)} bytes came where {stop - start} were asked for")
@@ -187,3 +249,25 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 def first_line(error: BaseException) -> str:
     """The first line of an error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --- what only the texts of obstore's errors say -------------------------------------------------------------------
+# If a new release changes these texts, only this file breaks; tests/formats/test_internals.py has one of each.
+
+
+def status_of(error: Exception) -> str | None:
+    """The HTTP status of the answer to the last try."""
+    match = re.search(r"status code: (\d+)", str(error))
+    return match[1] if match else None
+
+
+def is_broken_connection(error: Exception) -> bool:
+    """Whether the connection failed, or broke off in the middle of an answer."""
+    return "HTTP error:" in str(error)
+
+
+def sends_no_parts(error: Exception) -> bool:
+    """Whether the server answered a request for a range with the whole file."""
+    from obstore.exceptions import NotSupportedError
+
+    return isinstance(error, NotSupportedError) or "non-partial response" in str(error)

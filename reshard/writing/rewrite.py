@@ -28,7 +28,7 @@ from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
-from reshard.store.retries import tried_again
+from reshard.store.remote import tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import staging_of
 from reshard.system import Share

@@ -20,7 +20,7 @@ from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
 from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
-from reshard.store import retries
+from reshard.store import remote
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, UNFINISHED
 from reshard.system import Share
@@ -627,10 +627,10 @@ def test_opening_and_uploading_wait_for_a_busy_server(store: StoreServer, access
             store.busy_until = time.time() + 1
 
     store.busy_until, store.before_put = time.time() + 1, busy
-    begun = retries.tried_again()
+    begun = remote.tried_again()
     split(checkpoint, URL, tp=2, **access)
     assert store.refused >= 3
-    assert retries.tried_again() > begun
+    assert remote.tried_again() > begun
 
 
 def test_a_request_made_again_is_counted_once_by_however_many_threads(
@@ -640,8 +640,8 @@ def test_a_request_made_again_is_counted_once_by_however_many_threads(
     split(checkpoint, URL, tp=2, **access)
     merge(URL, tmp_path / "first", **four)  # the headers are kept from now on
     store.faults.extend([status(503)] * 3)
-    begun = retries.tried_again()
-    assert merge(URL, tmp_path / "merged", **four).tried_again == retries.tried_again() - begun == 3
+    begun = remote.tried_again()
+    assert merge(URL, tmp_path / "merged", **four).tried_again == remote.tried_again() - begun == 3
 
 
 # --- constants of a program's format ---------------------------------------------------------------------------------

@@ -108,32 +108,41 @@ def tried_again() -> int:
     return _again
 
 
-def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_first: bool = False) -> T:
-    """The result of a request, which is made again after a failure on the way (lost connections, 408, 429, 5xx).
-
-    It is given up after ``patience()``, the first contact with a place earlier. Raises CheckpointError; MismatchError
-    for another content; OSError of this machine's disk.
-    """
+def patiently(request: Callable[[], T], may_pass: Callable[[Exception], bool], seconds: float) -> T:
+    """The result of a request, made again after a failure that may pass. Raises its last error after ``seconds``."""
     global _again
-    seconds, pause = min(patience(), _FIRST_CONTACT) if is_first else patience(), _FIRST_PAUSE
-    give_up = time.monotonic() + seconds
+    give_up, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         try:
-            return interruptible(request)
+            return request()
         except Exception as error:
-            status = status_of(error)
-            may_pass = is_broken_connection(error)
-            if status is not None:
-                may_pass = status in {"408", "429"} or status.startswith("5")
-            if isinstance(error, OSError) and error.errno is not None:
+            if not may_pass(error) or time.monotonic() >= give_up:
                 raise
-            if not may_pass or time.monotonic() >= give_up:
-                raise explain(error, address, doing) from None
         wait = random.uniform(0.5, 1.0) * pause  # so that many processes do not come back at the same time
         time.sleep(max(0.0, min(wait, give_up - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
         with _lock:
             _again += 1
+
+
+def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_first: bool = False) -> T:
+    """The result of ``obstore``'s request, made again after a failure on the way (lost connections, 408, 429, 5xx).
+
+    It is given up after ``patience()``, the first contact with a place earlier. Raises CheckpointError; MismatchError
+    for another content; OSError of this machine's disk.
+    """
+
+    def may_pass(error: Exception) -> bool:
+        status = status_of(error)
+        return status in {"408", "429"} or status.startswith("5") if status else is_broken_connection(error)
+
+    seconds = min(patience(), _FIRST_CONTACT) if is_first else patience()
+    try:
+        return patiently(lambda: interruptible(request), may_pass, seconds)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise explain(error, address, doing) from None
 
 
 def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = False) -> ObjectStore:

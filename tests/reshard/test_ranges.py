@@ -659,13 +659,24 @@ def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_
     with HubServer(tmp_path / "hub") as hub:
         hub.root.joinpath("org").mkdir(parents=True)
         (hub.root / "org" / "llama").symlink_to(checkpoint)
-        hub.expires_after = 5
+        hub.expires_after, hub.busy = 5, 2
         environment = hub.environment(tmp_path / "home")
         done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
         assert done.returncode == 0, done.stderr
-        assert hub.expired > 0
+        assert hub.expired > 0 and not hub.busy and "tried again" in done.stdout
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
     assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_a_hub_that_is_lost_while_weights_are_read_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.root.joinpath("org").mkdir(parents=True)
+        (hub.root / "org" / "llama").symlink_to(checkpoint)
+        hub.expires_after, hub.busy = 14, 1 << 20  # the headers and samples come
+        environment = {**hub.environment(tmp_path / "home"), "RESHARD_RETRY_SECONDS": "0.1"}
+        line = [sys.executable, "-c", SEVERAL, "split", "org/llama", str(tmp_path / "out"), "--tp", "2"]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert_refused(done, "the connection to the Hub", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])

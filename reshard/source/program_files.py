@@ -84,7 +84,8 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
             ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)]
         found = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
         inside = format.container.inside
-        if found and not any(".experts." in info.name for info in tensors_in(folder, found[0][1][0].path, inside)):
+        first = [file for file in found[0][1] if file.path == found[0][1][0].path] if found else []
+        if not any(".experts." in name for file in first for name in _weights_of(folder, file, inside)[0]):
             found = [way for way in found if not way[0]] or found  # mp_rank_00_001 is a stage, no rank of experts
         return [files for _, files in found]
     matches = numbered_names(format.files.pp, names) if format.files.pp else []
@@ -147,11 +148,14 @@ def _of_coordinates(
     return files
 
 
-def tensors_in(folder: Folder, file: FilePath, inside: str | None) -> list[TensorInfo]:
-    """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
-    if inside is None:
-        return [*folder.weights(file)[0].values()]
-    return [info for tensors, _ in folder.once(read_saved, file, inside).states.values() for info in tensors.values()]
+def _weights_of(folder: Folder, file: ProgramFile, inside: str | None) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors of a rank in a file, or in its entry, and the tied names."""
+    if file.inside is None:
+        return folder.weights(file.path)[:2]
+    saved = folder.once(read_saved, file.path, str(inside))
+    if file.inside not in saved.states:
+        raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
+    return saved.states[file.inside]
 
 
 def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> tuple[str, ...]:
@@ -209,13 +213,7 @@ def read_ranks(
         raise MismatchError(f"{where} has files of rank {count - 1}, which {mesh} does not have")
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
-        if file.inside is None:
-            infos, aliases, _ = folder.weights(file.path)
-        else:
-            saved = folder.once(read_saved, file.path, str(format.container.inside))
-            if file.inside not in saved.states:
-                raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
-            infos, aliases = saved.states[file.inside]
+        infos, aliases = _weights_of(folder, file, format.container.inside)
         infos = infos | {name: infos[original]._replace(name=name) for name, original in aliases.items()}
         tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
@@ -357,11 +355,10 @@ class Parts(NamedTuple):
     states: dict[Affix, dict[str, str]]
     rest: tuple[str, ...]
 
-    def words(self, *, of_states: bool = True) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The parts besides the model, in a few words."""
         tops = {stored.partition(".")[0] for stored in self.model.values()}
-        states = [prefix or f"*{behind}" for prefix, behind in self.states] if of_states else []
-        words = [word if word.startswith("*") else word.partition(".")[0] for word in states]
+        words = [prefix.partition(".")[0] or f"*{behind}" for prefix, behind in self.states]
         words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.rest]
         return tuple(dict.fromkeys(words))
 

@@ -119,6 +119,8 @@ class Output:
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
         self.files: list[TargetFile] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.all_files = [file for output in (self, *self.states) for file in output.files]
+        """The weight files, also of states."""
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -127,20 +129,12 @@ class Output:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
 
-    def all_files(self) -> list[TargetFile]:
-        """The weight files, also of states."""
-        return [file for output in (self, *self.states) for file in output.files]
-
     @property
     def command(self) -> str:
         """The command that writes this, in words."""
         if self.format is HUGGING_FACE:
             return "merge" if self.source.is_split else "write"
         return "re-split" if self.source.is_split else "split"
-
-    @property
-    def _layout(self) -> str | None:
-        return None if self.format.plain else self.format.name
 
     @property
     def task(self) -> dict[str, Any]:
@@ -155,7 +149,7 @@ class Output:
             "mesh": identity.mesh.to_document(),
             "padding": dict(identity.padding),
             "plan": identity.plan,
-            "format": self._layout,
+            "format": None if self.format.plain else self.format.name,
             "max_shard_size": self.max_shard_size,
         }
 
@@ -411,7 +405,8 @@ class Output:
             record = dataclasses.replace(record, files=files)
         return Manifest(
             self.identity, record, source.manifest_rules(self.format), self.max_shard_size,
-            tuple(starmap(_record, side_files.items())), ranks, source.inputs, self._layout,
+            tuple(starmap(_record, side_files.items())), ranks, source.inputs,
+            None if self.format.plain else self.format.name,
         )  # fmt: skip
 
     def last_documents(self, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from formats.files.checksum import PartialSum, file_checksum, sum_part
 from formats.files.safetensors import TensorInfo
-from formats.store import NEAR, Range, joined, read_into, unreadable
+from formats.store import NEAR, Range, joined, local_path, read_into, unreadable
 from reshard.move.jobs import TargetFile
 from reshard.move.slabs import Region
 from reshard.source.source import Source, SourceFile, SourcePlace
@@ -146,7 +146,8 @@ class Reader:
         elif file.remote is not None:  # computed from files of this machine
             data[:] = np.frombuffer(file.remote.read(offset, offset + data.size), np.uint8)
         else:
-            path = file.local
+            path = local_path(file.path)
+            assert path is not None
             if path not in self._descriptors:
                 try:
                     self._descriptors[path] = os.open(path, os.O_RDONLY)

@@ -111,27 +111,22 @@ class _Reading:
         padding = padding_of(on_mesh(plan, self.format), _held(self.ranks, self.chunks))
         return program_plan(self.model, self.format, mesh, padding=padding)
 
-    def unlike(self, mesh: Mesh) -> Iterator[tuple[int, _Reading, Plan]]:
-        """The number of tensors that differ from the plan on ``mesh``, and both; nothing if there is no plan."""
-        try:
-            plan = self.padded(program_plan(self.model, self.format, mesh), mesh)
-            arrangement = arrangement_of(plan, self.format)
-        except ReshardError:
-            return
+    def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
+        """The number of tensors that differ from those of a plan, and both. Raises ReshardError."""
+        arrangement = arrangement_of(plan, self.format)
         if self.chunks is not None:
             lacking = {stored.name: dict[int, Chunk]() for stored in arrangement.stored}
-            yield len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
-            return
+            return len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
         planned = [
             {stored.name_on(rank): (stored.dtype, shape) for stored, shape in arrangement.tensors_of(rank)}
-            for rank in range(mesh.size)
+            for rank in range(plan.mesh.size)
         ]
         count = sum(
             planned[rank].get(name) != (info.dtype, info.shape)
             for rank, tensors in enumerate(self.ranks)
             for name, info in tensors.items()
         )
-        yield count, self, plan
+        return count, self, plan
 
 
 def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
@@ -165,23 +160,26 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
             misfits.append(misfit)
             continue
         for mesh in reading.meshes:
+            plan: Plan | None = None
             try:
                 with _misfit(0 if files[0].mesh else 2):  # how much it says that a mesh is refused
-                    plan = program_plan(reading.model, format, mesh)
+                    unpadded = program_plan(reading.model, format, mesh)
                 with _misfit(2):
-                    source = _source(folder, reading, reading.padded(plan, mesh), lacking=model is not None)
+                    plan = reading.padded(unpadded, mesh)
+                    source = _source(folder, reading, plan, lacking=model is not None)
                     check_stored(source.arrangement, source.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
-                if model is not None:
-                    unlike += reading.unlike(mesh)
+                if model is not None and plan is not None:
+                    with contextlib.suppress(ReshardError):
+                        unlike.append(reading.unlike(plan))
                 continue
             if model is None:
                 check_complete(reading.model, folder.path)
             return source
     if unlike:
-        _, reading, plan = min(unlike, key=lambda entry: entry[0])
-        return _source(folder, reading, plan, lacking=True)
+        _, reading, nearest = min(unlike, key=lambda entry: entry[0])
+        return _source(folder, reading, nearest, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
 

@@ -85,13 +85,6 @@ class SourceFile:
         """Whether its bytes, or those that they are computed from, come over a network."""
         return self.remote is not None and self.remote.over_network(self.size) > 0
 
-    @property
-    def local(self) -> Path:
-        """Its path, if it is local."""
-        path = local_path(self.path)
-        assert path is not None
-        return path
-
 
 class SourcePlace(NamedTuple):
     """A tensor's file and the offset of its first byte in it."""

@@ -87,9 +87,9 @@ class HubFile(Remote):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         url = hf_hub_url(self.repo, self.name, revision=self.commit)
+        request, seconds = partial(get_hf_file_metadata, url, token=self.token, library_name="reshard"), patience()
         try:
-            request = partial(get_hf_file_metadata, url, token=self.token, library_name="reshard")
-            location = patiently(request, _may_pass, patience()).location
+            location = patiently(request, _may_pass, seconds).location
         except Exception as error:
             raise _explain(error, _Request(self.repo, HubAccess(revision=self.commit, token=self.token))) from error
         ours = location.partition("?")[0] == url.partition("?")[0]

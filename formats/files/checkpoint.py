@@ -84,7 +84,7 @@ Weights = tuple[dict[str, TensorInfo], dict[str, str], Header | None]
 class Checkpoint:
     """A checkpoint as it lies on disk.
 
-    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``with_modelopt``).
+    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``read_model_config``).
     ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
     of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
     ``records`` say what the weight files are; they are empty if one is ``.bin``. ``index`` is the content of
@@ -125,7 +125,7 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
         raise CheckpointError(f"{path / CONFIG}: missing", hint)
-    config = with_modelopt(read_config(path / CONFIG), path)
+    config = read_model_config(path)
     checkpoint = _read_files(path, config, {*indexed.values()} or [str(single)], read or read_weights)
     if index_name is not None:
         stored = {name: name_in(info.file, path) for name, info in checkpoint.tensors.items()}
@@ -260,14 +260,14 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
     return raw, {tensor: plain[file] for tensor, file in file_of.items()}
 
 
-def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
-    """The config with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
+def read_model_config(folder: FilePath) -> dict[str, Any]:
+    """``config.json`` with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
 
     That file holds ``{"producer": {"name": "modelopt", …}, "quantization": {"quant_algo": "NVFP4", …}}``: ModelOpt,
     modelopt/torch/export/unified_export_hf.py; vLLM, model_executor/layers/quantization/modelopt.py. Raises
-    CheckpointError if it is damaged.
+    CheckpointError if one is damaged.
     """
-    path = folder / MODELOPT
+    config, path = read_config(folder / CONFIG), folder / MODELOPT
     if quantization_settings(config) or not path.is_file():
         return config
     _, content = read_document(path, MAX_CONFIG, json_object)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.documents import json_bytes, read_config
+from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checkpoint import (
     ADAPTER,
@@ -19,7 +19,7 @@ from formats.files.checkpoint import (
     Checkpoint,
     open_adapter,
     open_checkpoint,
-    with_modelopt,
+    read_model_config,
 )  # fmt: skip
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
@@ -153,7 +153,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     path = find(source, access, Weights.HEADERS)
     folder = Folder(path, plan_file=access.plan_file)
     if folder.kind == "split":
-        return folder.architecture(with_modelopt(read_config(path / CONFIG), path))
+        return folder.architecture(read_model_config(path))
     checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
@@ -240,7 +240,7 @@ def _open_sharded(folder: Folder) -> Source:
     side = folder.side_files()
     for lacking in (at for at in side.values() if not at.is_file()):
         raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
-    config = with_modelopt(read_config(path / CONFIG), path)
+    config = read_model_config(path)
     architecture = folder.architecture(config)
     sizes = AxisSizes(architecture, config, {}).of({})
     for axis in sorted(sizes.keys() & identity.sizes.keys()):

@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, find_side_files, with_modelopt
+from formats.files.checkpoint import CONFIG, find_side_files, read_model_config
 from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo
@@ -348,11 +348,11 @@ def _config_of(
         side = model_files(path)
     if where is not None or side:
         at: FilePath = where or side[CONFIG].parent
-        config = with_modelopt(folder.once(read_config, at / CONFIG), at)
+        config = folder.once(read_model_config, at)
         return config, {name: folder.once(read_file, file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:
-            return with_modelopt(folder.once(read_config, path / CONFIG), path), {}
+            return folder.once(read_model_config, path), {}
         except CheckpointError as error:
             hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
             raise CheckpointError(error.message, error.hint or hint) from None

@@ -16,8 +16,7 @@ from typing import Any
 
 from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from formats.errors import CheckpointError, brief
-from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
 from formats.quantization.methods import quantization_settings, without_quantization
 from formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
 

@@ -31,8 +31,15 @@ from formats.files.delta import (
     stored_as,
     version_of,
 )
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import (
+    DTYPE_BITS,
+    SourceFileRecord,
+    TensorInfo,
+    build_header,
+    parse_header,
+    tensor_bytes,
+    unit_of,
+)
 from formats.notation.format_file import HUGGING_FACE
 from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
 from reshard.delta.differences import SAME as UNCHANGED

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG
-from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, build_header, tensor_bytes
 from formats.notation.adapters import (
     PREFIX,
     Adapted,

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from formats.documents import json_bytes
 from formats.files.checksum import Stamp, check_unchanged
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from formats.quantization.methods import quantization_settings

@@ -13,9 +13,9 @@ from typing import Any
 
 import reshard
 import reshard.live
+from reshard.commands.inspect import Report
 from reshard.delta.differences import Diff
 from reshard.mesh.plan import Plan
-from reshard.source.inspect import Report
 from reshard.writing.rewrite import Summary
 from verify.profile.words import Profile
 from verify.report.answer import Answer

@@ -9,14 +9,14 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from formats.errors import CheckpointError, brief
-from formats.files.safetensors import Header, TensorInfo, read_header
+from formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
 from formats.quantization.methods import quantization_settings, without_quantization
 from formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
 
@@ -77,40 +77,29 @@ _SAMPLES = 1024
 _SAMPLE = 64
 
 
-@dataclass(frozen=True)
-class WeightFile:
-    """One file of weights. ``name`` is relative to the folder, with ``/``; ``size`` is in bytes.
-
-    ``header`` is the raw header of a safetensors file (see ``safetensors.Header``), None for ``.bin``; ``metadata``
-    stands in it.
-    """
-
-    name: str
-    path: FilePath
-    size: int
-    header: bytes | None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+Weights = tuple[dict[str, TensorInfo], dict[str, str], Header | None]
+"""The tensors in a weight file, its tied names, and its header if it is safetensors."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as it lies on disk.
 
-    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``with_modelopt``).
+    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``read_model_config``).
     ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
     of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
-    ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there is one. ``side_files`` are
-    everything else that belongs to the model, ``config.json`` first, then sorted.
+    ``records`` say what the weight files are; they are empty if one is ``.bin``. ``index`` is the content of
+    ``index_name``, the ``*.index.json`` of the weights, if there is one.
     """
 
     path: FilePath
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]
-    files: tuple[WeightFile, ...]
-    index: bytes | None
-    index_name: str | None
-    side_files: tuple[FilePath, ...]
+    files: tuple[FilePath, ...]
+    records: tuple[SourceFileRecord, ...]
+    index: bytes | None = None
+    index_name: str | None = None
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:
@@ -125,12 +114,13 @@ def step_of(tracker: FilePath | str, content: bytes) -> str:
     return name
 
 
-def open_checkpoint(path: FilePath) -> Checkpoint:
+def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None = None) -> Checkpoint:
     """Open a checkpoint folder: find its weights as transformers does, and read every header.
 
     Files are looked for in this order: ``model.safetensors`` and its index, ``pytorch_model.bin`` and its index, a
     single other ``*.safetensors``. No tensor data is read. Raises ``CheckpointError`` for a folder that is no
     checkpoint, for files that are damaged, and for an index that says something else than the files do.
+    ``read`` is ``read_weights``, or what gives the same.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
@@ -148,14 +138,13 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
         raise CheckpointError(f"{path / CONFIG}: missing", hint)
-    config = with_modelopt(read_config(path / CONFIG), path)
-    files, tensors, aliases = _read_files(path, {*indexed.values()} or [str(single)])
+    config = read_model_config(path)
+    checkpoint = _read_files(path, config, {*indexed.values()} or [str(single)], read or read_weights)
     if index_name is not None:
-        places = {file.path: file.name for file in files}
-        stored = {name: places[info.file] for name, info in tensors.items()}
-        stored |= {alias: stored[original] for alias, original in aliases.items()}
+        stored = {name: name_in(info.file, path) for name, info in checkpoint.tensors.items()}
+        stored |= {alias: stored[original] for alias, original in checkpoint.aliases.items()}
         _check_index(path / index_name, indexed, stored)
-    return Checkpoint(path, config, tensors, aliases, files, index, index_name, find_side_files(path))
+    return replace(checkpoint, index=index, index_name=index_name)
 
 
 def has_adapter(folder: FilePath) -> bool:
@@ -180,11 +169,9 @@ def open_adapter(path: FilePath, base: Path | None, known: dict[str, Any] | None
             "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model: "
             "reshard merge ADAPTER --into BASE OUT",
         )
-    files, tensors, aliases = _read_files(path, (ADAPTER,))
-    side_files = tuple(file for file in find_side_files(path) if file.is_file())
     settings = without_quantization(model)
     settings["peft_config"] = read_config(path / ADAPTER_CONFIG)
-    return Checkpoint(path, settings, tensors, aliases, files, None, None, side_files)
+    return _read_files(path, settings, (ADAPTER,), read_weights)
 
 
 def has_usual_weights(folder: FilePath) -> bool:
@@ -286,14 +273,14 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
     return raw, {tensor: plain[file] for tensor, file in file_of.items()}
 
 
-def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
-    """The config with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
+def read_model_config(folder: FilePath) -> dict[str, Any]:
+    """``config.json`` with the settings of NVIDIA ModelOpt, which also stand in ``hf_quant_config.json`` or only there.
 
     That file holds ``{"producer": {"name": "modelopt", …}, "quantization": {"quant_algo": "NVFP4", …}}``: ModelOpt,
     modelopt/torch/export/unified_export_hf.py; vLLM, model_executor/layers/quantization/modelopt.py. Raises
-    CheckpointError if it is damaged.
+    CheckpointError if one is damaged.
     """
-    path = folder / MODELOPT
+    config, path = read_config(folder / CONFIG), folder / MODELOPT
     if quantization_settings(config) or not path.is_file():
         return config
     _, content = read_document(path, MAX_CONFIG, json_object)
@@ -303,15 +290,15 @@ def with_modelopt(config: dict[str, Any], folder: FilePath) -> dict[str, Any]:
 
 
 def _read_files(
-    folder: FilePath, names: Iterable[str]
-) -> tuple[tuple[WeightFile, ...], dict[str, TensorInfo], dict[str, str]]:
-    """Headers of all weight files: the files, the tensors in source order, and the tied names."""
-    files: list[WeightFile] = []
+    folder: FilePath, config: dict[str, Any], names: Iterable[str], read: Callable[[FilePath], Weights]
+) -> Checkpoint:
+    """A checkpoint of these weight files; reads the headers of all."""
+    records: list[SourceFileRecord] = []
     tensors: dict[str, TensorInfo] = {}
     aliases: dict[str, str] = {}
-    for name in sorted(names):
-        path = folder / name
-        own_tensors, tied, header = read_weights(path)
+    files = {folder / name: name for name in sorted(names)}
+    for path, name in files.items():
+        own_tensors, tied, header = read(path)
         for tensor in (*own_tensors, *tied):
             if tensor in tensors or tensor in aliases:
                 first = tensors[aliases.get(tensor, tensor)].file.name
@@ -320,13 +307,13 @@ def _read_files(
                 )
         tensors.update(own_tensors)
         aliases.update(tied)
-        raw, metadata = (header.raw, header.metadata) if header else (None, {})
-        files.append(WeightFile(name, path, path.stat().st_size, raw, metadata))
-    return tuple(files), tensors, aliases
+        records += [SourceFileRecord(name, path.stat().st_size, None, header.raw)] if header is not None else []
+    is_safetensors = len(records) == len(files)
+    return Checkpoint(folder, config, tensors, aliases, (*files,), (*records,) if is_safetensors else ())
 
 
-def read_weights(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str], Header | None]:
-    """The tensors in a weight file, its tied names, and its header if it is safetensors. Raises CheckpointError."""
+def read_weights(path: FilePath) -> Weights:
+    """What a weight file has. Raises CheckpointError."""
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header

@@ -53,8 +53,7 @@ from formats.documents import (
 from formats.errors import CheckpointError
 from formats.files.checkpoint import DELTA
 from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header, tensor_bytes, unit_of
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, read_header, tensor_bytes, unit_of
 from formats.store import FilePath
 
 CONTENT = "delta.safetensors"

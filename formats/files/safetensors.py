@@ -13,13 +13,15 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from json.encoder import encode_basestring
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from formats.documents import LARGEST, strict_json
+from formats.documents import LARGEST, file_name, strict_json, utf8
 from formats.errors import CheckpointError, brief
 from formats.store import FilePath, open_file, unreadable
 
@@ -76,6 +78,33 @@ class Header:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     raw: bytes
+
+
+def _header(value: object, where: str) -> bytes:
+    content = utf8(value, where)
+    return len(content).to_bytes(8, "little") + content
+
+
+@dataclass(frozen=True)
+class SourceFileRecord:
+    """A safetensors file of the source: enough to write it again byte for byte, given its tensors.
+
+    ``checksum`` is that of the whole file; None where not all of it was read.
+    """
+
+    name: str = field(metadata={"read": file_name})
+    size: int
+    checksum: str | None
+    header: bytes = field(metadata={"read": _header, "write": lambda raw: raw[8:].decode()})
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors in it. Raises CheckpointError for a header that is damaged or of another size."""
+        return parse_header(self.header, Path(self.name), self.size).tensors
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """Where each tensor lies in it."""
+        return ((name, info.offset) for name, info in self.tensors.items())
 
 
 def read_header(path: FilePath) -> Header:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from formats.documents import (
@@ -41,7 +39,7 @@ from formats.documents import (
 )
 from formats.errors import CheckpointError, brief
 from formats.files.checksum import Stamp
-from formats.files.safetensors import TensorInfo, parse_header
+from formats.files.safetensors import SourceFileRecord
 from formats.mesh import RANK_FOLDER, Mesh, read_mesh
 from formats.notation.axes import Run, merge_runs
 from formats.store import FilePath, sorted_paths
@@ -62,33 +60,6 @@ class FileRecord:
     name: str = field(metadata={"read": file_name})
     size: int
     checksum: str | None
-
-
-def _header(value: object, where: str) -> bytes:
-    content = utf8(value, where)
-    return len(content).to_bytes(8, "little") + content
-
-
-@dataclass(frozen=True)
-class SourceFileRecord:
-    """A safetensors file of the source: enough to write it again byte for byte, given its tensors.
-
-    ``checksum`` is that of the whole file; None where not all of it was read.
-    """
-
-    name: str = field(metadata={"read": file_name})
-    size: int
-    checksum: str | None
-    header: bytes = field(metadata={"read": _header, "write": lambda raw: raw[8:].decode()})
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors in it. Raises CheckpointError for a header that is damaged or of another size."""
-        return parse_header(self.header, Path(self.name), self.size).tensors
-
-    def places(self) -> Iterator[tuple[str, int]]:
-        """Where each tensor lies in it."""
-        return ((name, info.offset) for name, info in self.tensors.items())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from reshard.move.reading import Bytes
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from reshard.text import Result, align, human_bytes, plural, shape_text
-from reshard.transforms.tensors import Content, Opened, tensors_of
+from reshard.transforms.tensors import ARITHMETIC, Content, tensors_of
 
 Codes = NDArray[Any]
 """Elements as unsigned integers."""
@@ -171,11 +171,11 @@ class Pair(NamedTuple):
     right: Bytes
 
 
-def pairs(sides: Sequence[Content], nbytes: int, opened: Opened, piece: int = PIECE) -> Iterator[Pair]:
+def pairs(sides: Sequence[Content], nbytes: int, piece: int = PIECE) -> Iterator[Pair]:
     """The bytes of a tensor on both sides, in order, at most ``piece`` at a time."""
     for begin in range(0, nbytes, piece):
         end = min(begin + piece, nbytes)
-        a, b = (np.frombuffer(side.read(opened, begin, end), np.uint8) for side in sides)
+        a, b = (np.frombuffer(side.read(ARITHMETIC, begin, end), np.uint8) for side in sides)
         yield Pair(begin, a, b)
 
 
@@ -196,14 +196,14 @@ def differences(
     alike = [name for name, tensor in known.items() if tensor.kind == SAME]
     sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
     total, moved = sum(sizes.values()), 0
-    opened, elsewhere = Opened(), a.is_remote or b.is_remote
+    elsewhere = a.is_remote or b.is_remote
     contents = [tensors_of(side) for side in (a, b)] if alike else []
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
             dtype, tensor = of_a[name].dtype, known[name]
             both, piece = [side[name].content for side in contents], _PIECE_ELSEWHERE if elsewhere else PIECE
-            for pair in pairs(both, sizes[name], opened, piece):
+            for pair in pairs(both, sizes[name], piece):
                 whole = pair.left.size // 8 * 8  # words first: that is faster
                 same = np.array_equal(pair.left[:whole].view("<u8"), pair.right[:whole].view("<u8"))
                 same = same and bool((pair.left[whole:] == pair.right[whole:]).all())

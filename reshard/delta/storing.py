@@ -31,8 +31,15 @@ from formats.files.delta import (
     stored_as,
     version_of,
 )
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes, unit_of
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import (
+    DTYPE_BITS,
+    SourceFileRecord,
+    TensorInfo,
+    build_header,
+    parse_header,
+    tensor_bytes,
+    unit_of,
+)
 from formats.notation.format_file import HUGGING_FACE
 from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
 from reshard.delta.differences import SAME as UNCHANGED
@@ -41,7 +48,7 @@ from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
-from reshard.transforms.tensors import Opened, tensors_of
+from reshard.transforms.tensors import ARITHMETIC, tensors_of
 from reshard.writing.output import Output
 
 Sums = dict[str, tuple[str, str]]
@@ -110,7 +117,7 @@ def _write(
     Returns the file, the tensors that it has, and how each tensor of the result comes about. The header of frames, of
     which the length depends on theirs, is written last, where there was room for the longest.
     """
-    left, right, opened = tensors_of(a), tensors_of(b), Opened()
+    left, right = tensors_of(a), tensors_of(b)
     changes, ways, parts, checks = dict[str, Change](), dict[str, str](), dict[str, list[Entry]](), dict[str, str]()
     empty = (PartialSum(0).value(),) * 2
     for tensor in diff.tensors:
@@ -142,13 +149,13 @@ def _write(
             if ways[name] == WHOLE:
                 total = PartialSum(nbytes)
                 for begin in range(0, nbytes, PIECE):
-                    content = right[name].content.read(opened, begin, min(begin + PIECE, nbytes))
+                    content = right[name].content.read(ARITHMETIC, begin, min(begin + PIECE, nbytes))
                     total.add(begin, len(content), sum_part(content, begin))
                     stream.write(content)
                 changes[name] = Change(WHOLE, sums[name][0] if tensor.kind == CHANGED else None, total.value())
                 continue
             changes[name] = Change(ways[name], *sums[name])
-            both = pairs([left[name].content, right[name].content], nbytes, opened)
+            both = pairs([left[name].content, right[name].content], nbytes)
             if ways[name] == XOR:
                 begin, check, frame = stream.tell(), 1, compressor(nbytes)
                 for _, old, new in both:

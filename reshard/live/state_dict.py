@@ -20,7 +20,7 @@ from formats.files.safetensors import build_header
 from formats.store import StoredPath
 from reshard.live.parameters import slices_of, unwrapped
 from reshard.store.range_store import Content, RangeStore
-from reshard.store.remote import Read, Remote
+from reshard.store.remote import Remote
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 """Transformers' distributed checkpoints have the names of live modules, and such files."""
@@ -85,10 +85,7 @@ class _Tensors(Remote):
         if self._versions != [_version(tensor) for tensor in self._tensors]:
             raise MismatchError("the tensors were changed while they were read", "write between two steps")
 
-    def open(self) -> Read:
-        return self._read
-
-    def _read(self, start: int, stop: int) -> memoryview:
+    def read(self, start: int, stop: int) -> memoryview:
         parts: list[memoryview] = []
         for number in range(bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)):
             begin = self._begins[number]

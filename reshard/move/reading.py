@@ -8,21 +8,18 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.files.checksum import PartialSum, file_checksum, sum_part
 from formats.files.safetensors import TensorInfo
-from formats.store import NEAR, Range, joined, read_into, unreadable
+from formats.store import NEAR, Range, joined, local_path, read_into, unreadable
 from reshard.move.jobs import TargetFile
 from reshard.move.slabs import Region
 from reshard.source.source import Source, SourceFile, SourcePlace
 from reshard.store.threads import Threads, result
-
-if TYPE_CHECKING:
-    from reshard.store.remote import Read
 
 Bytes = NDArray[np.uint8]
 
@@ -103,7 +100,6 @@ class Reader:
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
-        self._reads: dict[SourceFile, Read] = {}
         self._threads: Threads | None = None
         self._steps = list[dict[SourceFile, Sequence[Part]]]()
         """The parts that were requested for each step of the work, by file, in order."""
@@ -148,9 +144,10 @@ class Reader:
                 data[position : position + content.size] = content  # numpy copies without Python's lock
                 position += content.size
         elif file.remote is not None:  # computed from files of this machine
-            data[:] = np.frombuffer(self._open(file)(offset, offset + data.size), np.uint8)
+            data[:] = np.frombuffer(file.remote.read(offset, offset + data.size), np.uint8)
         else:
-            path = file.local
+            path = local_path(file.path)
+            assert path is not None
             if path not in self._descriptors:
                 try:
                     self._descriptors[path] = os.open(path, os.O_RDONLY)
@@ -180,13 +177,7 @@ class Reader:
         assert file.remote is not None
         self._threads = self._threads or Threads(REQUESTS)
         self.fetched += file.remote.over_network(end - begin)
-        return Part(begin, end, self._threads.submit(self._open(file), begin, end))
-
-    def _open(self, file: SourceFile) -> Read:
-        if file not in self._reads:
-            assert file.remote is not None
-            self._reads[file] = file.remote.open()
-        return self._reads[file]
+        return Part(begin, end, self._threads.submit(file.remote.read, begin, end))
 
 
 def contents_of(source: Source, tensors: Iterable[TensorInfo]) -> Iterator[Bytes]:

@@ -81,7 +81,7 @@ def read_journal(path: Path, *kinds: str) -> Iterator[tuple[dict[str, Any], dict
     """
     begin: dict[str, Any] = {}
     if path.is_file() and not path.is_symlink():
-        with path.open() as lines:
+        with path.open(errors="replace") as lines:  # a lost block of a disk has any bytes
             for line in lines:
                 with contextlib.suppress(ValueError):  # the last line of a run that was killed may not have ended
                     if line.startswith('{"inputs"'):

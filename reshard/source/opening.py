@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.documents import json_bytes, read_config
+from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checkpoint import (
     ADAPTER,
@@ -19,21 +19,20 @@ from formats.files.checkpoint import (
     Checkpoint,
     open_adapter,
     open_checkpoint,
-    read_weights,
-    with_modelopt,
+    read_model_config,
 )  # fmt: skip
 from formats.files.safetensors import TensorInfo
 from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from formats.notation.architecture import SETTINGS, Architecture
 from formats.notation.format_file import HUGGING_FACE, OWN
-from formats.store import FilePath, StoredPath, name_in
+from formats.store import FilePath, StoredPath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
-from reshard.source.source import UNSPLIT, Folder, Source, SourceFile
+from reshard.source.source import UNSPLIT, Folder, Source
 from reshard.store.selection import HubAccess, Weights
 
 if TYPE_CHECKING:
@@ -120,8 +119,7 @@ def open_folder(
     folder: Folder, *, model: Model | None = None, adapted: Model | None = None, is_part: bool = False
 ) -> Source:
     """Open what is recognised already (see ``open_source``)."""
-    path, is_adapter = folder.path, folder.kind == "adapter"
-    is_known = model is not None and folder.kind == "program"
+    path, is_known = folder.path, model is not None and folder.kind == "program"
     if not is_known and isinstance(path, Path) and unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
@@ -134,15 +132,7 @@ def open_folder(
         return open_program(folder, model)
     if folder.kind == "split":
         return _open_sharded(folder)
-    known = dict(adapted.config) if adapted is not None else None
-    if is_adapter:
-        checkpoint = open_adapter(path, folder.config, known)
-    else:
-        checkpoint = folder.once(open_checkpoint, path)
-    # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
-    if adapted is None and METADATA_KEY in checkpoint.files[0].metadata:
-        raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
-    return _open_full(folder, checkpoint, adapted, is_adapter=is_adapter, is_part=is_part)
+    return _open_full(folder, adapted, is_part=is_part)
 
 
 def _check_recorded(path: FilePath, manifest: Manifest) -> None:
@@ -163,7 +153,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     path = find(source, access, Weights.HEADERS)
     folder = Folder(path, plan_file=access.plan_file)
     if folder.kind == "split":
-        return folder.architecture(with_modelopt(read_config(path / CONFIG), path))
+        return folder.architecture(read_model_config(path))
     checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
@@ -179,10 +169,14 @@ def draft_of(path: FilePath) -> Draft:
     return draft(checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
 
-def _open_full(
-    folder: Folder, checkpoint: Checkpoint, adapted: Model | None, *, is_adapter: bool, is_part: bool
-) -> Source:
-    path, config, tensors = folder.path, checkpoint.config, _with_aliases(checkpoint)
+def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Source:
+    path, is_adapter = folder.path, folder.kind == "adapter"
+    known = dict(adapted.config) if adapted is not None else None
+    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
+    files, config, tensors = [*map(folder.file, checkpoint.files)], checkpoint.config, _with_aliases(checkpoint)
+    # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
+    if adapted is None and METADATA_KEY in files[0].metadata:
+        raise CheckpointError(f"{path} is one rank of a split checkpoint", "give the folder of all ranks")
     if is_adapter:
         _check_adapter(config[SETTINGS], checkpoint)
     if adapted is not None:
@@ -198,9 +192,8 @@ def _open_full(
     if not is_part:
         check_complete(model, path)
     return folder.source(
-        HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors],
-        (SourceFile(file.path, file.name, file.size, file.header) for file in checkpoint.files),
-        {name_in(file, path): file for file in checkpoint.side_files},
+        HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors], files,
+        folder.side_files(),
         computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
         index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
     )  # fmt: skip
@@ -247,7 +240,7 @@ def _open_sharded(folder: Folder) -> Source:
     side = folder.side_files()
     for lacking in (at for at in side.values() if not at.is_file()):
         raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
-    config = with_modelopt(read_config(path / CONFIG), path)
+    config = read_model_config(path)
     architecture = folder.architecture(config)
     sizes = AxisSizes(architecture, config, {}).of({})
     for axis in sorted(sizes.keys() & identity.sizes.keys()):
@@ -266,7 +259,7 @@ def _open_sharded(folder: Folder) -> Source:
         places = {
             name: at
             for entry, shard in pairs
-            for name, at in zip(folder.once(read_weights, entry.path)[0], shard.places, strict=False)
+            for name, at in zip(folder.weights(entry.path)[0], shard.places, strict=False)
         }
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]

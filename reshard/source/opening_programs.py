@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.documents import json_bytes, read_config
 from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, find_side_files, read_weights, with_modelopt
+from formats.files.checkpoint import CONFIG, find_side_files, read_model_config
 from formats.files.chunks import Chunk, whole_shape
 from formats.files.dcp import Distributed
 from formats.files.safetensors import TensorInfo
@@ -111,27 +111,22 @@ class _Reading:
         padding = padding_of(on_mesh(plan, self.format), _held(self.ranks, self.chunks))
         return program_plan(self.model, self.format, mesh, padding=padding)
 
-    def unlike(self, mesh: Mesh) -> Iterator[tuple[int, _Reading, Plan]]:
-        """The number of tensors that differ from the plan on ``mesh``, and both; nothing if there is no plan."""
-        try:
-            plan = self.padded(program_plan(self.model, self.format, mesh), mesh)
-            arrangement = arrangement_of(plan, self.format)
-        except ReshardError:
-            return
+    def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
+        """The number of tensors that differ from those of a plan, and both. Raises ReshardError."""
+        arrangement = arrangement_of(plan, self.format)
         if self.chunks is not None:
             lacking = {stored.name: dict[int, Chunk]() for stored in arrangement.stored}
-            yield len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
-            return
+            return len(lacking.keys() ^ self.chunks.keys()), replace(self, chunks={**lacking, **self.chunks}), plan
         planned = [
             {stored.name_on(rank): (stored.dtype, shape) for stored, shape in arrangement.tensors_of(rank)}
-            for rank in range(mesh.size)
+            for rank in range(plan.mesh.size)
         ]
         count = sum(
             planned[rank].get(name) != (info.dtype, info.shape)
             for rank, tensors in enumerate(self.ranks)
             for name, info in tensors.items()
         )
-        yield count, self, plan
+        return count, self, plan
 
 
 def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
@@ -165,23 +160,26 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
             misfits.append(misfit)
             continue
         for mesh in reading.meshes:
+            plan: Plan | None = None
             try:
                 with _misfit(0 if files[0].mesh else 2):  # how much it says that a mesh is refused
-                    plan = program_plan(reading.model, format, mesh)
+                    unpadded = program_plan(reading.model, format, mesh)
                 with _misfit(2):
-                    source = _source(folder, reading, reading.padded(plan, mesh), lacking=model is not None)
+                    plan = reading.padded(unpadded, mesh)
+                    source = _source(folder, reading, plan, lacking=model is not None)
                     check_stored(source.arrangement, source.ranks, folder.path)
             except _MisfitError as misfit:
                 misfits.append(misfit)
-                if model is not None:
-                    unlike += reading.unlike(mesh)
+                if model is not None and plan is not None:
+                    with contextlib.suppress(ReshardError):
+                        unlike.append(reading.unlike(plan))
                 continue
             if model is None:
                 check_complete(reading.model, folder.path)
             return source
     if unlike:
-        _, reading, plan = min(unlike, key=lambda entry: entry[0])
-        return _source(folder, reading, plan, lacking=True)
+        _, reading, nearest = min(unlike, key=lambda entry: entry[0])
+        return _source(folder, reading, nearest, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
 
@@ -234,7 +232,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
         else:  # what is kept has the dtype of the original; what a program computes from it may have another
             intact = folder.path / INTACT_FILE
-            kept = folder.once(read_weights, intact)[0] if intact.is_file() else {}
+            kept = folder.weights(intact)[0] if intact.is_file() else {}
             own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
@@ -269,7 +267,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
     kept = path / INTACT_FILE
-    intact = folder.once(read_weights, kept)[0] if kept.is_file() else {}
+    intact = folder.weights(kept)[0] if kept.is_file() else {}
     infos: dict[FilePath, list[TensorInfo]] = {file.path: [] for file in reading.files}
     infos |= {kept: []} if kept.is_file() else {}
     states = training.chunks() if training else ()
@@ -350,11 +348,11 @@ def _config_of(
         side = model_files(path)
     if where is not None or side:
         at: FilePath = where or side[CONFIG].parent
-        config = with_modelopt(folder.once(read_config, at / CONFIG), at)
+        config = folder.once(read_model_config, at)
         return config, {name: folder.once(read_file, file) for name, file in side.items()}
     if (path / CONFIG).is_file() or format.settings is None or not (path / format.settings.file).is_file():
         try:
-            return with_modelopt(folder.once(read_config, path / CONFIG), path), {}
+            return folder.once(read_model_config, path), {}
         except CheckpointError as error:
             hint = "give a folder that has the model's config.json, and its tokenizer, with --config DIR"
             raise CheckpointError(error.message, error.hint or hint) from None

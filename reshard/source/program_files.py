@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import read_weights, step_of
+from formats.files.checkpoint import step_of
 from formats.files.chunks import Chunk, read_chunks
 from formats.files.dcp import Blob, Distributed, object_bytes
 from formats.files.safetensors import TensorInfo
@@ -82,7 +82,8 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
             ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)]
         found = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
         inside = format.container.inside
-        if found and not any(".experts." in info.name for info in tensors_in(folder, found[0][1][0].path, inside)):
+        first = [file for file in found[0][1] if file.path == found[0][1][0].path] if found else []
+        if not any(".experts." in name for file in first for name in _weights_of(folder, file, inside)[0]):
             found = [way for way in found if not way[0]] or found  # mp_rank_00_001 is a stage, no rank of experts
         return [files for _, files in found]
     matches = numbered_names(format.files.pp, names) if format.files.pp else []
@@ -145,11 +146,14 @@ def _of_coordinates(
     return files
 
 
-def tensors_in(folder: Folder, file: FilePath, inside: str | None) -> list[TensorInfo]:
-    """All tensors of the model in a file, in whichever entries that begin with ``inside``. Raises CheckpointError."""
-    if inside is None:
-        return [*folder.once(read_weights, file)[0].values()]
-    return [info for tensors, _ in folder.once(read_saved, file, inside).states.values() for info in tensors.values()]
+def _weights_of(folder: Folder, file: ProgramFile, inside: str | None) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors of a rank in a file, or in its entry, and the tied names."""
+    if file.inside is None:
+        return folder.weights(file.path)[:2]
+    saved = folder.once(read_saved, file.path, str(inside))
+    if file.inside not in saved.states:
+        raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
+    return saved.states[file.inside]
 
 
 def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> tuple[str, ...]:
@@ -185,7 +189,7 @@ def read_chunked(
     """The tensors of each file, and the chunks of each tensor. Raises CheckpointError."""
     ranks, chunks = list[dict[str, TensorInfo]](), defaultdict[str, dict[int, Chunk]](dict)
     for number, file in enumerate(files):
-        tensors, _, header = folder.once(read_weights, file.path)
+        tensors, _, header = folder.weights(file.path)
         ranks.append(tensors)
         for name, at in read_chunks(file.path, header.metadata if header else {}, tensors).items():
             chunks[name][number] = at
@@ -207,13 +211,7 @@ def read_ranks(
         raise MismatchError(f"{where} has files of rank {count - 1}, which {mesh} does not have")
     ranks: list[dict[str, TensorInfo]] = [{} for _ in range(max([count, *counts, mesh.size if mesh else 0]))]
     for file in files:
-        if file.inside is None:
-            infos, aliases, _ = folder.once(read_weights, file.path)
-        else:
-            saved = folder.once(read_saved, file.path, str(format.container.inside))
-            if file.inside not in saved.states:
-                raise CheckpointError(f"{file.path}: has no entry '{file.inside}' with tensors")
-            infos, aliases = saved.states[file.inside]
+        infos, aliases = _weights_of(folder, file, format.container.inside)
         infos = infos | {name: infos[original]._replace(name=name) for name, original in aliases.items()}
         tensors = {name: info for name, info in infos.items() if not format.container.ignores(name)}
         twice = tensors.keys() & ranks[file.rank].keys()
@@ -292,7 +290,7 @@ def _own_files(folder: Folder) -> list[ProgramFile]:
         weights = ((rank, file) for rank, file in recorded if file.suffix == ".safetensors" and file.is_file())
         return [ProgramFile(file, rank, 0, mesh.size, None, mesh) for rank, file in weights]
     for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
-        header = folder.once(read_weights, file)[2]
+        header = folder.weights(file)[2]
         shard = read_shard(header.metadata if header is not None else {}, file)
         if (name := shard.identity.mesh.folder(shard.rank)) != file.parent.name:
             raise MismatchError(f"{file} is a shard of {name}, not of {file.parent.name}")
@@ -308,9 +306,7 @@ def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity
     """
     shards, where = list[Shard](), MANIFEST
     for file in files:
-        tensors, _, header = (
-            folder.once(read_weights, file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
-        )
+        tensors, _, header = folder.weights(file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header.metadata, file.path)
@@ -357,11 +353,10 @@ class Parts(NamedTuple):
     states: dict[Affix, dict[str, str]]
     rest: tuple[str, ...]
 
-    def words(self, *, of_states: bool = True) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The parts besides the model, in a few words."""
         tops = {stored.partition(".")[0] for stored in self.model.values()}
-        states = [prefix or f"*{behind}" for prefix, behind in self.states] if of_states else []
-        words = [word if word.startswith("*") else word.partition(".")[0] for word in states]
+        words = [prefix.partition(".")[0] or f"*{behind}" for prefix, behind in self.states]
         words += [name if (first := re.split("[./]", name)[0]) in tops else first for name in self.rest]
         return tuple(dict.fromkeys(words))
 

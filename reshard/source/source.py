@@ -16,6 +16,7 @@ from formats.errors import CheckpointError, ReshardError
 from formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
+    Weights,
     find_side_files,
     fingerprint,
     has_adapter,
@@ -29,7 +30,6 @@ from formats.files.sharded import (
     Identity,
     Index,
     Manifest,
-    SourceFileRecord,
     SourceRecord,
     is_sharded,
     plan_digest,
@@ -72,7 +72,7 @@ class SourceFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The metadata in its header."""
 
-    @property
+    @cached_property
     def remote(self) -> Remote | None:
         """The ``Remote`` that reads its bytes, if it is not local."""
         if isinstance(self.path, Path):
@@ -85,13 +85,6 @@ class SourceFile:
     def is_elsewhere(self) -> bool:
         """Whether its bytes, or those that they are computed from, come over a network."""
         return self.remote is not None and self.remote.over_network(self.size) > 0
-
-    @property
-    def local(self) -> Path:
-        """Its path, if it is local."""
-        path = local_path(self.path)
-        assert path is not None
-        return path
 
 
 class SourcePlace(NamedTuple):
@@ -196,7 +189,7 @@ class Source:
         names = {*written, *(parent.as_posix() for name in written for parent in PurePosixPath(name).parents)} - {"."}
         side = {*self.side_files}
         if self.checkpoint is not None:
-            weights = {*(file.name for file in self.checkpoint.files), self.checkpoint.index_name}
+            weights = {*(file.name for file in self.files.values()), self.checkpoint.index_name}
             present = {name for name in names if (self.path / name).exists() and not name.startswith("consolidated")}
             side |= present - weights
         clashes = sorted(name for name in side if name in names)
@@ -266,15 +259,14 @@ class Source:
             name = self.stated.source if self.stated else self.location
             unknown = SourceRecord(name, self.location, None, {}, None, ())
             return self.manifest.source if self.manifest is not None else unknown
-        files = [SourceFileRecord(f.name, f.size, None, f.header) for f in checkpoint.files if f.header is not None]
-        is_safetensors, index = len(files) == len(checkpoint.files), checkpoint.index
+        index = checkpoint.index if checkpoint.records else None
         return SourceRecord(
             id=fingerprint(checkpoint),
             location=self.display_name,
             commit=self.commit,
             aliases={**checkpoint.aliases, **self.twice},
-            index=Index(str(checkpoint.index_name), index) if is_safetensors and index is not None else None,
-            files=tuple(files) if is_safetensors else (),
+            index=Index(str(checkpoint.index_name), index) if index is not None else None,
+            files=checkpoint.records,
         )
 
     @cached_property
@@ -366,6 +358,10 @@ class Folder:
         content: T = self._contents[key]
         return content
 
+    def weights(self, file: FilePath) -> Weights:
+        """What a weight file has. Raises CheckpointError."""
+        return self.once(read_weights, file)
+
     @property
     def mesh(self) -> Mesh | None:
         """The mesh in its manifest."""
@@ -373,7 +369,7 @@ class Folder:
 
     def file(self, path: FilePath, tensors: Iterable[TensorInfo] = ()) -> SourceFile:
         """A weight file of it. If its checksum is known and it has no header, also what belongs to no tensor."""
-        header = self.once(read_weights, path)[2] if path.suffix == ".safetensors" else None
+        header = self.weights(path)[2] if path.suffix == ".safetensors" else None
         name, size, expected = name_in(path, self.path), path.stat().st_size, self.checksums.get(path)
         if header is not None or expected is None:
             of_header = (header.raw, header.metadata) if header is not None else (None, {})

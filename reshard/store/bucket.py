@@ -18,8 +18,7 @@ from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
 from formats.files.checkpoint import METADATA, TRACKERS, step_of
 from reshard.store.range_store import Content, RangeStore, with_headers
-from reshard.store.remote import Remote, StoredFile, check_version, etag_of, explain, open_store
-from reshard.store.retries import patience, patiently
+from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIRST_PATIENCE = 10.0
 _SINGLE = 8 << 20
 """An object of at most so many bytes is written by one request."""
 _SECOND = len("2026-01-01 00:00:00")
@@ -68,13 +66,7 @@ class Bucket:
 
         The first contact is given up early, because the name may be wrong. Raises CheckpointError.
         """
-        seconds = min(patience(), _FIRST_PATIENCE) if is_first else None
-        try:
-            return patiently(request, seconds)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of this machine's disk
-                raise
-            raise explain(error, f"{self.name}/{key}" if key else self.name, doing) from None
+        return ask(request, f"{self.name}/{key}" if key else self.name, doing, is_first=is_first)
 
     def listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
         """What ``obstore`` says of each object. Raises CheckpointError."""
@@ -112,7 +104,7 @@ class Bucket:
         for meta in self.listing() if keys else ():
             key = keys.get((etag_of(meta) or "", str(meta["last_modified"])[:_SECOND]))
             is_copied |= key is not None and f"/{meta['path']}".endswith(f"/{key}")
-        for url in filter(is_url, {file.store for file in stored} or {location}):
+        for url in filter(is_url, {file.bucket.url for file in stored} or {location}):
             here, there = _parts(self.url), _parts(url)
             depth = min(len(here), len(there))
             if here[:depth] == there[:depth] or is_copied:
@@ -132,16 +124,12 @@ class Bucket:
     def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
         """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
 
-        A small one may say of which ``task`` it is.
+        It may say of which ``task`` it is.
         """
-        from obstore import head, put
+        from obstore import head
 
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size > _SINGLE:  # the store itself sends a part that fails again, not the whole file
-            store = open_store(self.url)
-            answer: Mapping[str, Any] = self.ask(key, lambda: put(store, key, content), "writing")
-        else:
-            answer = self.note(key, content, task)
+        answer = self.note(key, content, task, in_parts=size > _SINGLE)
         meta = self.ask(key, lambda: head(self.store, key), "writing")
         if meta["size"] != size:
             raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
@@ -157,14 +145,13 @@ class Bucket:
 
         self.ask(key, request, "removing")
 
-    def note(self, key: str, content: bytes | Path, task: str = "") -> Mapping[str, Any]:
-        """Write a small object, which others may replace at any time. Raises CheckpointError."""
+    def note(self, key: str, content: bytes | Path, task: str = "", *, in_parts: bool = False) -> Mapping[str, Any]:
+        """Write an object, which others may replace at any time. Raises CheckpointError."""
         from obstore import put
 
+        store = open_store(self.url) if in_parts else self.store  # it sends a part that fails again, not all of them
         attributes = {TASK: task} if task else None
-        return self.ask(
-            key, lambda: put(self.store, key, content, attributes=attributes, use_multipart=False), "writing"
-        )
+        return self.ask(key, lambda: put(store, key, content, attributes=attributes, use_multipart=in_parts), "writing")
 
     def begin(self, task: str, over: Small | None = None) -> None:
         """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it
@@ -186,6 +173,31 @@ class Bucket:
                 put(self.store, UNFINISHED, content, attributes={TASK: task})
 
         self.ask(UNFINISHED, request, "writing")
+
+
+@dataclass(frozen=True)
+class StoredFile(Remote):
+    """An object ``key`` of a store: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/folder``."""
+
+    bucket: Bucket
+    key: str
+    size: int
+    etag: str | None
+    modified: str
+
+    @property
+    def identity(self) -> str:
+        """The etag, or else when it was written."""
+        return self.etag or f"modified:{self.modified}"
+
+    @property
+    def address(self) -> str:
+        """The URL, without a query, which may hold a signature."""
+        return f"{self.bucket.name}/{self.key}"
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of it."""
+        return read_range(self.bucket.store, self.key, start, stop, self.etag, self.address)
 
 
 def _parts(url: str) -> list[str]:
@@ -308,7 +320,7 @@ def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:
 
 
 def _entry(bucket: Bucket, key: str, meta: Mapping[str, object]) -> StoredFile:
-    return StoredFile(bucket.url, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
+    return StoredFile(bucket, key, int(str(meta["size"])), etag_of(meta) or None, str(meta["last_modified"]))
 
 
 def _copy(bucket: Bucket, store: ObjectStore, entries: Iterable[StoredFile], folder: Path) -> None:

@@ -13,24 +13,88 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 from formats.errors import CheckpointError
 from formats.hub_cache import begun_bytes, cache_of
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
-from reshard.store.remote import HubFile, first_line
+from reshard.store.remote import RefusedError, Remote, first_line, open_store, patience, patiently, read_range
 from reshard.store.selection import HubAccess, Weights, is_url, select, side_files, weight_files
 from reshard.system import check_space
 from reshard.text import plural
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HTTP_LIBRARIES = ("httpx2", "httpx", "requests", "urllib3")  # huggingface_hub uses one of these
-_ATTEMPTS = 3
+_ADDRESSES = 8
+"""So many addresses of a file are asked for before it is given up."""
+
+
+@dataclass(frozen=True)
+class HubFile(Remote):
+    """A file of a Hub repository at a commit.
+
+    The Hub redirects to a signed address that expires. The address is asked for once, and again when it is refused.
+    """
+
+    repo: str
+    name: str
+    commit: str
+    size: int
+    etag: str
+    token: str | None = field(default=None, repr=False)
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+    _stores: list[ObjectStore] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The last is at the address in use."""
+
+    @property
+    def identity(self) -> str:
+        """The etag, as the Hub's cache has it."""
+        return self.etag
+
+    @property
+    def address(self) -> str:
+        """Repository and name."""
+        return f"{self.repo}/{self.name}"
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of it; the first read asks the Hub where the file lies."""
+        store: ObjectStore | None = None
+        for _ in range(_ADDRESSES):
+            with self._lock:
+                if not self._stores or self._stores[-1] is store:  # the address has expired
+                    self._stores.append(self._located())
+                store = self._stores[-1]
+            with suppress(RefusedError):
+                return read_range(store, "", start, stop, None, self.address)
+        raise RefusedError(
+            f"the Hub refuses {self.address} again and again, under new addresses too",
+            "give a token with --token (or HF_TOKEN), or download the repository with --download",
+        )
+
+    def _located(self) -> ObjectStore:
+        """The store at the address of the content. Raises CheckpointError."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.repo, self.name, revision=self.commit)
+        request, seconds = partial(get_hf_file_metadata, url, token=self.token, library_name="reshard"), patience()
+        try:
+            location = patiently(request, _may_pass, seconds).location
+        except Exception as error:
+            raise _explain(error, _Request(self.repo, HubAccess(revision=self.commit, token=self.token))) from error
+        ours = location.partition("?")[0] == url.partition("?")[0]
+        headers = build_hf_headers(token=self.token, library_name="reshard") if ours else {}
+        return open_store(location, headers, once=True)
 
 
 class _Request(NamedTuple):
@@ -138,32 +202,11 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
         hint = "give another place with --cache-dir (or HF_HOME)"
         check_space(cache_of(folder), needed - begun_bytes(folder), request.repo, hint)
         _say(request, f"downloading {plural(len(missing), 'file')} of {request.repo}, {needed / 1e9:.2f} GB")
-        _persist(request, weights, folder.name)
+        patiently(lambda: request.snapshot(weights, revision=folder.name), _may_pass, patience())
         gc.collect()  # huggingface_hub leaves progress bars open; deleted, they end their lines
     others = tuple(sorted(sizes.keys() - files.keys()))
     store = RangeStore(request.repo, files, commit=folder.name, others=others, folder=folder)
     return with_headers(store, _headers_folder(request, folder.name, scope), sampled=scope is Weights.RANGES)
-
-
-def _persist(request: _Request, files: list[str], commit: str) -> None:
-    """Download ``files``; try again after a lost connection while the Hub still answers, after one second.
-
-    ``huggingface_hub`` itself resumes after a server closed the connection, but not after a reset.
-    """
-    from huggingface_hub import HfApi
-
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            request.snapshot(files, revision=commit)
-            return
-        except Exception as error:
-            if attempt == _ATTEMPTS or not _is_outage(error):
-                raise
-            time.sleep(1)
-            try:
-                HfApi(token=request.access.token).model_info(request.repo)
-            except Exception:
-                raise error from error.__cause__
 
 
 def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeStore:
@@ -251,6 +294,15 @@ def _is_outage(error: BaseException) -> bool:
         if isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.split(".")[0] in _HTTP_LIBRARIES:
             return True
     return False
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    causes = [*_causes(error)]
+    is_offline = any(isinstance(cause, OfflineModeIsEnabled) for cause in causes)
+    return not is_offline and (_is_outage(error) or 429 in map(_status, causes))
 
 
 def _explain(error: Exception, request: _Request) -> CheckpointError:

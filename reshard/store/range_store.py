@@ -10,9 +10,9 @@ import hashlib
 import json
 import tempfile
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from formats.errors import CheckpointError
@@ -20,7 +20,7 @@ from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
 from formats.files.safetensors import MAX_HEADER
 from formats.files.sharded import is_sharded
 from formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges
-from reshard.store.remote import Read, Remote
+from reshard.store.remote import Remote
 from reshard.store.threads import Threads
 
 _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
@@ -40,7 +40,6 @@ class RangeStore(Store):
         self.name, self.location, self.commit, self.beside, self.folder = name, location or name, commit, others, folder
         self.files = files
         self.cached: dict[str, dict[int, bytes]] = {}
-        self._opened: dict[str, Read] = {}
 
     @cached_property
     def stats(self) -> Mapping[str, Stat]:
@@ -83,11 +82,9 @@ class RangeStore(Store):
         return whole[begin - first : end - first] if end - first <= len(whole) else None
 
     def _fetch(self, file: str, begin: int, end: int) -> bytes:
-        if file not in self._opened:
-            remote = self.files[file]
-            assert isinstance(remote, Remote)
-            self._opened[file] = remote.open()
-        return bytes(self._opened[file](begin, end))
+        remote = self.files[file]
+        assert isinstance(remote, Remote)
+        return bytes(remote.read(begin, end))
 
 
 def remote_of(path: FilePath) -> Remote | None:
@@ -128,7 +125,7 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
         return store
     # none are kept, or they are damaged, or a cache had some of the files then
     with Threads(_REQUESTS) as threads:
-        headers = threads.map(lambda name: {0: _header(remotes[name], partial(store._fetch, name))}, remotes)
+        headers = threads.map(lambda remote: {0: _header(remote)}, remotes.values())
     store.keep(dict(zip(remotes, headers, strict=True)))
     if sampled:
         store.keep(_sampled(store))
@@ -160,16 +157,16 @@ def kept_in(folder: Path) -> dict[str, tuple[int, dict[int, bytes]]]:
     return {}
 
 
-def _header(file: Remote, read_range: Callable[[int, int], bytes]) -> bytes:
+def _header(file: Remote) -> bytes:
     """The header of a safetensors file."""
-    data = read_range(0, min(_FIRST_READ, file.size)) if file.size else b""
+    data = bytes(file.read(0, min(_FIRST_READ, file.size))) if file.size else b""
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= min(file.size, MAX_HEADER):
         raise CheckpointError(
             f"{file.address} is not a safetensors file, or is cut off: the header does not fit",
             "ask its owner to upload it again",
         )
-    return data[:end] + bytes(read_range(len(data), end) if end > len(data) else b"")
+    return data[:end] + bytes(file.read(len(data), end) if end > len(data) else b"")
 
 
 def _sampled(store: RangeStore) -> dict[str, dict[int, bytes]]:

@@ -1,28 +1,31 @@
 """Weight files that are not on this machine, read by byte ranges: on the Hub, in a bucket, behind a URL.
 
-The requests are made by ``obstore``, which is imported only for such a file. Requests that fail on the way are made
-again (``reshard.store.retries``).
+The requests are made by ``obstore``, which is imported only for such a file. A request that failed on the way is made
+again, with growing pauses. ``obstore`` tries again by itself too, but does not say how often it tried. So its own
+retries are used only for the parts of a large object that is written or copied as a whole.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
-from reshard.store.retries import patience, patiently, sends_no_parts, status_of
+from reshard.store.threads import interruptible
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_ADDRESSES = 8
-"""So many addresses of a file are asked for before it is given up."""
+T = TypeVar("T")
 
 _BACKOFF = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=20), "base": 2}
 _CLIENT = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=10), "allow_http": True}
@@ -33,12 +36,9 @@ _CREDENTIALS = (
     "public bucket, AWS_REQUEST_PAYER=true for one where the requester pays"
 )
 
-Read = Callable[[int, int], memoryview]
-"""Returns bytes ``start`` to ``stop`` of a file. Raises CheckpointError, or MismatchError for another content."""
-
 
 class Remote(ABC):
-    """A file that is read by byte ranges."""
+    """A file that is read by byte ranges, from any thread."""
 
     size: int
     """In bytes."""
@@ -71,103 +71,78 @@ class Remote(ABC):
         """Raise MismatchError if it is known to have changed since it was found."""
 
     @abstractmethod
-    def open(self) -> Read:
-        """Connect to it. Raises CheckpointError."""
-
-
-@dataclass(frozen=True)
-class StoredFile(Remote):
-    """An object ``key`` of a store: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/folder``."""
-
-    store: str = field(repr=False)
-    key: str
-    size: int
-    etag: str | None
-    modified: str
-
-    @property
-    def identity(self) -> str:
-        """The etag, or else when it was written."""
-        return self.etag or f"modified:{self.modified}"
-
-    @property
-    def address(self) -> str:
-        """The URL, without a query, which may hold a signature."""
-        return f"{redacted(self.store).rstrip('/')}/{self.key}"
-
-    def open(self) -> Read:
-        """Connect to the store."""
-        store = open_store(self.store, once=True)
-
-        def read(start: int, stop: int) -> memoryview:
-            return _read(store, self.key, start, stop, self.etag, self.address)
-
-        return read
-
-
-@dataclass(frozen=True)
-class HubFile(Remote):
-    """A file of a Hub repository at a commit.
-
-    The Hub redirects to a signed address that expires. The address is asked for once, and again when it is refused.
-    """
-
-    repo: str
-    name: str
-    commit: str
-    size: int
-    etag: str
-    token: str | None = field(default=None, repr=False)
-
-    @property
-    def identity(self) -> str:
-        """The etag, as the Hub's cache has it."""
-        return self.etag
-
-    @property
-    def address(self) -> str:
-        """Repository and name."""
-        return f"{self.repo}/{self.name}"
-
-    def open(self) -> Read:
-        """Connect; the first read asks the Hub where the file lies."""
-        lock = threading.Lock()
-        stores: list[ObjectStore] = []
-
-        def located(refused: ObjectStore | None) -> ObjectStore:
-            with lock:
-                if not stores or stores[-1] is refused:
-                    stores.append(self._located())
-                return stores[-1]
-
-        def read(start: int, stop: int) -> memoryview:
-            store = located(None)
-            for _ in range(_ADDRESSES):
-                try:
-                    return _read(store, "", start, stop, None, self.address)
-                except RefusedError:  # the address has expired
-                    store = located(store)
-            raise RefusedError(
-                f"the Hub refuses {self.address} again and again, under new addresses too",
-                "give a token with --token (or HF_TOKEN), or download the repository with --download",
-            )
-
-        return read
-
-    def _located(self) -> ObjectStore:
-        """The store at the address of the content."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-        url = hf_hub_url(self.repo, self.name, revision=self.commit)
-        location = get_hf_file_metadata(url, token=self.token, library_name="reshard").location
-        ours = location.partition("?")[0] == url.partition("?")[0]
-        headers = build_hf_headers(token=self.token, library_name="reshard") if ours else {}
-        return open_store(location, headers, once=True)
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``. Raises CheckpointError, or MismatchError for another content."""
 
 
 class RefusedError(CheckpointError):
     """The store does not give access to a file."""
+
+
+PATIENCE = "RESHARD_RETRY_SECONDS"
+"""The environment's variable with the seconds after which a request that failed is not tried again."""
+
+_PATIENCE = "180"
+_LONGEST_PATIENCE = 1_000_000
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
+_FIRST_CONTACT = 10.0
+"""Seconds after which a place that never answered is given up: its name may be wrong."""
+
+
+def patience() -> float:
+    """The seconds after which a request that failed is not tried again. Raises CheckpointError."""
+    with suppress(ValueError):
+        seconds = float(os.environ.get(PATIENCE, _PATIENCE))
+        if 0 <= seconds <= _LONGEST_PATIENCE:
+            return seconds
+    raise CheckpointError(
+        f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds", f"give 0 to {_LONGEST_PATIENCE}"
+    )
+
+
+_lock, _again = threading.Lock(), 0
+
+
+def tried_again() -> int:
+    """The number of requests of this process that were made because an earlier one had failed."""
+    return _again
+
+
+def patiently(request: Callable[[], T], may_pass: Callable[[Exception], bool], seconds: float) -> T:
+    """The result of a request, made again after a failure that may pass. Raises its last error after ``seconds``."""
+    global _again
+    give_up, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while True:
+        try:
+            return request()
+        except Exception as error:
+            if not may_pass(error) or time.monotonic() >= give_up:
+                raise
+        wait = random.uniform(0.5, 1.0) * pause  # so that many processes do not come back at the same time
+        time.sleep(max(0.0, min(wait, give_up - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        with _lock:
+            _again += 1
+
+
+def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_first: bool = False) -> T:
+    """The result of ``obstore``'s request, made again after a failure on the way (lost connections, 408, 429, 5xx).
+
+    It is given up after ``patience()``, the first contact with a place earlier. Raises CheckpointError; MismatchError
+    for another content; OSError of this machine's disk.
+    """
+
+    def may_pass(error: Exception) -> bool:
+        status = status_of(error)
+        return status in {"408", "429"} or status.startswith("5") if status else is_broken_connection(error)
+
+    seconds = min(patience(), _FIRST_CONTACT) if is_first else patience()
+    try:
+        return patiently(lambda: interruptible(request), may_pass, seconds)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise explain(error, address, doing) from None
 
 
 def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = False) -> ObjectStore:
@@ -224,7 +199,8 @@ def _profile() -> dict[str, Any]:
         ) from None
 
 
-def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+def read_range(store: ObjectStore, key: str, start: int, stop: int, etag: str | None, address: str) -> memoryview:
+    """Bytes of an object of this etag, if one is known. Raises CheckpointError, MismatchError."""
     from obstore import get
 
     # a weak etag cannot be asked for
@@ -234,10 +210,7 @@ def _read(store: ObjectStore, key: str, start: int, stop: int, etag: str | None,
         answer = get(store, key, options=options)
         return answer.bytes(), etag_of(answer.meta)
 
-    try:
-        content, version = patiently(request)
-    except Exception as error:
-        raise explain(error, address) from None
+    content, version = ask(request, address)
     check_version(etag, version, address)
     if len(content) != stop - start:
         raise CheckpointError(f"{address}: {len(content)} bytes came where {stop - start} were asked for")
@@ -285,3 +258,25 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
 def first_line(error: BaseException) -> str:
     """The first line of an error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --- what only the texts of obstore's errors say -------------------------------------------------------------------
+# If a new release changes these texts, only this file breaks; tests/formats/test_internals.py has one of each.
+
+
+def status_of(error: Exception) -> str | None:
+    """The HTTP status of the answer to the last try."""
+    match = re.search(r"status code: (\d+)", str(error))
+    return match[1] if match else None
+
+
+def is_broken_connection(error: Exception) -> bool:
+    """Whether the connection failed, or broke off in the middle of an answer."""
+    return "HTTP error:" in str(error)
+
+
+def sends_no_parts(error: Exception) -> bool:
+    """Whether the server answered a request for a range with the whole file."""
+    from obstore.exceptions import NotSupportedError
+
+    return isinstance(error, NotSupportedError) or "non-partial response" in str(error)

@@ -23,9 +23,9 @@ from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.low_rank import Term, changes_of
 from reshard.transforms.tensors import (
+    Arithmetic,
     ArrayCache,
     Content,
-    Opened,
     Tensor,
     changed,
     computed,
@@ -45,13 +45,13 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
     """
     dtype, (*_, rows, columns), size = weight.dtype, weight.shape, DTYPE_BITS[weight.dtype] // 8
 
-    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
+    def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
         def floats(tensor: Tensor) -> Floats:
             nbytes = tensor_bytes("", tensor.dtype, tensor.shape)
 
             @np.errstate(over="ignore")  # the sum is checked
             def read() -> Floats:
-                codes = np.frombuffer(tensor.content.read(opened, 0, nbytes), CODES[tensor.dtype])
+                codes = np.frombuffer(tensor.content.read(arithmetic, 0, nbytes), CODES[tensor.dtype])
                 return as_float32(codes, tensor.dtype).reshape(tensor.shape)
 
             return _FACTORS.get(tensor.content, read)
@@ -59,7 +59,7 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
         top, bottom = first // columns, -(-last // columns)
         padded = np.zeros((bottom - top) * columns, f"<u{size}")  # whole rows: what lies around the range is cut off
         whole = padded[first - top * columns :][: last - first]
-        whole[:] = np.frombuffer(content.read(opened, first * size, last * size), padded.dtype)
+        whole[:] = np.frombuffer(content.read(arithmetic, first * size, last * size), padded.dtype)
         lines = padded.reshape(-1, columns)
         for term in terms:
             start = term.matrix * rows

@@ -18,8 +18,8 @@ from formats.notation.architecture import SETTINGS
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
+    Arithmetic,
     Content,
-    Opened,
     Tensor,
     changed,
     computed,
@@ -36,14 +36,14 @@ _FLOATS = {"F32", "F16", "BF16"}
 def mean_of(name: str, inputs: Sequence[Content], weights: Sequence[float]) -> Content:
     """The mean of contents in float32. Reading it raises MismatchError where it is not finite."""
 
-    def mean(opened: Opened, first: int, last: int) -> NDArray[Any]:
+    def mean(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
         means = np.zeros(last - first, np.float32)
         for at in range(first, last, _AT_ONCE):
             till = min(at + _AT_ONCE, last)
             total = means[at - first : till - first]
             with np.errstate(over="ignore", invalid="ignore"):
                 for number, (content, weight) in enumerate(zip(inputs, weights, strict=True)):
-                    product = np.frombuffer(content.read(opened, 4 * at, 4 * till), "<f4") * np.float32(weight)
+                    product = np.frombuffer(content.read(arithmetic, 4 * at, 4 * till), "<f4") * np.float32(weight)
                     total[:] = total + product if number else product
             if not np.isfinite(total).all():
                 raise MismatchError(f"the mean of tensor '{name}' is not finite")
@@ -56,8 +56,8 @@ def _same_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """A tensor that is not of floats, the same in all checkpoints. Reading it raises MismatchError if it is not."""
     inputs = [tensor.content for tensor in tensors]
 
-    def same(opened: Opened, first: int, last: int) -> NDArray[Any]:
-        one, *others = (content.read(opened, first, last) for content in inputs)
+    def same(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
+        one, *others = (content.read(arithmetic, first, last) for content in inputs)
         if any(bytes(one) != bytes(other) for other in others):
             raise MismatchError(f"tensor '{name}' ({tensors[0].dtype}) differs, and only floats have a mean")
         return np.frombuffer(one, np.uint8)

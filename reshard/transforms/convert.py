@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, MismatchError, PlanError
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG
-from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, build_header, tensor_bytes
 from formats.notation.adapters import (
     PREFIX,
     Adapted,
@@ -62,8 +61,9 @@ from reshard.transforms.low_rank import (
     shape_of,
 )
 from reshard.transforms.tensors import (
+    ARITHMETIC,
+    Arithmetic,
     ArrayCache,
-    Opened,
     Tensor,
     computed,
     store_of,
@@ -104,11 +104,11 @@ def _converted(
     """A or B that is made of blocks of others."""
     shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
 
-    def numbers(opened: Opened) -> Numbers:
+    def numbers(arithmetic: Arithmetic) -> Numbers:
         numbers = np.zeros(shape, _unit(dtype))
         matrices = by_expert(numbers, factor, sizes)
         for block in blocks:
-            part = block.product.matrix(factor.side, block.number, lambda tensor: _codes(tensor, opened))
+            part = block.product.matrix(factor.side, block.number, lambda tensor: _codes(tensor, arithmetic))
             into, own = (
                 slice(rows.start, rows.stop, rows.step) if factor.side == "out" else slice(None)
                 for rows in (block.into, block.of)
@@ -116,8 +116,8 @@ def _converted(
             matrices[block.expert, into, block.rank : block.rank + part.shape[1]] = part[own]
         return numbers
 
-    def compute(opened: Opened, begin: int, end: int) -> Numbers:
-        return _FACTORS.get(compute, partial(numbers, opened)).reshape(-1).view(np.uint8)[begin:end]
+    def compute(arithmetic: Arithmetic, begin: int, end: int) -> Numbers:
+        return _FACTORS.get(compute, partial(numbers, arithmetic)).reshape(-1).view(np.uint8)[begin:end]
 
     inputs = [tensor.content for tensor in factors]
     return Tensor(dtype, shape, computed(compute, inputs, (factor, shape, sizes, dtype, blocks)))
@@ -127,9 +127,9 @@ _FACTORS = ArrayCache(256 << 20)
 """A and B that were used last, of the adapter and of the result: unsigned integers as wide as the numbers."""
 
 
-def _codes(tensor: Tensor, opened: Opened) -> Numbers:
+def _codes(tensor: Tensor, arithmetic: Arithmetic) -> Numbers:
     def read() -> Numbers:
-        content = tensor.content.read(opened, 0, tensor_bytes("", tensor.dtype, tensor.shape))
+        content = tensor.content.read(arithmetic, 0, tensor_bytes("", tensor.dtype, tensor.shape))
         return np.frombuffer(content, _unit(tensor.dtype)).reshape(tensor.shape)
 
     return _FACTORS.get(tensor.content, read)
@@ -234,8 +234,7 @@ class _Conversion:
                         into = range(into.start + at, into.stop + at, into.step)
                         own = range(own.start + term.at, own.stop + term.at, own.step)
                         blocks.append(Block(number, into, term.product, term.expert, own))
-        opened = Opened()
-        apart = {matrices.target.name for matrices, blocks in results.items() if not _has_one_a(blocks, opened)}
+        apart = {matrices.target.name for matrices, blocks in results.items() if not _has_one_a(blocks)}
         for matrices, blocks in results.items():
             self._add(matrices, blocks, side_by_side=matrices.target.name in apart)
         return self._settings()
@@ -431,12 +430,12 @@ class _Conversion:
         return patterns
 
 
-def _has_one_a(blocks: Sequence[Block], opened: Opened) -> bool:
+def _has_one_a(blocks: Sequence[Block]) -> bool:
     """Whether the parts of each expert have one A."""
     pairs = {(block.expert, block.product, block.number) for block in blocks}
     factors = set[tuple[int, int, float, bytes]]()
     for expert, product, number in pairs:
-        a = product.matrix(product.form.a.side, number, lambda tensor: _codes(tensor, opened))
+        a = product.matrix(product.form.a.side, number, lambda tensor: _codes(tensor, ARITHMETIC))
         factors.add((expert, product.sizes["rank"], product.scale, a.tobytes()))
     return len(factors) == len({expert for expert, _, _ in pairs})
 

@@ -18,7 +18,7 @@ from formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.transforms.tensors import ArrayCache, Opened, Tensor, changed, computed, tensors_of
+from reshard.transforms.tensors import Arithmetic, ArrayCache, Tensor, changed, computed, tensors_of
 
 _SCALES = ArrayCache(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""
@@ -28,12 +28,12 @@ def _dequantized(weight: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """A weight of 8-bit floats times its scales, which apply as ``grid`` says."""
     nbytes = tensor_bytes("", scale.dtype, scale.shape)
 
-    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
+    def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
         def scales() -> Any:
-            return opened.scales(memoryview(scale.content.read(opened, 0, nbytes)), scale.dtype, grid)
+            return arithmetic.scales(memoryview(scale.content.read(arithmetic, 0, nbytes)), scale.dtype, grid)
 
-        codes = np.frombuffer(weight.content.read(opened, first, last), np.uint8)
-        numbers = opened.numbers(codes, first, grid, _SCALES.get((opened.scales, scale.content, grid), scales))
+        codes = np.frombuffer(weight.content.read(arithmetic, first, last), np.uint8)
+        numbers = arithmetic.numbers(codes, first, grid, _SCALES.get((arithmetic.scales, scale.content, grid), scales))
         return numbers.astype("<u2", copy=False)
 
     inputs, what = (weight.content, scale.content), (scale.dtype, nbytes, grid)

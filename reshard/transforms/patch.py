@@ -21,11 +21,12 @@ from formats.notation.architecture import SETTINGS
 from formats.store import FilePath, location_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.store.remote import Read
+from reshard.store.remote import Remote
 from reshard.store.threads import Threads
 from reshard.transforms.tensors import (
+    ARITHMETIC,
+    Arithmetic,
     Content,
-    Opened,
     computed,
     file_of,
     part,
@@ -56,14 +57,14 @@ class Places(NamedTuple):
 def _sparse(base: Content, delta: Content, places: Places, unit: int) -> Content:
     """A tensor of the base with other elements, of ``unit`` bytes, which the delta has at places."""
 
-    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
-        content = np.frombuffer(base.read(opened, first * unit, last * unit), np.uint8).copy()
+    def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
+        content = np.frombuffer(base.read(arithmetic, first * unit, last * unit), np.uint8).copy()
         one, other = places.starts[first // STRETCH], places.starts[-(-last // STRETCH)]
         if other > one:
-            raw = delta.read(opened, places.places + one * places.wide, places.places + other * places.wide)
+            raw = delta.read(arithmetic, places.places + one * places.wide, places.places + other * places.wide)
             indices = np.frombuffer(raw, f"<i{places.wide}").astype(np.int64)
             inside = (indices >= first) & (indices < last)
-            raw = delta.read(opened, places.values + one * unit, places.values + other * unit)
+            raw = delta.read(arithmetic, places.values + one * unit, places.values + other * unit)
             content.view(f"<u{unit}")[indices[inside] - first] = np.frombuffer(raw, f"<u{unit}")[inside]
         return content
 
@@ -73,9 +74,9 @@ def _sparse(base: Content, delta: Content, places: Places, unit: int) -> Content
 def _framed(base: Content, delta: Content, frame: Frame) -> Content:
     """A tensor of the base with changed bytes, which are a compressed frame in the delta."""
 
-    def compute(opened: Opened, begin: int, end: int) -> NDArray[Any]:
-        content = np.frombuffer(base.read(opened, begin, end), np.uint8).copy()
-        _CHANGES.change(delta, frame, partial(delta.read, opened), begin, content)
+    def compute(arithmetic: Arithmetic, begin: int, end: int) -> NDArray[Any]:
+        content = np.frombuffer(base.read(arithmetic, begin, end), np.uint8).copy()
+        _CHANGES.change(delta, frame, partial(delta.read, arithmetic), begin, content)
         return content
 
     return computed(compute, (base, delta), frame)
@@ -94,7 +95,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.
     """
-    states, opened, contents = stamps_in(path), Opened(), dict[str, Content]()
+    states, contents = stamps_in(path), dict[str, Content]()
     if SETTINGS in source.model.config:
         what = f"{source.path}: a delta is put on a full checkpoint in safetensors"
         raise CheckpointError(what, "give the model that it belongs to")
@@ -123,7 +124,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             frame = Frame(name, how, parts[0].offset, parts[0].offset + parts[0].nbytes, info.nbytes)
             contents[name] = _framed(tensor.content, part(file, 0), frame)
         elif file is not None:
-            places = _checked(info, parts, opened(file))
+            places = _checked(info, parts, file)
             contents[name] = _sparse(tensor.content, part(file, 0), places, unit_of(info.dtype))
     if extra := tensors.keys() - delta.changes.keys():
         raise other(f"the delta does not know its tensor '{min(extra)}'")
@@ -143,7 +144,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
 
     def check(job: tuple[Content, int, str, MismatchError]) -> None:
         content, nbytes, expected, error = job
-        pieces = (content.read(opened, begin, min(begin + PIECE, nbytes)) for begin in range(0, nbytes, PIECE))
+        pieces = (content.read(ARITHMETIC, begin, min(begin + PIECE, nbytes)) for begin in range(0, nbytes, PIECE))
         kind, is_slimes, _ = expected.partition(":")
         if (f"{kind}:{checksum_of(kind, pieces)}" if is_slimes else checksum(pieces)) != expected:
             raise error
@@ -159,7 +160,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     return store_of(source, name_of, delta.files, contents, {**delta.documents, **sides})
 
 
-def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) -> Places:
+def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> Places:
     """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
     places, values = infos
     unit = unit_of(info.dtype)
@@ -172,7 +173,7 @@ def _checked(info: TensorInfo, infos: Sequence[TensorInfo], read_range: Read) ->
 
     last = -1
     for begin in range(0, places.nbytes, PIECE):
-        raw = read_range(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
+        raw = file.read(places.offset + begin, places.offset + min(begin + PIECE, places.nbytes))
         indices = np.frombuffer(raw, f"<i{wide}").astype(np.int64)
         if indices[0] <= last or (np.diff(indices) <= 0).any():
             raise refuse("is not in ascending order")

@@ -25,9 +25,9 @@ from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.text import plural
 from reshard.transforms.tensors import (
+    Arithmetic,
     ArrayCache,
     Content,
-    Opened,
     Tensor,
     changed,
     computed,
@@ -49,26 +49,28 @@ def in_blocks(name: str, tensor: Tensor, lost: NDArray[np.float64]) -> tuple[Con
     weight, dtype, (rows, columns) = tensor.content, tensor.dtype, tensor.shape
     unit = columns * DTYPE_BITS[dtype] // 8
 
-    def row_of(opened: Opened, number: int) -> tuple[memoryview, NDArray[np.float32]]:
+    def row_of(arithmetic: Arithmetic, number: int) -> tuple[memoryview, NDArray[np.float32]]:
         """The numbers of a row of blocks, and its scales. Raises MismatchError if a number is not finite."""
-        content = memoryview(weight.read(opened, number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit))
-        block_scales = opened.block_scales(content, dtype, columns)
+        content = memoryview(weight.read(arithmetic, number * BLOCK * unit, min((number + 1) * BLOCK, rows) * unit))
+        block_scales = arithmetic.block_scales(content, dtype, columns)
         if not np.isfinite(block_scales).all():
             why = f"tensor '{name}' has numbers that are not finite, or too large for float32"
             raise MismatchError(f"{why}: it has no scale", "the checkpoint is damaged, or its training diverged")
         return content, block_scales
 
-    def scales(opened: Opened, begin: int, end: int) -> NDArray[Any]:
-        return _of_rows(-(-columns // BLOCK) * 4, begin, end, lambda number: row_of(opened, number)[1].view(np.uint8))
+    def scales(arithmetic: Arithmetic, begin: int, end: int) -> NDArray[Any]:
+        return _of_rows(
+            -(-columns // BLOCK) * 4, begin, end, lambda number: row_of(arithmetic, number)[1].view(np.uint8)
+        )
 
-    def codes(opened: Opened, begin: int, end: int) -> NDArray[Any]:
+    def codes(arithmetic: Arithmetic, begin: int, end: int) -> NDArray[Any]:
         def make(number: int) -> NDArray[np.uint8]:
-            content, block_scales = row_of(opened, number)
-            row, lost[number] = opened.codes(content, dtype, columns, block_scales)
+            content, block_scales = row_of(arithmetic, number)
+            row, lost[number] = arithmetic.codes(content, dtype, columns, block_scales)
             return row
 
         def row(number: int) -> NDArray[np.uint8]:
-            return _CODES.get((opened.codes, codes, number), partial(make, number))
+            return _CODES.get((arithmetic.codes, codes, number), partial(make, number))
 
         return _of_rows(columns * BLOCK, begin, end, row)
 

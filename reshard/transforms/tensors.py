@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from formats.documents import json_bytes
 from formats.files.checksum import Stamp, check_unchanged
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, parse_header, tensor_bytes
-from formats.files.sharded import SourceFileRecord
+from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, build_header, parse_header, tensor_bytes
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from formats.quantization.methods import quantization_settings
@@ -40,7 +39,7 @@ from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store import range_store
-from reshard.store.remote import Read, Remote
+from reshard.store.remote import Remote
 from reshard.writing.output import Output
 
 _VERSION = 3
@@ -90,16 +89,11 @@ class LocalFile(Remote):
         """Raise MismatchError if the file has changed since it was found."""
         check_unchanged({self.path: self.stamp})
 
-    def open(self) -> Read:
-        """Open the file; it may be closed and opened again between two reads."""
-        self.check_unchanged()
-
-        def read(start: int, stop: int) -> memoryview:
-            view = np.empty(stop - start, np.uint8).data
-            self.fill(start, view)
-            return view
-
-        return read
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of the file, which may be closed and opened again between two reads."""
+        view = np.empty(stop - start, np.uint8).data
+        self.fill(start, view)
+        return view
 
     def fill(self, start: int, view: memoryview) -> None:
         """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
@@ -160,34 +154,31 @@ class ArrayCache:
 # -------------------------------------------------------------------------------------------------- contents of tensors
 
 
-@dataclass(eq=False)
-class Opened:
-    """The files that contents read, each opened when it is first needed.
+@dataclass(frozen=True)
+class Arithmetic:
+    """How weights are computed: dequantized by ``scales`` and ``numbers``, quantized by ``block_scales`` and ``codes``.
 
-    ``scales`` and ``numbers`` are the arithmetic of dequantized weights, ``block_scales`` and ``codes`` that of those
-    that are quantized: verify has its own.
+    verify has its own.
     """
 
     scales: Callable[[memoryview, str, Grid], NDArray[Any]] = scales_from
     numbers: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]] = dequantize
     block_scales: Callable[[memoryview, str, int], NDArray[np.float32]] = scales_of
     codes: Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]] = codes_of
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    reads: dict[Remote, Read] = field(default_factory=dict)
 
-    def __call__(self, file: Remote) -> Read:
-        """What reads a file."""
-        with self.lock:
-            if file not in self.reads:
-                self.reads[file] = file.open(self) if isinstance(file, ComputedFile) else file.open()
-            return self.reads[file]
+    def read(self, file: Remote, begin: int, end: int) -> memoryview:
+        """Bytes of a file, which may be computed. Raises CheckpointError, MismatchError."""
+        return file.read(begin, end, self) if isinstance(file, ComputedFile) else file.read(begin, end)
 
     def fill(self, data: NDArray[np.uint8], file: Remote, offset: int) -> None:
         """Fill ``data`` from ``offset`` of a file, from any thread. Raises CheckpointError."""
         if isinstance(file, LocalFile):
             file.fill(offset, data.data)
         elif data.size:
-            data[:] = np.frombuffer(self(file)(offset, offset + data.size), np.uint8)  # without Python's lock
+            data[:] = np.frombuffer(self.read(file, offset, offset + data.size), np.uint8)  # without Python's lock
+
+
+ARITHMETIC = Arithmetic()
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +189,7 @@ class Content:
     contents of the files, as JSON has it.
     """
 
-    read: Callable[[Opened, int, int], Bytes]
+    read: Callable[[Arithmetic, int, int], Bytes]
     files: Sequence[Remote]
     plain: object
 
@@ -206,10 +197,10 @@ class Content:
 def part(file: Remote, offset: int) -> Content:
     """Bytes of a file from ``offset`` on, as they are."""
     place = file.identity, offset
-    return Content(lambda opened, begin, end: opened(file)(offset + begin, offset + end), (file,), place)
+    return Content(lambda by, begin, end: by.read(file, offset + begin, offset + end), (file,), place)
 
 
-Compute = Callable[[Opened, int, int], NDArray[Any]]
+Compute = Callable[[Arithmetic, int, int], NDArray[Any]]
 
 
 def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: int = 1) -> Content:
@@ -219,9 +210,9 @@ def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: in
     ``unit`` are the bytes of an element: a range that begins or ends within one is cut out of whole ones.
     """
 
-    def read(opened: Opened, begin: int, end: int) -> Bytes:
+    def read(arithmetic: Arithmetic, begin: int, end: int) -> Bytes:
         first = begin // unit
-        elements = compute(opened, first, -(-end // unit))
+        elements = compute(arithmetic, first, -(-end // unit))
         return elements.reshape(-1).view(np.uint8).data[begin - first * unit :][: end - begin]
 
     files = (*dict.fromkeys(file for content in inputs for file in content.files),)
@@ -235,9 +226,9 @@ Filling = Callable[[NDArray[np.uint8], SourceFile, int], None]
 def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -> Content:
     """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would, and compare replicas."""
 
-    def read(opened: Opened, begin: int, end: int) -> Bytes:
+    def read(arithmetic: Arithmetic, begin: int, end: int) -> Bytes:
         def fill_from(data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
-            opened.fill(data, files[file.path], offset)
+            arithmetic.fill(data, files[file.path], offset)
 
         buffer, count = np.empty(end - begin, np.uint8), 0
         for number, job in enumerate(jobs):
@@ -368,8 +359,8 @@ def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
         return tensor
     content, change = tensor.content, Change(name, tensor.dtype, dtype, None, dtype)
 
-    def compute(opened: Opened, first: int, last: int) -> NDArray[Any]:
-        raw = np.frombuffer(content.read(opened, first * change.before, last * change.before), np.uint8)
+    def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
+        raw = np.frombuffer(content.read(arithmetic, first * change.before, last * change.before), np.uint8)
         return change.elements()(raw.reshape(-1, change.before))
 
     return Tensor(dtype, tensor.shape, computed(compute, (content,), change, change.after))
@@ -378,9 +369,9 @@ def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
 def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes]]:
     """The weight files of the full checkpoint that a source is, or that a merge of it writes, and the index of them."""
     checkpoint = source.checkpoint
-    if checkpoint is not None and all(file.header is not None for file in checkpoint.files):
+    if checkpoint is not None and checkpoint.records:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
-        return [SourceFileRecord(file.name, file.size, None, file.header or b"") for file in checkpoint.files], index
+        return [*checkpoint.records], index
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
     return [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files], merged.documents
 
@@ -477,24 +468,17 @@ class ComputedFile(Remote):
         for file in self.files:
             file.check_unchanged()
 
-    def open(self, opened: Opened | None = None) -> Read:
-        """Open it; the files that it is made of are opened when they are needed."""
-        np.empty(_KEPT, np.uint8)
-        header = Content(lambda _, begin, end: self.header[begin:end], (), None)
-        pieces, files = [Piece(0, len(self.header), header), *self.pieces], opened or Opened()
-
-        def read(start: int, stop: int) -> memoryview:
-            parts = list[Bytes]()
-            for begin, end, content in pieces[bisect_right(pieces, start, key=lambda piece: piece.end) :]:
-                if begin >= stop:
-                    break
-                parts.append(content.read(files, max(start, begin) - begin, min(stop, end) - begin))
-            if len(parts) == 1:  # most often
-                return memoryview(parts[0])
-            arrays = (np.frombuffer(part, np.uint8) for part in parts)
-            return np.concatenate([np.empty(0, np.uint8), *arrays]).data  # without Python's lock
-
-        return read
+    def read(self, start: int, stop: int, arithmetic: Arithmetic = ARITHMETIC) -> memoryview:
+        """Bytes of it, which are computed now."""
+        parts: list[Bytes] = [self.header[start:stop]] if start < len(self.header) else []
+        for begin, end, content in self.pieces[bisect_right(self.pieces, start, key=lambda piece: piece.end) :]:
+            if begin >= stop:
+                break
+            parts.append(content.read(arithmetic, max(start, begin) - begin, min(stop, end) - begin))
+        if len(parts) == 1:  # most often
+            return memoryview(parts[0])
+        arrays = (np.frombuffer(part, np.uint8) for part in parts)
+        return np.concatenate([np.empty(0, np.uint8), *arrays]).data  # without Python's lock
 
 
 def _plain(value: Any) -> object:
@@ -515,6 +499,7 @@ def store_of(
 
     Raises MismatchError if a file of the source was changed meanwhile.
     """
+    np.empty(_KEPT, np.uint8)
     computed_files = dict[str, range_store.Content]()
     for file in files:
         infos = (info for info in file.tensors.values() if info.nbytes)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, PlanError, brief
+from formats.errors import CheckpointError, PlanError, brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from formats.files.checksum import checksum
 from formats.files.chunks import Chunk, chunks_metadata, whole_shape
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header, tensor_bytes
+from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
 from formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
@@ -46,6 +46,7 @@ from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import Finished, unfinished_command
+from reshard.source.completeness import check_stored
 from reshard.source.source import Source
 from reshard.store.staging_names import staging_of
 
@@ -118,6 +119,8 @@ class Output:
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
         self.files: list[TargetFile] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.all_files = [file for output in (self, *self.states) for file in output.files]
+        """The weight files, also of states."""
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
         self.documents: dict[str, bytes] = dict(self._documents(is_restored)) if state is None else {}
 
@@ -126,20 +129,12 @@ class Output:
         """What all its shards have in common."""
         return self.source.identity(self.plan)
 
-    def all_files(self) -> list[TargetFile]:
-        """The weight files, also of states."""
-        return [file for output in (self, *self.states) for file in output.files]
-
     @property
     def command(self) -> str:
         """The command that writes this, in words."""
         if self.format is HUGGING_FACE:
             return "merge" if self.source.is_split else "write"
         return "re-split" if self.source.is_split else "split"
-
-    @property
-    def _layout(self) -> str | None:
-        return None if self.format.plain else self.format.name
 
     @property
     def task(self) -> dict[str, Any]:
@@ -154,7 +149,7 @@ class Output:
             "mesh": identity.mesh.to_document(),
             "padding": dict(identity.padding),
             "plan": identity.plan,
-            "format": self._layout,
+            "format": None if self.format.plain else self.format.name,
             "max_shard_size": self.max_shard_size,
         }
 
@@ -162,20 +157,10 @@ class Output:
 
     def _restored(self) -> list[TargetFile]:
         """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
-        source, record, infos = self.source, self.source.record, dict[str, TensorInfo]()
-        for file in record.files:
-            infos.update(file.tensors)
-        for stored, shape in self.arrangement.tensors_of(0):
-            name = stored.name
-            info = infos.pop(name, None)
-            if info is None or info.shape != shape or info.dtype != stored.dtype:
-                raise MismatchError(
-                    f"{source.path / MANIFEST}: its source files do not have tensor '{name}' as the shards have it"
-                )
-        if infos:
-            name = min(infos)
-            raise MismatchError(f"{source.path}: tensor '{name}' is in the manifest's source files, but in no shard")
-        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in record.files]
+        files = self.source.record.files
+        infos = {name: info for file in files for name, info in file.tensors.items()}
+        check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
+        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in files]
 
     def _files_of(self, rank: int) -> Iterator[TargetFile]:
         """The files of a rank, or those with a number of chunks."""
@@ -420,7 +405,8 @@ class Output:
             record = dataclasses.replace(record, files=files)
         return Manifest(
             self.identity, record, source.manifest_rules(self.format), self.max_shard_size,
-            tuple(starmap(_record, side_files.items())), ranks, source.inputs, self._layout,
+            tuple(starmap(_record, side_files.items())), ranks, source.inputs,
+            None if self.format.plain else self.format.name,
         )  # fmt: skip
 
     def last_documents(self, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:

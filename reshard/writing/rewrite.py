@@ -28,7 +28,7 @@ from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
-from reshard.store.retries import tried_again
+from reshard.store.remote import tried_again
 from reshard.store.selection import is_url
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
@@ -243,9 +243,8 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
 
     Raises ReshardError; the place never has an incomplete output.
     """
-    share, folder, bucket = _share(new, request.part, ranks), start.folder, start.bucket
-    summary = _summary(new, share, bucket.name if bucket else folder, request, ranks)
-    summary = replace(summary, part=request.part, tried_again=tried_again() - start.tried_again)
+    share, folder = _share(new, request.part, ranks), start.folder
+    summary = _summary(new, share, start, request, ranks)
     new.source.check_names([*share.planned, *new.documents])
     if request.part is not None and not share.files:
         return summary
@@ -262,17 +261,14 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
                 written = write_files(new, staging, request, request.progress)
                 committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(new.all_files(), staging)) from None
+                raise KeyboardInterrupt(_kept(new.all_files, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
-    opening = written.began - start.at
-    publishing = time.monotonic() - written.began - written.moving
     return replace(
         summary, written=written.nbytes, complete=complete, fetched=written.fetched,
-        tried_again=tried_again() - start.tried_again,
-        error=new.source.error() if new.source.error is not None else None,
-        spent=Spent(opening, written.moving, publishing),
+        tried_again=tried_again() - start.tried_again, error=new.source.error and new.source.error(),
+        spent=Spent(written.began - start.at, written.moving, time.monotonic() - written.began - written.moving),
     )  # fmt: skip
 
 
@@ -289,18 +285,15 @@ def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
     """The files that this process writes: of some ranks, of its part, or all."""
-    sizes = {file.name: file.size for file in new.all_files()}
+    sizes = {file.name: file.size for file in new.all_files}
     label, files = WHOLE, frozenset(sizes)
     if part is not None:
         names, numbers = [*sizes], part.of_sizes([*sizes.values()])
         label, files = f"part-{part.index}-of-{part.count}", frozenset(names[number] for number in numbers)
     elif ranks is not None:
-        with_kept = {
-            *ranks,
-            *([INTACT_RANK] if 0 in ranks else []),
-        }  # and what a program does not keep
+        with_intact = {*ranks} | ({INTACT_RANK} if 0 in ranks else set())
         label = f"rank-{'-'.join(map(str, [*ranks][:20]))}-of-{new.plan.mesh.size}"
-        files = frozenset(file.name for file in new.all_files() if file.rank in with_kept)
+        files = frozenset(file.name for file in new.all_files if file.rank in with_intact)
     return FileShare(label, files, sizes, tuple(new.folders))
 
 
@@ -325,21 +318,21 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
 
 
 def _summary(
-    new: Output, share: FileShare, where: Path | str, request: WriteRequest, ranks: Collection[int] | None
+    new: Output, share: FileShare, start: Start, request: WriteRequest, ranks: Collection[int] | None
 ) -> Summary:
     """What is to be done, before it is."""
     source, plan = new.source, new.plan
     tensors = len(plan.model.tensors)
     if share.label != WHOLE:
-        tensors = len({name for file in new.all_files() if file.name in share.files for name, _ in file.places()})
-    full = source.model.sizes.of({})
-    notes = [f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base"] if request.deltas else []
+        tensors = len({name for file in new.all_files if file.name in share.files for name, _ in file.places()})
+    where = start.folder if start.bucket is None else start.bucket.name
+    full, notes = source.model.sizes.of({}), list[str]()
     if request.averaged is not None:
         others, weights = request.averaged
         shown = ", ".join(f"{weight:g}" for weight in weights)
-        notes.insert(
-            0, f"it is the mean with {plural(len(others), 'other')}, weights {shown}, in float32, rounded once"
-        )
+        notes.append(f"it is the mean with {plural(len(others), 'other')}, weights {shown}, in float32, rounded once")
+    if request.deltas:
+        notes.append(f"the delta{'s were' if len(request.deltas) > 1 else ' was'} put on the base")
     if request.dequantize:
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:
@@ -356,6 +349,7 @@ def _summary(
         nbytes=sum(share.planned[name] for name in share.files),
         padding={axis: (full[axis], padded) for axis, padded in plan.padding.items()},
         ranks=tuple(new.ranks if ranks is None else ranks), left_behind=tuple(new.left_behind),
+        part=request.part, tried_again=tried_again() - start.tried_again,
         note="; ".join(notes) or None,
         load=None if new.format.plain else new.format.loading.command_of(str(where), plan.mesh),
     )  # fmt: skip
@@ -393,7 +387,7 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files, jobs = new.source, new.all_files(), list[Job]()
+    source, files, jobs = new.source, new.all_files, list[Job]()
     for part in (new, *new.states):
         places: dict[int, dict[str, TargetPlace]] = {}
         for file in part.files:
@@ -447,7 +441,7 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
 
     if not staging.is_last():
         return False
-    sums, files = written.sums, new.all_files()
+    sums, files = written.sums, new.all_files
     if options.checksum:
         reads = dict.fromkeys(part for entry in staging.finished.values() for part in entry.reads)
         _add_others(reads, sums, files)

@@ -257,7 +257,7 @@ def test_any_range_of_a_patched_file(
     file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
     content, made = file.read_bytes(), found.files[file.name]
     assert isinstance(made, ComputedFile)
-    read, draw = made.open(), np.random.default_rng(1)
+    read, draw = made.read, np.random.default_rng(1)
     for _ in range(300):
         begin, end = sorted(draw.integers(0, min(3000, len(content)), 2).tolist())
         assert bytes(read(begin, end)) == content[begin:end], (begin, end)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from formats.errors import CheckpointError
-from formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint
 from formats.files.safetensors import build_header
 
 SAFE_INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -73,10 +73,10 @@ def same_bytes(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> Non
 def test_a_single_file(tmp_path: Path) -> None:
     found = open_checkpoint(single(tmp_path))
     (file,) = found.files
-    assert (file.name, file.path) == ("model.safetensors", tmp_path / "model.safetensors")
-    assert file.size == file.path.stat().st_size
-    assert file.header is not None
-    assert file.path.read_bytes().startswith(file.header)
+    assert file == tmp_path / "model.safetensors"
+    (record,) = found.records
+    assert (record.name, record.size) == ("model.safetensors", file.stat().st_size)
+    assert file.read_bytes().startswith(record.header)
     assert (found.index, found.index_name, found.aliases) == (None, None, {})
     assert found.config == {"model_type": "llama"}
     same_bytes(found, {"a": A, "b": B})
@@ -105,7 +105,7 @@ def test_an_index_may_name_files_in_folders_below(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "parts" / "1.safetensors")
     write_index(tmp_path, {"a": "parts/1.safetensors"})
     found = open_checkpoint(tmp_path)
-    assert [file.name for file in found.files] == ["parts/1.safetensors"]
+    assert [record.name for record in found.records] == ["parts/1.safetensors"]
     same_bytes(found, {"a": A})
 
 
@@ -117,7 +117,7 @@ def test_a_single_file_of_another_name(tmp_path: Path) -> None:
 def test_a_pickle(tmp_path: Path) -> None:
     torch.save({"a": A, "b": B, "tied": A}, folder_of(tmp_path) / "pytorch_model.bin")
     found = open_checkpoint(tmp_path)
-    assert [(file.name, file.header) for file in found.files] == [("pytorch_model.bin", None)]
+    assert ([file.name for file in found.files], found.records) == (["pytorch_model.bin"], ())
     assert found.aliases == {"tied": "a"}
     same_bytes(found, {"a": A, "b": B, "tied": A})
 
@@ -148,8 +148,8 @@ def test_files_may_be_links_out_of_the_folder(tmp_path: Path) -> None:
         (linked / file.name).symlink_to(file)
     found = open_checkpoint(linked)
     assert list(found.tensors) == ["b", "c", "a"]
-    assert [file.path for file in found.files] == [linked / ONE, linked / TWO]
-    assert [file.size for file in found.files] == [(source / name).stat().st_size for name in (ONE, TWO)]
+    assert [*found.files] == [linked / ONE, linked / TWO]
+    assert [record.size for record in found.records] == [(source / name).stat().st_size for name in (ONE, TWO)]
 
 
 def test_a_config_needs_no_model_type(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_side_files(tmp_path: Path) -> None:
             (tmp_path / name).write_text("x")
     (tmp_path / "broken").symlink_to(tmp_path / "absent")
     kept.remove(".gitignore")
-    found = [file.relative_to(tmp_path).as_posix() for file in open_checkpoint(tmp_path).side_files]
+    found = [file.relative_to(tmp_path).as_posix() for file in find_side_files(tmp_path)]
     assert found == kept
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from formats.errors import CheckpointError, PlanError
 from formats.files.checkpoint import refuse_foreign
-from reshard.api import plan, split
-from reshard.source.inspect import inspect
+from reshard.api import inspect, plan, split
 from tests.support import LLAMA, write_checkpoint, write_file
 
 

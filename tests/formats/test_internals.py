@@ -17,7 +17,7 @@ from obstore.store import from_url
 
 from formats import hub_cache, torch_internals
 from formats import transformers_internals as internals
-from reshard.store import retries
+from reshard.store import remote
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2, "intermediate_size": 8}
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ PRIVATE = {
         "_python_dispatch", "_pytree", r"\w+\._parameters", r"(?!self\._buffers)\w+\._buffers", r"\w+\._modules",
         "_non_persistent_buffers_set", "torch.distributed.distributed_c10d", "_reparametrize_module",
     ),
-    "retries.py": ("status code", "HTTP error", "non-partial response"),
+    "remote.py": ("status code", "HTTP error", "non-partial response"),
 }  # fmt: skip
 
 
@@ -102,9 +102,9 @@ def test_what_obstore_says_in_words(scheme: str) -> None:
         address = f"http://127.0.0.1:{server.server_port}"
         busy, whole = (_error(scheme, address, path) for path in ("busy", "whole"))
         server.shutdown()
-    assert retries.status_of(busy) == "503" and retries.sends_no_parts(whole)
-    assert retries.status_of(whole) is None and not retries.sends_no_parts(busy)
-    assert retries.is_broken_connection(_error(scheme, address, "nobody"))
+    assert remote.status_of(busy) == "503" and remote.sends_no_parts(whole)
+    assert remote.status_of(whole) is None and not remote.sends_no_parts(busy)
+    assert remote.is_broken_connection(_error(scheme, address, "nobody"))
 
 
 def _error(scheme: str, address: str, path: str) -> Exception:

@@ -21,9 +21,8 @@ from formats.files.checkpoint import METADATA
 from formats.files.dcp import read_distributed
 from formats.files.safetensors import read_header
 from formats.notation.format_file import format_of
-from reshard.api import merge, split
+from reshard.api import inspect, merge, split
 from reshard.placement import geometry
-from reshard.source.inspect import inspect
 from reshard.source.program_files import Affix, parts_of
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save

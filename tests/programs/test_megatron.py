@@ -20,8 +20,7 @@ from formats.files.chunks import Chunk
 from formats.files.dcp import Blob, build_chunks, build_metadata, read_distributed
 from formats.files.safetensors import read_header
 from formats.notation.format_file import all_formats
-from reshard.api import merge, split
-from reshard.source.inspect import inspect
+from reshard.api import inspect, merge, split
 from reshard.source.opening import open_source
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint, module, problem

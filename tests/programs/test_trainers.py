@@ -23,8 +23,7 @@ from formats.files.pickles import Global, Inert
 from formats.files.sharded import MANIFEST
 from formats.files.torch_archive import archive_of, pickled_tensor
 from formats.files.training import read_training
-from reshard.api import merge, split
-from reshard.source.inspect import inspect
+from reshard.api import inspect, merge, split
 from reshard.source.opening import open_source
 from tests import store
 from tests.marks import one_of_each

@@ -51,6 +51,7 @@ class HubServer:
         self.down = False
         self.expires_after: int | None = None  # an address of the other host is good for so many requests
         self.expired = 0  # requests that came too late
+        self.busy = 0  # once an address has expired, the Hub answers so often that it is busy
         self.ignore_range = False
         self.failure: int | None = None  # a status to answer everything with, such as 503
         self._uses: list[int] = []  # of each signature
@@ -192,6 +193,10 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def resolve(self, repo: str, revision: str, file: str, token: str | None) -> None:
+        if self.hub.expired and self.hub.busy:
+            self.hub.busy -= 1
+            self.refuse(503, None, "Busy")
+            return
         folder = self.repository(repo, revision, token)
         if folder is None:
             return

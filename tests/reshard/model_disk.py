@@ -396,7 +396,7 @@ class Name:
     def lstat(self) -> os.stat_result:
         raise FileNotFoundError(self.text)  # only asked for the size of what is there
 
-    def open(self, mode: str = "r") -> File | io.StringIO:
+    def open(self, mode: str = "r", errors: str = "") -> File | io.StringIO:
         return io.StringIO(self.read_text()) if mode == "r" else File(self, mode)
 
 

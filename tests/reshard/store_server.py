@@ -241,8 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "uploadId" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = content
         else:
-            meta = {name: of for name, of in self.headers.items() if name.startswith(("x-amz-meta-", "x-goog-meta-"))}
-            self.store.metadata[key] = meta
+            self.note_metadata(key)
             self.put(key, content)
         self.reply(200, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'}, b"")
 
@@ -259,6 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif "uploads" in query:
             name = f"upload-{next(self.store.numbers)}"
             self.store.parts[name] = {}
+            self.note_metadata(key)
             body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
         else:
             parts = self.store.parts.pop(query["uploadId"][0])
@@ -275,6 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             (self.store.root / unquote(url.path).lstrip("/").partition("/")[2]).unlink(missing_ok=True)
         self.reply(204, {}, b"")
+
+    def note_metadata(self, key: str) -> None:
+        meta = {name: of for name, of in self.headers.items() if name.startswith(("x-amz-meta-", "x-goog-meta-"))}
+        self.store.metadata[key] = meta
 
     def put(self, key: str, content: bytes) -> None:
         path = self.store.root / key

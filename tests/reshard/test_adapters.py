@@ -17,8 +17,7 @@ from formats.files.safetensors import read_header
 from formats.notation.architecture import SETTINGS
 from formats.notation.architecture_files import find_architecture
 from formats.notation.format_file import adapter_format_names
-from reshard.api import merge, split
-from reshard.source.inspect import inspect
+from reshard.api import inspect, merge, split
 from reshard.source.opening import open_source
 from tests import store
 from tests.support import LLAMA, command, contents, write_checkpoint

@@ -20,7 +20,7 @@ from reshard.api import average, merge, split
 from reshard.source.opening import open_source
 from reshard.transforms.average import average as mean
 from reshard.transforms.average import mean_of
-from reshard.transforms.tensors import Content, Opened
+from reshard.transforms.tensors import ARITHMETIC, Content
 from tests import store
 from tests.marks import one_of_each
 from tests.support import LLAMA, command, contents, write_checkpoint, write_tied_twice
@@ -83,7 +83,7 @@ def test_any_numbers_and_any_range(data: st.DataObject) -> None:
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total += value * np.float32(weight)
     begin, end = sorted(data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2)))
-    found = mean_of("w", [*map(held, values)], weights).read(Opened(), begin, end)
+    found = mean_of("w", [*map(held, values)], weights).read(ARITHMETIC, begin, end)
     assert bytes(found) == total.tobytes()[begin:end]
 
 

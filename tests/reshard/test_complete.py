@@ -12,10 +12,9 @@ import pytest
 
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
 from formats.errors import CheckpointError, PlanError, ReshardError
-from reshard.api import merge, plan, split
+from reshard.api import inspect, merge, plan, split
 from reshard.cli.commands import main
 from reshard.source.completeness import missing
-from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
 from reshard.system import Share
 from tests import remote, zoo

@@ -14,9 +14,8 @@ import pytest
 from formats.errors import CheckpointError, MismatchError
 from formats.files.checksum import Stamp, stamp_of
 from formats.files.safetensors import read_header
-from reshard.api import load, merge, split
+from reshard.api import inspect, load, merge, split
 from reshard.publishing.staging import Staging
-from reshard.source.inspect import inspect
 from reshard.store.staging_names import STATE
 from reshard.writing import rewrite as writing
 from tests.marks import one_of_each, thorough
@@ -395,6 +394,27 @@ def test_a_merge_that_would_not_give_the_original_is_refused(tmp_path):
     document["source"]["files"][0]["checksum"] = "0" * 16
     manifest.write_text(json.dumps(document))
     with pytest.raises(MismatchError, match=r"model\.safetensors would have the checksum .*, the original's was 0000"):
+        merge(tmp_path / "out", tmp_path / "merged")
+    assert not list(tmp_path.glob("merged*"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("model.norm.weight", "model.norm.weighs", r"reshard\.json: tensor 'model\.norm\.weight' is missing"),
+        ('"BF16"', '"F16" ', r"tensor '.*' is F16 .*, rank 0 of tp 1 has BF16"),
+    ],
+)
+def test_a_merge_into_files_that_have_other_tensors_is_refused(old, new, what, tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    split(source, tmp_path / "out", tp=2)
+    manifest = tmp_path / "out/reshard.json"
+    document = json.loads(manifest.read_text())
+    header = document["source"]["files"][0]["header"]
+    assert old in header
+    document["source"]["files"][0]["header"] = header.replace(old, new)
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(MismatchError, match=what):
         merge(tmp_path / "out", tmp_path / "merged")
     assert not list(tmp_path.glob("merged*"))
 

@@ -174,7 +174,7 @@ def test_no_bit_depends_on_the_range_that_is_read() -> None:
     path = StoredPath(add_adapter(open_source(base), peft_adapters.made("mixtral", "linear")), "model.safetensors")
     file = remote_of(path)
     assert file is not None
-    read, chance = file.open(), np.random.default_rng(0)
+    read, chance = file.read, np.random.default_rng(0)
     whole = bytes(read(0, file.size))
     assert whole != (base / "model.safetensors").read_bytes() and file.size == len(whole)
     for _ in range(300):

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from formats.errors import CheckpointError, MismatchError
 from formats.store import joined
 from reshard.publishing import upload as uploads
-from reshard.store.bucket import Bucket, fetch_stored
-from reshard.store.remote import HubFile, StoredFile, open_store
+from reshard.store.bucket import Bucket, StoredFile, fetch_stored
+from reshard.store.hub import HubFile
+from reshard.store.remote import open_store
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.marks import thorough
@@ -648,6 +649,8 @@ def test_several_threads_read_elsewhere(
             [sys.executable, "-c", SEVERAL, *map(str, line)], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+        asked = [r.path for r in hub.requests if r.method == "HEAD" and r.path.endswith(".safetensors")]
+        assert len(asked) == len({*asked}) == 2 * (where == "hub")  # no thread asks again where a file lies
     assert command("split", checkpoint, tmp_path / "local", "--tp", "2", *more).returncode == 0
     one, other = ({name: data for name, data in contents(tmp_path / out).items() if name != "reshard.json"}
                   for out in ("out", "local"))  # fmt: skip
@@ -658,13 +661,24 @@ def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_
     with HubServer(tmp_path / "hub") as hub:
         hub.root.joinpath("org").mkdir(parents=True)
         (hub.root / "org" / "llama").symlink_to(checkpoint)
-        hub.expires_after = 5
+        hub.expires_after, hub.busy = 5, 2
         environment = hub.environment(tmp_path / "home")
         done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
         assert done.returncode == 0, done.stderr
-        assert hub.expired > 0
+        assert hub.expired > 0 and not hub.busy and "tried again" in done.stdout
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
     assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_a_hub_that_is_lost_while_weights_are_read_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.root.joinpath("org").mkdir(parents=True)
+        (hub.root / "org" / "llama").symlink_to(checkpoint)
+        hub.expires_after, hub.busy = 14, 1 << 20  # the headers and samples come
+        environment = {**hub.environment(tmp_path / "home"), "RESHARD_RETRY_SECONDS": "0.1"}
+        line = [sys.executable, "-c", SEVERAL, "split", "org/llama", str(tmp_path / "out"), "--tp", "2"]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert_refused(done, "the connection to the Hub", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])
@@ -675,7 +689,7 @@ def test_what_is_no_number_of_seconds_is_refused(seconds: str, monkeypatch: pyte
 
 
 def test_no_secret_is_shown() -> None:
-    stored = StoredFile("https://user:word@host/folder?X-Signature=secret", "a.safetensors", 8, None, "now")
+    stored = StoredFile(Bucket("https://user:word@host/folder?X-Signature=secret"), "a.safetensors", 8, None, "now")
     on_hub = HubFile("org/name", "a.safetensors", "main", 8, "etag", "secret")
     assert stored.address == "https://host/folder/a.safetensors"
     assert "secret" not in f"{stored!r} {stored.address} {on_hub!r} {on_hub.address}" and "word" not in repr(stored)

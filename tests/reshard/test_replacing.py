@@ -20,7 +20,7 @@ from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents
 from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
-from reshard.store import retries
+from reshard.store import remote
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, UNFINISHED
 from reshard.system import Share
@@ -315,8 +315,8 @@ def test_what_was_uploaded_is_not_sent_again_as_a_small_file(
     """A process was killed after it had noted the upload, and before it removed the file here."""
     note = Bucket.note
 
-    def killed(self: Bucket, key: str, content: bytes, *of: Any) -> Any:
-        answer = note(self, key, content, *of)
+    def killed(self: Bucket, key: str, content: bytes, *of: Any, **more: Any) -> Any:
+        answer = note(self, key, content, *of, **more)
         if key.startswith(JOURNAL) and json.loads(content)["entries"]:
             raise KeyboardInterrupt
         return answer
@@ -597,11 +597,16 @@ def test_another_model_of_the_same_fingerprint_is_not_taken_for_this_one(
         merge(tmp_path / "shards", out, part=Share(1, 2), **access)
 
 
-@pytest.mark.parametrize("in_a_bucket", [False, True])
+@pytest.mark.parametrize(("in_a_bucket", "single"), [(False, 0), (True, 8 << 20), (True, 1000)])
 def test_an_output_of_several_processes_has_nothing_beside_it(
-    in_a_bucket: bool, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
-) -> None:
-    """In a bucket, a part that comes again is told by the last document's metadata that it is complete."""
+    in_a_bucket: bool, single: int, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In a bucket, a part that comes again is told by the last document's metadata that it is complete.
+
+    Also if that document is so large that it is sent in parts.
+    """
+    monkeypatch.setattr("reshard.store.bucket._SINGLE", single)
     out: str | Path = URL if in_a_bucket else tmp_path / "out"
     done = [split(checkpoint, out, tp=2, part=Share(index, 2), **access).complete for index in (0, 1)]
     assert done == [False, True] and not list(access["cache_dir"].glob("assets/reshard/uploads/*"))
@@ -622,10 +627,10 @@ def test_opening_and_uploading_wait_for_a_busy_server(store: StoreServer, access
             store.busy_until = time.time() + 1
 
     store.busy_until, store.before_put = time.time() + 1, busy
-    begun = retries.tried_again()
+    begun = remote.tried_again()
     split(checkpoint, URL, tp=2, **access)
     assert store.refused >= 3
-    assert retries.tried_again() > begun
+    assert remote.tried_again() > begun
 
 
 def test_a_request_made_again_is_counted_once_by_however_many_threads(
@@ -635,8 +640,8 @@ def test_a_request_made_again_is_counted_once_by_however_many_threads(
     split(checkpoint, URL, tp=2, **access)
     merge(URL, tmp_path / "first", **four)  # the headers are kept from now on
     store.faults.extend([status(503)] * 3)
-    begun = retries.tried_again()
-    assert merge(URL, tmp_path / "merged", **four).tried_again == retries.tried_again() - begun == 3
+    begun = remote.tried_again()
+    assert merge(URL, tmp_path / "merged", **four).tried_again == remote.tried_again() - begun == 3
 
 
 # --- constants of a program's format ---------------------------------------------------------------------------------

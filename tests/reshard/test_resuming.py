@@ -195,11 +195,13 @@ def test_a_file_that_is_complete_and_not_noted(
 def test_after_a_restart_of_the_machine_only_what_reached_the_disk_is_kept(
     stop: Stop, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal may be there, and the bytes not."""
+    """The journal may be there, and the bytes not; or what is there of the journal is no text."""
     out = tmp_path / "out"
     again = partial(run, "split", sources, out, sizes=SMALL)
     stop(0.6, again)
     lost, *_ = incomplete(out)
+    for path in staging_of(out).glob(".reshard-journal-*"):
+        path.write_bytes(path.read_bytes() + b"\n\xff\0")
     lost.write_bytes(lost.read_bytes()[:2000])
     (incomplete(out)[1]).unlink()
     monkeypatch.setattr("reshard.publishing.staging.boot_id", lambda: "another")

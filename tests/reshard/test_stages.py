@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from formats.errors import PlanError
 from formats.files.safetensors import read_header
 from formats.mesh import mesh_of
-from reshard.api import load, merge, plan, split
+from reshard.api import inspect, load, merge, plan, split
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.stages import even_stages, is_layered, layers_at
-from reshard.source.inspect import inspect
 from reshard.source.opening import open_source
 from tests import remote, store
 from tests.marks import one_of_each

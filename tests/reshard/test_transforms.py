@@ -134,7 +134,7 @@ def test_no_bit_depends_on_the_range_that_is_read(made: Path, tmp_path: Path) ->
     opened = open_any(tmp_path / "shards", Access(**given))
     (file,) = [remote_of(path) for path in opened.files]
     assert file is not None
-    read, chance = file.open(), np.random.default_rng(0)
+    read, chance = file.read, np.random.default_rng(0)
     whole = bytes(read(0, file.size))
     merge(made / "bf16", tmp_path / "full", **given, **ONE)
     assert whole == (tmp_path / "full" / "model.safetensors").read_bytes()

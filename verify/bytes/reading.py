@@ -24,7 +24,6 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.quantization.fp8 import Error, Grid
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
-from reshard.store.remote import Read
 from verify.bytes.blocks import Array
 
 OPEN = 64
@@ -51,7 +50,6 @@ class Files:
     def __init__(self, *sources: Source, sums: Mapping[FilePath, PartialSum] = MappingProxyType({})) -> None:
         files = (file for source in sources for file in source.files.values())
         self._elsewhere = {file.path: file for file in files if file.remote is not None}
-        self._opened: dict[FilePath, Read] = {}
         self._file = lru_cache(OPEN)(open_file)
         self._cache: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
         self._cached_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
@@ -127,14 +125,13 @@ class Files:
 
     def _fetched(self, file: SourceFile, begin: int) -> Array:
         """A block of a file that lies elsewhere; the last is shorter. Raises CheckpointError, MismatchError."""
-        if file.path not in self._opened:
-            from reshard.transforms.tensors import Opened  # rarely needed, and with the arithmetic of the proof
+        from reshard.transforms.tensors import Arithmetic  # rarely needed
 
-            assert file.remote is not None
-            self._opened.setdefault(file.path, Opened(_scales, _bits, _block_scales, _codes)(file.remote))
         if begin >= file.size:
             raise CheckpointError(f"{file.path} has no byte {begin}")
-        return np.frombuffer(self._opened[file.path](begin, min(begin + BLOCK, file.size)), np.uint8)
+        assert file.remote is not None
+        proof = Arithmetic(_scales, _bits, _block_scales, _codes)
+        return np.frombuffer(proof.read(file.remote, begin, min(begin + BLOCK, file.size)), np.uint8)
 
     def _add(self, path: FilePath, begin: int, content: Array) -> None:
         if path in self._sums:

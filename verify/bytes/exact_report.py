@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 
@@ -61,6 +64,34 @@ class ConfigDifference:
     def __str__(self) -> str:
         expected, stated = (value if value is not None else "nothing" for value in (self.expected, self.found))
         return f"{self.file}: '{self.key}' is {stated}, expected {expected}"
+
+
+_ABSENT = object()
+
+
+def config_differences(file: str, expected: Any, found: Any, key: str = "") -> Iterator[ConfigDifference]:
+    """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in dict.fromkeys((*expected, *found)):
+            values = (side.get(name, _ABSENT) for side in (expected, found))
+            yield from config_differences(file, *values, f"{key}.{name}" if key else str(name))
+    elif isinstance(expected, list) and isinstance(found, list):
+        for number, values in enumerate(zip_longest(expected, found, fillvalue=_ABSENT)):
+            yield from config_differences(file, *values, f"{key}[{number}]")
+    else:
+        texts = [None if value is _ABSENT else json.dumps(value, sort_keys=True) for value in (expected, found)]
+        if texts[0] != texts[1]:
+            pairs = enumerate(zip(texts[0] or "", texts[1] or "", strict=False))
+            first = next((place for place, (one, other) in pairs if one != other), 0)
+            yield ConfigDifference(file, key, *(_around(text, first) for text in texts))
+
+
+def _around(text: str | None, place: int) -> str | None:
+    """The part of a long text around a place."""
+    if text is None or len(text) <= 80:
+        return text
+    start = max(0, place - 20)
+    return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
 
 
 @dataclass(frozen=True)

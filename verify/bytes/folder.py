@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.documents import MAX_MANIFEST, sound, strict_json
-from formats.errors import CheckpointError, brief
+from formats.errors import brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
@@ -40,16 +39,11 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
+from verify.bytes.exact_report import ConfigDifference, config_differences
 from verify.bytes.reading import Files
 from verify.rules import with_sound_config
 
 INDEX = "model.safetensors.index.json"
-
-Change = tuple[str, Any, Any]
-"""A wrong value in a document: its path, the right value, the value found (``NOTHING`` for an absent value)."""
-
-
-NOTHING = object()
 
 
 # ------------------------------------------------------------------------------------------------------ files, folders
@@ -234,8 +228,8 @@ def _summed(path: FilePath, files: Files) -> str:
 # -------------------------------------------------------------------------------------------------- order and headers
 
 
-def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
-    """The wrong values about the split in the headers that reshard wrote of ranks, each with the file's name.
+def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator[ConfigDifference]:
+    """The wrong values about the split in the headers that reshard wrote of ranks.
 
     The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
     sizes are the same in all headers (see ``Structure``).
@@ -257,8 +251,7 @@ def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tup
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 chunks = read_chunks(file.path, file.metadata, read_header(file.path).tensors)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
-            for change in changes(_opened(expected), _opened(file.metadata)):
-                yield file.name, change
+            yield from config_differences(file.name, _opened(expected), _opened(file.metadata))
 
 
 def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -328,45 +321,6 @@ def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> li
         return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
     files = (file for file in shards.rank_files if (file.rank % mesh.size if of_mesh else file.rank) == rank)
     return [shards.files[file.path] for file in files]
-
-
-# ---------------------------------------------------------------------------------------------------------- documents
-
-
-def changes(should: Any, stored: Any, path: str = "") -> Iterator[Change]:
-    """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
-    if isinstance(should, dict) and isinstance(stored, dict):
-        for key in [*should, *(key for key in stored if key not in should)]:
-            inner = f"{path}.{key}" if path else str(key)
-            yield from changes(should.get(key, NOTHING), stored.get(key, NOTHING), inner)
-    elif isinstance(should, list) and isinstance(stored, list):
-        for number in range(max(len(should), len(stored))):
-            one, other = (side[number] if number < len(side) else NOTHING for side in (should, stored))
-            yield from changes(one, other, f"{path}[{number}]")
-    elif _text(should) != _text(stored):
-        yield path, should, stored
-
-
-def _text(value: Any) -> str | None:
-    return None if value is NOTHING else json.dumps(value, sort_keys=True)
-
-
-def quote(value: Any, other: Any) -> str | None:
-    """A value of a change as text; if it is long, only the part around the first difference from ``other``."""
-    text, other_text = _text(value), _text(other)
-    if text is None or len(text) <= 80:
-        return text
-    same = next((i for i, (a, b) in enumerate(zip(text, other_text or "", strict=False)) if a != b), 0)
-    start = max(0, same - 20)
-    return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
-
-
-def read_json(path: FilePath) -> Any:
-    """A document, or None where a file has none."""
-    try:
-        return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
-    except (CheckpointError, ValueError):
-        return None
 
 
 # ------------------------------------------------------------------------------------------------------ file boundaries

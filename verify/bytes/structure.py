@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from formats.errors import ReshardError
-from formats.files.checkpoint import METADATA
+from formats.documents import MAX_MANIFEST, json_object, read_config, read_document
+from formats.errors import CheckpointError, ReshardError
+from formats.files.checkpoint import CONFIG, METADATA
 from formats.files.chunks import Chunk
 from formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
 from formats.notation.axes import Run
@@ -24,7 +25,7 @@ from reshard.source.program_files import ProgramFile, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.blocks import owners
-from verify.bytes.exact_report import ConfigDifference
+from verify.bytes.exact_report import ConfigDifference, config_differences
 
 
 @dataclass
@@ -75,8 +76,7 @@ class Structure:
             self.extra += folder.extra_entries(shards, expected)
         self._check_identity()
         if not (self.missing or self.extra or self.problems):
-            for file, change in folder.header_changes(self.original, shards, plan):
-                self._take(file, [change])
+            self.configs += folder.header_differences(self.original, shards, plan)
             problems = (folder.boundary_problem(shards, self._planned, rank) for rank in range(self._planned.ranks))
             self.problems += [problem for problem in problems if problem is not None]
             self.problems += self._rules_problem()
@@ -101,24 +101,26 @@ class Structure:
         if unknown := tensors.keys() - planned_names:
             self.extra += [f"{where}: {name}" for name in tensors if name in unknown]
 
-    def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
-        for key, should, stored in changes:
-            difference = ConfigDifference(file, key, folder.quote(should, stored), folder.quote(stored, should))
-            self.configs.append(difference)
-
     def _check_documents(self, documents: Mapping[str, Any]) -> None:
         """Compare those of these documents that exist."""
         for name, should in documents.items():
             path = self.shards.path / name
             if should is None or not path.is_file():
                 continue
-            stored = read_file(path) if isinstance(should, bytes) else folder.read_json(path)
-            if isinstance(stored, bytes):
-                self._take(name, [("content", repr(should[:100]), repr(stored[:100]))] if stored != should else [])
-            elif isinstance(stored, dict):
-                self._take(name, folder.changes(should, stored))
+            if isinstance(should, bytes):
+                content = read_file(path)
+                if content != should:
+                    texts = (repr(each[:100]) for each in (should, content))
+                    self.configs.append(ConfigDifference(name, "content", *texts))
+                continue
+            try:
+                stored = read_config(path) if path.name == CONFIG else read_document(path, MAX_MANIFEST, json_object)[1]
+            except CheckpointError as error:
+                if isinstance(error.__context__, OSError):
+                    raise
+                self.problems.append(error.message)
             else:
-                self.problems.append(f"{path}: is not a JSON object")
+                self.configs += config_differences(name, should, stored)
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""

@@ -24,9 +24,9 @@ from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from verify.bytes.exact import compare, open_shards
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.rules import own_rules
 from verify.profile.job import ProfileRequest
 from verify.report.answer import Answer, OwnPlan
-from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:

@@ -73,16 +73,16 @@ def config_differences(file: str, expected: Any, found: Any, key: str = "") -> I
     """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for name in dict.fromkeys((*expected, *found)):
-            values = (side.get(name, _ABSENT) for side in (expected, found))
-            yield from config_differences(file, *values, f"{key}.{name}" if key else str(name))
+            one, other = (side.get(name, _ABSENT) for side in (expected, found))
+            yield from config_differences(file, one, other, f"{key}.{name}" if key else str(name))
     elif isinstance(expected, list) and isinstance(found, list):
-        for number, values in enumerate(zip_longest(expected, found, fillvalue=_ABSENT)):
-            yield from config_differences(file, *values, f"{key}[{number}]")
+        for number, (one, other) in enumerate(zip_longest(expected, found, fillvalue=_ABSENT)):
+            yield from config_differences(file, one, other, f"{key}[{number}]")
     else:
         texts = [None if value is _ABSENT else json.dumps(value, sort_keys=True) for value in (expected, found)]
         if texts[0] != texts[1]:
             pairs = enumerate(zip(texts[0] or "", texts[1] or "", strict=False))
-            first = next((place for place, (one, other) in pairs if one != other), 0)
+            first = next((place for place, (a, b) in pairs if a != b), 0)
             yield ConfigDifference(file, key, *(_around(text, first) for text in texts))
 
 

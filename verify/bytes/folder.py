@@ -41,7 +41,7 @@ from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
 from verify.bytes.exact_report import ConfigDifference, config_differences
 from verify.bytes.reading import Files
-from verify.rules import with_sound_config
+from verify.bytes.rules import with_sound_config
 
 INDEX = "model.safetensors.index.json"
 

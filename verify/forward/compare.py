@@ -23,11 +23,11 @@ from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.text import plural
+from verify.bytes.rules import own_rules
 from verify.forward.job import ForwardOptions, Job, Needs, Reference, needs_of, run_plan
 from verify.forward.launch import RankAnswer, run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
-from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
 Progress = Callable[[str], None]

@@ -40,20 +40,9 @@ def no_progress(compared: int, total: int) -> None:
 
 
 Use = Location | TensorInfo
-
-
-class _Tensor(NamedTuple):
-    """A tensor of the original, the dtype to which it is cast, and what has its elements: atoms of stored tensors, and
-    tensors that are stored as in the original (what is kept beside the shards, and what the original itself has under a
-    second name). A constant of a format has no original.
-    """
-
-    number: int
-    name: str
-    dtype: str
-    view: View
-    original: TensorInfo | None
-    uses: Sequence[Use]
+"""What has elements of a tensor: an atom of a stored one, or a tensor that is stored as in the original. These are what
+is kept beside the shards, and what the original itself has under a second name.
+"""
 
 
 class _Copy(NamedTuple):
@@ -69,6 +58,18 @@ class _Copy(NamedTuple):
     name: str | None
     constant: int
     because: str
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the original, and what is there of it for each part of its view: None where that is not compared. A
+    constant of a format has no original.
+    """
+
+    number: int
+    name: str
+    view: View
+    original: TensorInfo | None
+    copies: Sequence[_Copy | None]
 
 
 class Comparison:
@@ -127,8 +128,7 @@ class Comparison:
             else:
                 content = self._files.read_once(original.file, original.offset + begin, end - begin)
         for reading in view.reads(chunk):
-            part = view.parts[reading.part]
-            copy = self._copy(tensor, part)
+            part, copy = view.parts[reading.part], tensor.copies[reading.part]
             if copy is None:
                 continue
             info, ours = copy.info, None if part.zero else content
@@ -201,9 +201,9 @@ class Comparison:
             if self._first is None or place < self._first[0]:
                 self._first = place, difference
 
-    def _copy(self, tensor: _Tensor, part: Part) -> _Copy | None:
-        """What the holder of a part has of a tensor; None if that is not to be compared."""
-        use, dtype, rank, value, because = tensor.uses[part.use], tensor.dtype, 0, 0.0, "padding"
+    def _copy(self, tensor: str, dtype: str, use: Use, part: Part) -> _Copy | None:
+        """What the holder of a part has of a tensor of a dtype; None if that is not to be compared."""
+        rank, value, because = 0, 0.0, "padding"
         if isinstance(use, TensorInfo):
             info, dtype = use, use.dtype
         else:
@@ -215,7 +215,7 @@ class Comparison:
                 value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
             elif part.zero:
                 because = "zero, as an earlier rank has it"
-        name = None if self._arrangement.format.plain and info.name == tensor.name else info.name
+        name = None if self._arrangement.format.plain and info.name == tensor else info.name
         return _Copy(part, info, dtype, rank, name, pattern(value, info.dtype), because)
 
     # ----------------------------------------------------------------------------------------- what is compared
@@ -244,14 +244,17 @@ class Comparison:
         files = {file: number for number, file in enumerate(sorted_paths({info.file for info in infos.values()}))}
         ordered = sorted((infos[name] for name in names), key=lambda info: (files[info.file], info.offset))
         for number, info in enumerate(ordered):
-            kind, own = self._kinds[info.name]
-            yield _Tensor(number, info.name, kind.dtype, self._view(kind, own, uses[info.name]), info, uses[info.name])
+            (kind, own), uses_of = self._kinds[info.name], uses[info.name]
+            view = self._view(kind, own, uses_of)
+            copies = [self._copy(info.name, kind.dtype, uses_of[part.use], part) for part in view.parts]
+            yield _Tensor(number, info.name, view, info, copies)
         for stored in constants:
             for holder in self._holders.get(stored.name, ()):
                 name = stored.name_on(holder)
                 shape, bits = (math.prod(self._shards.ranks[holder][name].shape),), DTYPE_BITS[stored.dtype]
-                view = View(shape, shape, bits, [Part(0, holder, (whole(shape),), bits)])
-                yield _Tensor(len(ordered), name, stored.dtype, view, None, [Location(stored, 0)])
+                part = Part(0, holder, (whole(shape),), bits)
+                copies = [self._copy(name, stored.dtype, Location(stored, 0), part)]
+                yield _Tensor(len(ordered), name, View(shape, shape, bits, [part]), None, copies)
 
     def _view(self, kind: Kind, own: Kind, uses: Sequence[Use]) -> View:
         """The view of a tensor of a kind, in the original of the kind ``own``; tensors of equal parts share it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -131,11 +131,3 @@ class ExactReport:
     def comparable(self) -> bool:
         """Whether the shards have all tensors in the planned shapes, whatever their content."""
         return not (self.missing or self.problems)
-
-    def to_document(self) -> dict[str, Any]:
-        """The report as a JSON document, for ``--json``."""
-        document = {"verdict": self.verdict, **asdict(self)}
-        if self.first is not None:
-            bytes_as_text = {"expected": self.first.expected.hex(), "found": self.first.found.hex()}
-            document["first"] = {**asdict(self.first), **bytes_as_text}
-        return document

@@ -31,12 +31,12 @@ from formats.files.sharded import (
     read_shard,
 )
 from formats.mesh import RANK_FOLDER, Mesh
-from formats.notation.format import Format
-from formats.store import FilePath, glob, is_in, name_in, read_file
+from formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
+from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
 from verify.bytes.exact_report import ConfigDifference, config_differences
@@ -81,18 +81,6 @@ def _outermost(name: str, folders: set[str]) -> str:
 
 def _called(folder: str) -> str:
     return folder if RANK_FOLDER.fullmatch(folder) else f"{folder}/"
-
-
-# ------------------------------------------------------------------------------------------------------- side files
-
-
-def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
-    """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
-    for name, content in original.read_side_files().items():
-        twin = shards.path / name
-        is_config = name == CONFIG and shards.stated is None
-        if twin.is_file() and not is_config and read_file(twin) != content:
-            yield twin
 
 
 # ---------------------------------------------------------------------------------------------------------- manifest
@@ -268,7 +256,7 @@ def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
 def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
     """The files besides weights and the original's side files: as JSON, as bytes, or None if any content will do.
 
-    Of a program's folder without a manifest, config.json alone.
+    A program's own files without a manifest may have any: nobody says who wrote them.
     """
     format, contents = shards.format, dict[str, Any]({CONFIG: original.read_config()})
     if shards.stated is not None:
@@ -279,40 +267,29 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
             contents[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
             if len(_files(shards, plan.mesh, rank)) > 1:
                 contents[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
-    if shards.manifest is None:
+    if shards.manifest is not None:
+        contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
+    if format.plain:
         return contents
-    contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
-    if shards.stated is not None:
-        return contents
+    own, files, is_known = dict[str, Any](), format.files, shards.manifest is not None
     if format.settings is not None and format.settings.file not in original.side_files:
-        contents[format.settings.file] = program_config(format.settings, shards.plan.model)
+        own[format.settings.file] = program_config(format.settings, shards.plan.model) if is_known else None
     infos = [info for rank in shards.ranks for info in rank.values()]
-    if format.files.index is not None and len({info.file for info in infos}) > 1:
-        contents[format.files.index] = _index(infos)
-    if format.files.tracker is not None:
-        contents[format.files.tracker] = str(format.files.folder).encode()
-    inside = format.files.place
+    if files.index is not None and len({info.file for info in infos}) > 1:
+        own[files.index] = _index(infos)
+    if files.tracker is not None:
+        own[files.tracker] = str(files.folder).encode()
+    weights = shards.path / files.place if is_known else weights_folder(format, shards.path)
+    inside = f"{name_in(weights, shards.path)}/" if weights != shards.path else ""
     for name, content in format.container.documents.items():
-        contents[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
-        if format.files.is_single:  # it says how far a run is
-            contents[inside + name] = None
-    if format.files.is_single:
-        steps = glob(shards.path / inside, "*/*/step.pt")
-        contents |= {name_in(path, shards.path): None for path in steps}
-    elif format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
-        contents[inside + METADATA] = None
-    return contents
-
-
-def documents_of(format: Format, weights: FilePath, root: FilePath) -> Iterator[str]:
-    """The names of such documents, from the format alone; there is an index if there are several files."""
-    inside = "" if weights == root else f"{name_in(weights, root)}/"
-    yield from (inside + name for name in format.container.documents)
-    yield from (
-        name for name in (format.files.tracker, format.settings.file if format.settings else None) if name is not None
-    )
-    if format.files.index is not None and (root / format.files.index).is_file():
-        yield format.files.index
+        own[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
+        if files.is_single:  # it says how far a run is
+            own[inside + name] = None
+    if files.is_single:
+        own |= {name_in(path, shards.path): None for path in glob(weights, "*/*/step.pt")}
+    elif (weights / METADATA).is_file():  # what it says is compared: where each chunk lies, and what of
+        own[inside + METADATA] = None
+    return contents | (own if is_known else dict.fromkeys(own))
 
 
 def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> list[SourceFile]:

@@ -208,9 +208,9 @@ def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = numbers.view(np.uint32)
     high, low = (bits >> 16).astype(np.uint16), bits & 0xFFFF
     up = (low > 0x8000) | ((low == 0x8000) & (high % 2 == 1))
-    found: NDArray[np.uint16] = high + up.astype(np.uint16)
-    found[np.isnan(numbers)] = 0x7FC0
-    return found
+    codes: NDArray[np.uint16] = high + up.astype(np.uint16)
+    codes[np.isnan(numbers)] = 0x7FC0
+    return codes
 
 
 # ------------------------------------------------------------------------------------------------------------- casts

@@ -220,13 +220,12 @@ def in_engine(
 
 def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) -> None:
     """Run the engine in a session of its own, so that all of its processes end with it."""
-    started = list[subprocess.Popen[str]]()
+    sessions = list[int]()
 
     def kill() -> None:
-        for process in started:
+        for leader in sessions:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(leader, signal.SIGKILL)
 
     try:
         with undone(kill):
@@ -234,12 +233,13 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, text=True, errors="replace",
             )  # fmt: skip
-            started.append(process)
+            sessions.append(process.pid)
             output, _ = process.communicate(timeout=options.timeout)
     except OSError as error:
         advice = "give the python of an environment with vLLM"
         raise refused("engine_python", command[0], error.strerror or str(error), advice=advice) from None
     except subprocess.TimeoutExpired:
+        process.wait()
         raise ReshardError(f"{name} has not ended after {options.timeout:.0f} s") from None
     if process.returncode or not out.exists():
         hint = f"{command[0]} has no vLLM: give the python of an environment that has it with --engine-python"

@@ -17,6 +17,7 @@ import torch
 
 from formats.errors import ReshardError
 from formats.files.checksum import file_checksum
+from formats.files.chunks import OFFSETS_KEY
 from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from reshard.cli.commands import main
@@ -413,7 +414,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any], dict[str, str]], None]
 
 
 @pytest.mark.parametrize(
-    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more"]
+    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more", OFFSETS_KEY]
 )
 def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> None:
     """Of all files alike and without a manifest, so that only the original can tell."""
@@ -425,7 +426,7 @@ def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> No
     }  # fmt: skip
 
     def change(document: dict[str, Any], metadata: dict[str, str]) -> None:
-        if key in ("format", "more"):
+        if key in ("format", "more", OFFSETS_KEY):
             metadata[key] = "tf"
         else:
             document[key] = document[key] | values[key] if key == "sizes" else values[key]

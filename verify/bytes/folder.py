@@ -239,11 +239,11 @@ def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 chunks = read_chunks(file.path, file.metadata, read_header(file.path).tensors)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
-            yield from config_differences(file.name, _opened(expected), _opened(file.metadata))
-
-
-def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {**metadata, **{key: json.loads(metadata[key]) for key in (METADATA_KEY, OFFSETS_KEY) if key in metadata}}
+            # One that is not expected may be no JSON
+            texts = [key for key in (METADATA_KEY, OFFSETS_KEY) if key in expected and key in file.metadata]
+            sides = (expected, file.metadata)
+            one, other = ({**side, **{key: json.loads(side[key]) for key in texts}} for side in sides)
+            yield from config_differences(file.name, one, other)
 
 
 def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:

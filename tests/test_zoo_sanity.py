@@ -35,8 +35,8 @@ from tests.marks import thorough
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents
 from verify.bytes.exact import verify_exact
+from verify.bytes.rules import with_sound_config
 from verify.rank.trace import inputs_of, running
-from verify.rules import with_sound_config
 
 FORMAT = format_of("transformers")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from formats.documents import read_config
 from formats.errors import CheckpointError, ReshardError, refused
@@ -22,11 +22,12 @@ from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
+from verify.bytes.comparison import no_progress
 from verify.bytes.exact import compare, open_shards
 from verify.bytes.exact_report import ExactReport
+from verify.bytes.rules import own_rules
 from verify.profile.job import ProfileRequest
 from verify.report.answer import Answer, OwnPlan
-from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
@@ -35,23 +36,19 @@ if TYPE_CHECKING:
     from verify.profile.words import Profile
 
 
-class Display(Protocol):
-    """Shows a person how far the proof is."""
+@dataclass(frozen=True)
+class Display:
+    """Shows a person how far the proof is; by default nobody.
 
-    def bytes(self) -> AbstractContextManager[Callable[[int, int], None]]:
-        """For the comparison of bytes: to be called with the bytes that are done and the bytes in all."""
-        return nullcontext(lambda compared, total: None)
+    ``bytes`` is for the comparison of bytes: it yields what is called with the bytes that are done and the bytes in
+    all. ``phases`` is for runs of the model: it yields what is called with the name of each phase as it begins.
+    """
 
-    def phases(self) -> AbstractContextManager[Callable[[str], None]]:
-        """For the forward pass: to be called with the name of each phase as it begins."""
-        return nullcontext(lambda phase: None)
-
-
-class Silent(Display):
-    """It shows nothing."""
+    bytes: Callable[[], AbstractContextManager[Callable[[int, int], None]]] = lambda: nullcontext(no_progress)
+    phases: Callable[[], AbstractContextManager[Callable[[str], None]]] = lambda: nullcontext(lambda phase: None)
 
 
-SILENT = Silent()
+SILENT = Display()
 
 
 def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:

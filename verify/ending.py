@@ -45,10 +45,10 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex[:12]}")
     _folders.append(folder)
     try:
-        with undone(lambda: _remove(folder)):
-            folder.mkdir(mode=0o700)
-            yield folder
+        folder.mkdir(mode=0o700)
+        yield folder
     finally:
+        _remove(folder)
         _folders.remove(folder)
 
 

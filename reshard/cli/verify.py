@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
     for every code but 0.)
     """
-    from verify.command import SILENT, VerifyRequest, attempt, needs
+    from verify.command import SILENT, Display, VerifyRequest, attempt, needs
     from verify.ending import one_line_when_interrupted
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
@@ -96,7 +96,7 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     with one_line_when_interrupted(_interrupted):
         is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # by torchrun, say
         if not is_launched or (exact_only and os.environ["RANK"] == "0"):
-            attempt(answer, request, SILENT if request.quiet else _Display())
+            attempt(answer, request, SILENT if request.quiet else Display(_bytes, _phases))
             return finish()
         if exact_only:
             return 0  # the first rank compares the bytes and speaks
@@ -112,13 +112,14 @@ def _interrupted() -> str:
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> NoReturn:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.command import SILENT, attempt
+    from verify.command import SILENT, Display, attempt
     from verify.forward.launch import Crew
 
     crew = Crew()
 
     def work() -> Any:
-        attempt(answer, request, _Display() if crew.is_first and not request.quiet else SILENT, crew)
+        display = Display(_bytes, _phases) if crew.is_first and not request.quiet else SILENT
+        attempt(answer, request, display, crew)
         failed = answer.forward if answer.forward is not None and answer.forward.failure is not None else None
         return answer.error or failed
 
@@ -164,21 +165,14 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
 _TICK = 1.0  # seconds between two looks at the clock
 
 
-class _Display:
-    """How far the proof is, on stderr."""
+def _bytes() -> AbstractContextManager[Callable[..., None]]:
+    print_note("comparing bytes")
+    return progress_of("comparing bytes", how="auto")
 
-    def bytes(self) -> AbstractContextManager[Callable[..., None]]:
-        print_note("comparing bytes")
-        return progress_of("comparing bytes", how="auto")
 
-    @contextmanager
-    def phases(self) -> Iterator[Callable[[str], None]]:
-        """On a terminal one line a phase with its seconds, elsewhere the name of each phase as it begins."""
-        if bars_are_wanted():
-            with _ticking() as begin:
-                yield begin
-        else:
-            yield print_note
+def _phases() -> AbstractContextManager[Callable[[str], None]]:
+    """On a terminal one line a phase with its seconds, elsewhere the name of each phase as it begins."""
+    return _ticking() if bars_are_wanted() else nullcontext(print_note)
 
 
 @contextmanager

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -150,3 +153,37 @@ class Threads:
             except BaseException as error:
                 future.set_exception(error)
             del call, future, function, arguments
+
+
+class ArrayCache:
+    """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.nbytes = limit, 0
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[object, Future[NDArray[Any]]] = OrderedDict()
+
+    def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The array of this key, made unless it is kept: who asks first makes it, the others wait."""
+        own = Future[NDArray[Any]]()
+        with self._lock:
+            future = self._arrays.setdefault(key, own)
+            self._arrays.move_to_end(key)
+        if future is not own:
+            return future.result()
+        try:
+            array = make()
+        except BaseException as error:
+            with self._lock:
+                del self._arrays[key]
+            own.set_exception(error)
+            raise
+        own.set_result(array)
+        with self._lock:
+            self.nbytes += array.nbytes
+            while self.nbytes > self.limit and (oldest := next(iter(self._arrays))) != key:
+                if self._arrays[oldest].done():
+                    self.nbytes -= self._arrays.pop(oldest).result().nbytes
+                else:  # another thread is making it
+                    self._arrays.move_to_end(oldest)
+        return array

@@ -21,16 +21,9 @@ from formats.store import FilePath, location_of
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
+from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import Term, changes_of
-from reshard.transforms.tensors import (
-    Arithmetic,
-    ArrayCache,
-    Content,
-    Tensor,
-    changed,
-    computed,
-    tensors_of,
-)
+from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, tensors_of
 
 _TILE = 1 << 16
 """So many elements are computed at a time: they stay in a core's cache."""

@@ -45,6 +45,7 @@ from formats.notation.format_file import AdapterFormat, Factor
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
+from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import (
     A_ENDS,
     B_ENDS,
@@ -60,15 +61,7 @@ from reshard.transforms.low_rank import (
     scale_of,
     shape_of,
 )
-from reshard.transforms.tensors import (
-    ARITHMETIC,
-    Arithmetic,
-    ArrayCache,
-    Tensor,
-    computed,
-    store_of,
-    tensors_of,
-)
+from reshard.transforms.tensors import ARITHMETIC, Arithmetic, Tensor, computed, store_of, tensors_of
 
 Indices = tuple[tuple[str, int], ...]
 Numbers = NDArray[Any]

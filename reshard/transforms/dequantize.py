@@ -18,7 +18,8 @@ from formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
-from reshard.transforms.tensors import Arithmetic, ArrayCache, Tensor, changed, computed, tensors_of
+from reshard.store.threads import ArrayCache
+from reshard.transforms.tensors import Arithmetic, Tensor, changed, computed, tensors_of
 
 _SCALES = ArrayCache(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""

@@ -23,17 +23,9 @@ from formats.numbers import CODES
 from formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
+from reshard.store.threads import ArrayCache
 from reshard.text import plural
-from reshard.transforms.tensors import (
-    Arithmetic,
-    ArrayCache,
-    Content,
-    Tensor,
-    changed,
-    computed,
-    is_quantized,
-    tensors_of,
-)
+from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, is_quantized, tensors_of
 
 NAME = "fp8-block"
 """What ``--quantize`` calls it."""

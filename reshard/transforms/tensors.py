@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -40,6 +38,7 @@ from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store import range_store
 from reshard.store.remote import Remote
+from reshard.store.threads import ArrayCache
 from reshard.writing.output import Output
 
 _VERSION = 3
@@ -115,40 +114,6 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
         return remote
     assert local is not None and folder is not None
     return LocalFile(local, folder, stamp, stamp.size)
-
-
-class ArrayCache:
-    """Arrays by their keys, those used last: at most ``limit`` bytes, or one."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.nbytes = limit, 0
-        self._lock = threading.Lock()
-        self._arrays: OrderedDict[object, Future[NDArray[Any]]] = OrderedDict()
-
-    def get(self, key: object, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array of this key, made unless it is kept: who asks first makes it, the others wait."""
-        own = Future[NDArray[Any]]()
-        with self._lock:
-            future = self._arrays.setdefault(key, own)
-            self._arrays.move_to_end(key)
-        if future is not own:
-            return future.result()
-        try:
-            array = make()
-        except BaseException as error:
-            with self._lock:
-                del self._arrays[key]
-            own.set_exception(error)
-            raise
-        own.set_result(array)
-        with self._lock:
-            self.nbytes += array.nbytes
-            while self.nbytes > self.limit and (oldest := next(iter(self._arrays))) != key:
-                if self._arrays[oldest].done():
-                    self.nbytes -= self._arrays.pop(oldest).result().nbytes
-                else:  # another thread is making it
-                    self._arrays.move_to_end(oldest)
-        return array
 
 
 # -------------------------------------------------------------------------------------------------- contents of tensors

@@ -28,7 +28,7 @@ from verify.engine.compare import (
     check_power,
     in_engine,
     in_transformers,
-    prompts_of,
+    tokens_of,
 )
 
 RUNNER = Path(__file__).with_name("megatron_run.py")
@@ -76,12 +76,11 @@ def _layers(model: Model) -> Iterator[int]:
 
 def run_original(original: Source, options: EngineOptions) -> Baseline:
     """Run the original in transformers, in two dtypes. Raises ReshardError if it cannot run."""
-    size, prompts = prompts_of(original, options)
-    dtype = getattr(torch, options.dtype)
-    exact = in_transformers(original, prompts, torch.float64 if dtype == torch.float32 else torch.float32)
-    whole = in_transformers(original, prompts, dtype)
+    tokens, dtype = tokens_of(original, options), getattr(torch, options.dtype)
+    exact = in_transformers(original, tokens, torch.float64 if dtype == torch.float32 else torch.float32)
+    whole = in_transformers(original, tokens, dtype)
     check_power(exact, whole, "transformers")
-    return Baseline(options, size, prompts, exact, whole)
+    return Baseline(tokens, exact, whole)
 
 
 def run_shards(baseline: Baseline, shards: Source, mesh: Mesh | None = None, save: Path | None = None) -> EngineReport:
@@ -95,4 +94,4 @@ def run_shards(baseline: Baseline, shards: Source, mesh: Mesh | None = None, sav
         "settings": settings_for(shards.model, shards.format), "stages": mesh.stages,
         "save": str(save) if save else None,
     }  # fmt: skip
-    return baseline.report("megatron", mesh, in_engine("megatron", RUNNER, further, shards, mesh, baseline))
+    return baseline.report("megatron", mesh, in_engine("megatron", RUNNER, further, shards, mesh, baseline.tokens))

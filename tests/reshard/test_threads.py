@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from formats.errors import MismatchError
-from reshard.store.threads import Shared, StoppedError, work_together
-from reshard.transforms.tensors import ArrayCache
+from reshard.store.threads import ArrayCache, Shared, StoppedError, work_together
 
 
 @pytest.mark.parametrize("count", [1, 4])

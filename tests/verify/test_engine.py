@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from reshard.api import split
 from tests import store
+from tests.marks import thorough
 from tests.support import change_tensor, command
+from tests.verify.test_launch import assert_gone
 
 STAND_IN = '''
 """A Llama in numpy, which a process imports in a tenth of the time that transformers takes."""
-import json, os, tempfile
+import json, os, tempfile, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -44,6 +50,9 @@ class LLM:
     def __init__(self, model, load_format, dtype, tensor_parallel_size, **settings):
         if os.environ.get("STAND_IN") == "asserts":
             assert tensor_parallel_size == 0
+        if os.environ.get("STAND_IN", "").startswith("waits"):
+            Path(os.environ["STAND_IN"].removeprefix("waits ")).write_text(str(os.getpid()))
+            time.sleep(600)
         if os.environ.get("STAND_IN") == "refuses":
             raise KeyError("model.layers.0.self_attn.qkv_proj.weight")
         if load_format == "sharded_state":
@@ -137,6 +146,22 @@ def test_an_engine_that_computes_something_else_proves_nothing(
     monkeypatch.setenv("STAND_IN", "wrong")
     code, _, said = _verify(original, out, "--exact-only", "--engine-python", engine)
     assert code == 2 and "vllm computes something else than transformers" in said
+
+
+@thorough
+def test_an_interrupted_command_leaves_no_engine_behind(engine: Path, tmp_path: Path) -> None:
+    original, out = _shards(tmp_path)
+    begun, words = tmp_path / "begun", ["--exact-only", "--engine", "vllm", "--engine-python", str(engine)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", "verify", original, out, *words], cwd=Path(__file__).parents[2],
+        env={**os.environ, "STAND_IN": f"waits {begun}"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.poll() is None and not (begun.exists() and begun.read_text()):
+        time.sleep(0.05)
+    pid = int(begun.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].endswith("reshard: interrupted\n")
+    assert_gone([pid])
 
 
 def test_without_the_engine(tmp_path: Path) -> None:

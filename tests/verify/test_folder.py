@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import torch
 
 from formats.errors import ReshardError
 from formats.files.checksum import file_checksum
+from formats.files.chunks import OFFSETS_KEY
 from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from reshard.cli.commands import main
@@ -354,6 +356,40 @@ def test_what_tools_keep_for_themselves_is_no_part(pair: tuple[Path, Path]) -> N
     assert lines(report(original, shards)) == []
 
 
+def test_numbers_that_json_lacks_are_no_difference(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Python's own writer puts them into a config.json: ``time_step_limit`` of Mamba 2, say."""
+    original = Path(shutil.copytree(made[0], tmp_path / "original"))
+    config = json.loads((original / "config.json").read_text())
+    config |= {"time_step_limit": [0.0, math.inf], "never": math.nan}
+    (original / "config.json").write_text(json.dumps(config))
+    split(original, tmp_path / "shards", tp=2)
+    merge(tmp_path / "shards", tmp_path / "merged")
+    assert lines(report(original, tmp_path / "shards")) == [] == lines(report(original, tmp_path / "merged"))
+    (tmp_path / "merged/config.json").write_text(json.dumps(config | {"time_step_limit": [-math.inf, math.inf]}))
+    (line,) = lines(report(original, tmp_path / "merged"))
+    assert line == "config.json: 'time_step_limit[0]' is -Infinity, expected 0.0"
+
+
+def test_a_document_that_is_none_says_why(pair: tuple[Path, Path]) -> None:
+    original, shards = pair
+    (shards / "reshard.json").unlink()
+    (shards / RANK / "config.json").write_text('{"hidden_size": 20')
+    (shards / RANK / "model.safetensors.index.json").write_text("[]")
+    first, second = lines(report(original, shards))
+    assert f"{RANK}/config.json: not valid JSON: Expecting ',' delimiter" in first
+    assert second.endswith(f"{RANK}/model.safetensors.index.json: should be a JSON object and is []")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="a file whose first bytes cannot be read")
+def test_a_document_that_cannot_be_read_is_no_difference(pair: tuple[Path, Path]) -> None:
+    original, shards = pair
+    (shards / "reshard.json").unlink()
+    (shards / RANK / "config.json").unlink()
+    (shards / RANK / "config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(ReshardError, match="cannot be read"):
+        report(original, shards)
+
+
 def test_side_files_of_a_merged_checkpoint(made: tuple[Path, Path], tmp_path: Path) -> None:
     original, shards = made
     merge(shards, tmp_path / "merged")
@@ -378,7 +414,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any], dict[str, str]], None]
 
 
 @pytest.mark.parametrize(
-    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more"]
+    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more", OFFSETS_KEY]
 )
 def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> None:
     """Of all files alike and without a manifest, so that only the original can tell."""
@@ -390,7 +426,7 @@ def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> No
     }  # fmt: skip
 
     def change(document: dict[str, Any], metadata: dict[str, str]) -> None:
-        if key in ("format", "more"):
+        if key in ("format", "more", OFFSETS_KEY):
             metadata[key] = "tf"
         else:
             document[key] = document[key] | values[key] if key == "sizes" else values[key]

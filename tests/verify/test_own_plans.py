@@ -27,9 +27,9 @@ from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.forwards import run_forwards
 from verify.bytes.exact import compare
+from verify.bytes.rules import own_rules, with_sound_config
 from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
 from verify.rank.group import RankError
-from verify.rules import own_rules, with_sound_config
 
 pytestmark = [thorough, of_ranks]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,9 +261,7 @@ class View:
         self._step = max(8, row, most // max(8, row) * max(8, row))
         if repeats is not None:
             self._whole = self._step = self._size
-        self._reads_of_all: list[Read] | None = None
-        if len(few := [*itertools.islice(self.chunks(), 2)]) == 1:  # many tensors may be that small, and alike
-            self._reads_of_all = [*self.reads(few[0])]
+        self.reads = lru_cache(1)(self._reads)  # many tensors may be so small that they are one chunk, and alike
         all_reads = (read for chunk in self.chunks() for read in self.reads(chunk))
         self.shared = frozenset(read.part for read in all_reads if read.elements != read.end - read.begin)
         self._step *= WIDER if self.shared else 1
@@ -288,17 +287,16 @@ class View:
             count += index * own_row
         return count + position
 
-    def reads(self, chunk: Run) -> Iterator[Read]:
+    def _reads(self, chunk: Run) -> Sequence[Read]:
         """What a chunk takes of each part that has any of its elements."""
-        if self._reads_of_all is not None:
-            yield from self._reads_of_all
-            return
+        reads = []
         for number, part in enumerate(self.parts):
             near = (b for b in part.blocks if b.padded.first < chunk.end and b.padded.end(b.shape) > chunk.offset)
             if blocks := tuple(inside for block in near for inside in _within(block, chunk)):
                 begin = min(block.stored.first for block in blocks)
                 end = max(block.stored.end(block.shape) for block in blocks)
-                yield Read(number, begin, end, sum(math.prod(block.shape) for block in blocks), blocks)
+                reads.append(Read(number, begin, end, sum(math.prod(block.shape) for block in blocks), blocks))
+        return reads
 
 
 def _within(block: Block, chunk: Run) -> Iterator[Block]:

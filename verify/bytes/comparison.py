@@ -28,7 +28,7 @@ from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
 from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating
+from verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating, widened
 from verify.bytes.structure import ranks_of
 
 Progress = Callable[[int, int], None]
@@ -39,33 +39,15 @@ def no_progress(compared: int, total: int) -> None:
     """Show no progress."""
 
 
-class _Use(NamedTuple):
-    """A stored tensor that has elements of a tensor: those of the atom of this number. None stands for one that is
-    stored as in the original, ``info``: what is kept beside the shards, and what the original itself has under a second
-    name.
-    """
-
-    stored: Stored | None
-    number: int
-    info: TensorInfo | None = None
-
-
-class _Tensor(NamedTuple):
-    """A tensor of the original, the dtype to which it is cast, and what has its elements. A constant of a format has no
-    original.
-    """
-
-    number: int
-    name: str
-    dtype: str
-    view: View
-    original: TensorInfo | None
-    uses: Sequence[_Use]
+Use = Location | TensorInfo
+"""What has elements of a tensor: an atom of a stored one, or a tensor that is stored as in the original. These are what
+is kept beside the shards, and what the original itself has under a second name.
+"""
 
 
 class _Copy(NamedTuple):
     """What a holder has of a tensor: by its part of the tensor's view, in a stored tensor whose name there is
-    ``name``, if it is another. ``dtype`` is the original's after any cast, ``pattern`` are the bits that stand where
+    ``name``, if it is another. ``dtype`` is the original's after any cast, ``constant`` are the bits that stand where
     nothing of the original does, ``because`` says why.
     """
 
@@ -74,8 +56,20 @@ class _Copy(NamedTuple):
     dtype: str
     rank: int
     name: str | None
-    pattern: int
+    constant: int
     because: str
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the original, and what is there of it for each part of its view: None where that is not compared. A
+    constant of a format has no original.
+    """
+
+    number: int
+    name: str
+    view: View
+    original: TensorInfo | None
+    copies: Sequence[_Copy | None]
 
 
 class Comparison:
@@ -134,8 +128,7 @@ class Comparison:
             else:
                 content = self._files.read_once(original.file, original.offset + begin, end - begin)
         for reading in view.reads(chunk):
-            part = view.parts[reading.part]
-            copy = self._copy(tensor, part)
+            part, copy = view.parts[reading.part], tensor.copies[reading.part]
             if copy is None:
                 continue
             info, ours = copy.info, None if part.zero else content
@@ -158,53 +151,46 @@ class Comparison:
     def _compare_block(
         self, tensor: _Tensor, copy: _Copy, block: Block, ours: tuple[Array | None, int], theirs: tuple[Array, int]
     ) -> None:
-        """Compare a block; of both sides the bytes, and the element with which they begin."""
-        left, info, dtypes = None, tensor.original, (copy.dtype, copy.info.dtype)
-        right = block.stored.array(*theirs, block.shape, copy.part.bits)
-        if info is not None and ours[0] is not None and block.original is not None:
-            left = block.original.array(ours[0], ours[1], block.shape, DTYPE_BITS[info.dtype])
-            left = cast(left, info.dtype, copy.dtype)
-            wrong = differing(left, right, dtypes, copy.part.function)
-        else:
-            wrong = right != copy.pattern if (right != copy.pattern).any() else None
-        if wrong is not None:
-            self._count(tensor, copy, block, left, right, wrong)
-
-    def _count(
-        self, tensor: _Tensor, copy: _Copy, block: Block, left: Array | None, right: Array, wrong: Array
-    ) -> None:
-        """Count the wrong elements of a block, and find the first in the order of the original's elements."""
-        (part, info, dtype, rank, name, pattern, because), view, original = copy, tensor.view, tensor.original
-        if not block.shape:  # a number
-            wrong, right = np.atleast_1d(wrong), np.atleast_1d(right)
-            left = None if left is None else np.atleast_1d(left)
+        """Compare a block, of both sides the bytes and the element with which they begin. Count its wrong elements, and
+        find the first in the order of the original's elements.
+        """
+        (part, info, dtype, rank, name, constant, because), original = copy, tensor.original
+        right, function, in_original = block.stored.array(*theirs, block.shape, part.bits), None, None
+        left = np.broadcast_to(right.dtype.type(constant), right.shape)
+        if original is not None and ours[0] is not None and block.original is not None:
+            in_original, function = block.original, part.function
+            left = in_original.array(ours[0], ours[1], block.shape, DTYPE_BITS[original.dtype])
+            left = widened(cast(left, original.dtype, dtype), dtype, info.dtype)
+        wrong = differing(left, right, info.dtype, function)
+        if wrong is None:
+            return
+        wrong, left, right = map(np.atleast_1d, (wrong, left, right))  # a number has no dimension
         places = np.nonzero(wrong)
         elements = [*places[: len(block.shape)]]  # of several that share a byte the first
+        count = int(places[0].size)
+        nbytes = count * right.itemsize
         if part.bits < 8:
             elements[-1] = elements[-1] * 8 // part.bits
+            count = -(-count * 8 // part.bits)
+        if function is None:
+            nbytes = int(np.count_nonzero(np.ascontiguousarray(right[places] ^ left[places]).view(np.uint8)))
         positions = np.full(places[0].size, block.padded.first)
         for indices, step in zip(elements, block.padded.steps, strict=True):
             positions += indices * step
         one = int(np.argmin(positions))
         position, at = int(positions[one]), tuple(int(indices[one]) for indices in places)
-        element = [int(indices[one]) for indices in elements]
-        count = -(-int(places[0].size) * 8 // part.bits) if part.bits < 8 else int(places[0].size)
-        nbytes = right.itemsize * int(places[0].size)
-        if left is None or (left.dtype == right.dtype and part.function is None):
-            changed = right[places] ^ (right.dtype.type(pattern) if left is None else left[places])
-            nbytes = int(np.count_nonzero(np.ascontiguousarray(changed).view(np.uint8)))
-        should, file, byte = pattern.to_bytes(right.itemsize, "little"), None, None
-        if left is not None and original is not None and block.original is not None:
-            should = expected(np.ascontiguousarray(left[at]).reshape(1), (dtype, info.dtype), part.function)
-            flat = block.original.at(element)
-            if view.repeats is not None:
-                few = (int(i) // n for i, n in zip(np.unravel_index(flat, view.shape), view.repeats, strict=True))
-                flat = int(np.ravel_multi_index(tuple(few), original.shape))
-            file, byte = str(original.file), original.offset + (flat * DTYPE_BITS[original.dtype] + 7) // 8
+        element, file, byte = [int(indices[one]) for indices in elements], None, None
+        if original is not None and in_original is not None:
+            number = in_original.at(element)
+            if tensor.view.repeats is not None:
+                index = np.unravel_index(number, tensor.view.shape)
+                few = (int(i) // n for i, n in zip(index, tensor.view.repeats, strict=True))
+                number = int(np.ravel_multi_index(tuple(few), original.shape))
+            file, byte = str(original.file), original.offset + (number * DTYPE_BITS[original.dtype] + 7) // 8
         difference = FirstDifference(
-            tensor.name, tuple(map(int, np.unravel_index(position, view.padded))), rank, str(info.file),
-            info.offset + (block.stored.at(element) * part.bits + 7) // 8, should,
-            np.ascontiguousarray(right[at]).reshape(1).tobytes(), file, byte, name, because,
+            tensor.name, tuple(map(int, np.unravel_index(position, tensor.view.padded))), rank, str(info.file),
+            info.offset + (block.stored.at(element) * part.bits + 7) // 8, expected(left[at], info.dtype, function),
+            right[at].tobytes(), file, byte, name, because,
         )  # fmt: skip
         place = tensor.number, position, rank, name or ""
         key = tensor.number, tensor.name, name or "", rank
@@ -215,12 +201,13 @@ class Comparison:
             if self._first is None or place < self._first[0]:
                 self._first = place, difference
 
-    def _copy(self, tensor: _Tensor, part: Part) -> _Copy | None:
-        """What the holder of a part has of a tensor; None if that is not to be compared."""
-        (stored, _, info), dtype, rank, value, because = tensor.uses[part.use], tensor.dtype, 0, 0.0, "padding"
-        if info is not None:
-            dtype = info.dtype
-        elif stored is not None:
+    def _copy(self, tensor: str, dtype: str, use: Use, part: Part) -> _Copy | None:
+        """What the holder of a part has of a tensor of a dtype; None if that is not to be compared."""
+        rank, value, because = 0, 0.0, "padding"
+        if isinstance(use, TensorInfo):
+            info, dtype = use, use.dtype
+        else:
+            stored = use.stored
             if part.holder not in self._holders.get(stored.name, ()):
                 return None
             info, rank = self._shards.ranks[part.holder][stored.name_on(part.holder)], self._ranks[part.holder]
@@ -228,8 +215,7 @@ class Comparison:
                 value, because = stored.constant.value, f"a constant of the format, {stored.constant.value}"
             elif part.zero:
                 because = "zero, as an earlier rank has it"
-        assert info is not None
-        name = None if self._arrangement.format.plain and info.name == tensor.name else info.name
+        name = None if self._arrangement.format.plain and info.name == tensor else info.name
         return _Copy(part, info, dtype, rank, name, pattern(value, info.dtype), because)
 
     # ----------------------------------------------------------------------------------------- what is compared
@@ -244,33 +230,36 @@ class Comparison:
 
     def _tensors(self) -> Iterator[_Tensor]:
         """All tensors, in the order of the original's files, and the constants of a format."""
-        uses: dict[str, list[_Use]] = defaultdict(list)
+        uses: dict[str, list[Use]] = defaultdict(list)
         names, constants = set[str](), list[Stored]()
         for stored in self._arrangement.stored:
             for number, atom in enumerate(stored.atoms):
-                uses[atom.tensor].append(_Use(stored, number))
+                uses[atom.tensor].append(Location(stored, number))
             names.update(atom.tensor for atom in stored.atoms if stored.name in self._holders)
             constants += [stored] if stored.constant is not None else []
         for name, info in self._twins():
-            uses[name].append(_Use(None, 0, info))
+            uses[name].append(info)
             names.add(name)
         infos = self._original.ranks[0]
         files = {file: number for number, file in enumerate(sorted_paths({info.file for info in infos.values()}))}
         ordered = sorted((infos[name] for name in names), key=lambda info: (files[info.file], info.offset))
         for number, info in enumerate(ordered):
-            kind, own = self._kinds[info.name]
-            yield _Tensor(number, info.name, kind.dtype, self._view(kind, own, uses[info.name]), info, uses[info.name])
+            (kind, own), uses_of = self._kinds[info.name], uses[info.name]
+            view = self._view(kind, own, uses_of)
+            copies = [self._copy(info.name, kind.dtype, uses_of[part.use], part) for part in view.parts]
+            yield _Tensor(number, info.name, view, info, copies)
         for stored in constants:
             for holder in self._holders.get(stored.name, ()):
                 name = stored.name_on(holder)
                 shape, bits = (math.prod(self._shards.ranks[holder][name].shape),), DTYPE_BITS[stored.dtype]
-                view = View(shape, shape, bits, [Part(0, holder, (whole(shape),), bits)])
-                yield _Tensor(len(ordered), name, stored.dtype, view, None, [_Use(stored, 0)])
+                part = Part(0, holder, (whole(shape),), bits)
+                copies = [self._copy(name, stored.dtype, Location(stored, 0), part)]
+                yield _Tensor(len(ordered), name, View(shape, shape, bits, [part]), None, copies)
 
-    def _view(self, kind: Kind, own: Kind, uses: Sequence[_Use]) -> View:
+    def _view(self, kind: Kind, own: Kind, uses: Sequence[Use]) -> View:
         """The view of a tensor of a kind, in the original of the kind ``own``; tensors of equal parts share it."""
         alike = (
-            (use.info and use.info.dtype,) if use.stored is None
+            use.dtype if isinstance(use, TensorInfo)
             else (use.stored.geometry, use.number, use.stored.dtype, *use.stored.atoms[use.number][1:])
             for use in uses
         )  # fmt: skip
@@ -288,7 +277,7 @@ class Comparison:
         return self._views[key]
 
     def _parts(
-        self, kind: Kind, uses: Sequence[_Use], tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
+        self, kind: Kind, uses: Sequence[Use], tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
     ) -> Iterator[Part]:
         """The parts that all holders have of tensors of a kind; of the original and of the padded one, ``tensors`` has
         the sizes of axes and the shape.
@@ -297,13 +286,13 @@ class Comparison:
         """
         counts = dict[Atom, int]()
         blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
-        for number, (stored, slot, info) in enumerate(uses):
-            if stored is None:
-                assert info is not None
-                yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[info.dtype])
+        for number, use in enumerate(uses):
+            if isinstance(use, TensorInfo):
+                yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[use.dtype])
                 continue
-            geometry, atom = stored.geometry, stored.atoms[slot]
-            layout, portion = geometry.whole.layouts[slot], Location(stored, slot).portion
+            stored, slot = use
+            geometry, atom, portion = stored.geometry, stored.atoms[slot], use.portion
+            layout = geometry.whole.layouts[slot]
             check_all_owned(layout)
             counts[atom] = math.prod(layout.full)
             lines = [line_of(kind.rule_in_rows, portion, sizes, shape) for sizes, shape in tensors]

@@ -81,18 +81,15 @@ def compare(
         return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
     report = comparison.run(workers or files.workers)
     structure.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
-    if structure.of_any_mesh:
-        report = replace(report, mesh="of no stated mesh", ranks=None)
+    mesh, ranks = ("of no stated mesh", None) if structure.of_any_mesh else (report.mesh, report.ranks)
     return replace(
         report,
+        mesh=mesh,
+        ranks=ranks,
         format=None if plain else shards.format.name,
         is_listed=shards.other_files is not None,
-        missing=tuple(structure.missing),
-        extra=tuple(structure.extra),
-        configs=tuple(structure.configs),
-        problems=tuple(structure.problems),
-        not_compared=tuple(structure.not_compared),
         cast=original.cast.dtype if original.cast is not None else None,
+        **structure.differences,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 
@@ -63,6 +66,34 @@ class ConfigDifference:
         return f"{self.file}: '{self.key}' is {stated}, expected {expected}"
 
 
+_ABSENT = object()
+
+
+def config_differences(file: str, expected: Any, found: Any, key: str = "") -> Iterator[ConfigDifference]:
+    """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in dict.fromkeys((*expected, *found)):
+            one, other = (side.get(name, _ABSENT) for side in (expected, found))
+            yield from config_differences(file, one, other, f"{key}.{name}" if key else str(name))
+    elif isinstance(expected, list) and isinstance(found, list):
+        for number, (one, other) in enumerate(zip_longest(expected, found, fillvalue=_ABSENT)):
+            yield from config_differences(file, one, other, f"{key}[{number}]")
+    else:
+        texts = [None if value is _ABSENT else json.dumps(value, sort_keys=True) for value in (expected, found)]
+        if texts[0] != texts[1]:
+            pairs = enumerate(zip(texts[0] or "", texts[1] or "", strict=False))
+            first = next((place for place, (a, b) in pairs if a != b), 0)
+            yield ConfigDifference(file, key, *(_around(text, first) for text in texts))
+
+
+def _around(text: str | None, place: int) -> str | None:
+    """The part of a long text around a place."""
+    if text is None or len(text) <= 80:
+        return text
+    start = max(0, place - 20)
+    return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
+
+
 @dataclass(frozen=True)
 class ExactReport:
     """The result of a comparison.
@@ -100,11 +131,3 @@ class ExactReport:
     def comparable(self) -> bool:
         """Whether the shards have all tensors in the planned shapes, whatever their content."""
         return not (self.missing or self.problems)
-
-    def to_document(self) -> dict[str, Any]:
-        """The report as a JSON document, for ``--json``."""
-        document = {"verdict": self.verdict, **asdict(self)}
-        if self.first is not None:
-            bytes_as_text = {"expected": self.first.expected.hex(), "found": self.first.found.hex()}
-            document["first"] = {**asdict(self.first), **bytes_as_text}
-        return document

@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.documents import MAX_MANIFEST, sound, strict_json
-from formats.errors import CheckpointError, brief
+from formats.errors import brief
 from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
@@ -32,24 +31,19 @@ from formats.files.sharded import (
     read_shard,
 )
 from formats.mesh import RANK_FOLDER, Mesh
-from formats.notation.format import Format
-from formats.store import FilePath, glob, is_in, name_in, read_file
+from formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
+from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
+from verify.bytes.exact_report import ConfigDifference, config_differences
 from verify.bytes.reading import Files
-from verify.rules import with_sound_config
+from verify.bytes.rules import with_sound_config
 
 INDEX = "model.safetensors.index.json"
-
-Change = tuple[str, Any, Any]
-"""A wrong value in a document: its path, the right value, the value found (``NOTHING`` for an absent value)."""
-
-
-NOTHING = object()
 
 
 # ------------------------------------------------------------------------------------------------------ files, folders
@@ -87,18 +81,6 @@ def _outermost(name: str, folders: set[str]) -> str:
 
 def _called(folder: str) -> str:
     return folder if RANK_FOLDER.fullmatch(folder) else f"{folder}/"
-
-
-# ------------------------------------------------------------------------------------------------------- side files
-
-
-def changed_side_files(original: Source, shards: Source) -> Iterator[FilePath]:
-    """Side files that differ from the original's; the config.json of a full checkpoint is not compared here."""
-    for name, content in original.read_side_files().items():
-        twin = shards.path / name
-        is_config = name == CONFIG and shards.stated is None
-        if twin.is_file() and not is_config and read_file(twin) != content:
-            yield twin
 
 
 # ---------------------------------------------------------------------------------------------------------- manifest
@@ -234,8 +216,8 @@ def _summed(path: FilePath, files: Files) -> str:
 # -------------------------------------------------------------------------------------------------- order and headers
 
 
-def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tuple[str, Change]]:
-    """The wrong values about the split in the headers that reshard wrote of ranks, each with the file's name.
+def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator[ConfigDifference]:
+    """The wrong values about the split in the headers that reshard wrote of ranks.
 
     The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
     sizes are the same in all headers (see ``Structure``).
@@ -257,12 +239,11 @@ def header_changes(original: Source, shards: Source, plan: Plan) -> Iterator[tup
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 chunks = read_chunks(file.path, file.metadata, read_header(file.path).tensors)
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
-            for change in changes(_opened(expected), _opened(file.metadata)):
-                yield file.name, change
-
-
-def _opened(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {**metadata, **{key: json.loads(metadata[key]) for key in (METADATA_KEY, OFFSETS_KEY) if key in metadata}}
+            # One that is not expected may be no JSON
+            texts = [key for key in (METADATA_KEY, OFFSETS_KEY) if key in expected and key in file.metadata]
+            sides = (expected, file.metadata)
+            one, other = ({**side, **{key: json.loads(side[key]) for key in texts}} for side in sides)
+            yield from config_differences(file.name, one, other)
 
 
 def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
@@ -275,7 +256,7 @@ def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
 def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
     """The files besides weights and the original's side files: as JSON, as bytes, or None if any content will do.
 
-    Of a program's folder without a manifest, config.json alone.
+    A program's own files without a manifest may have any: nobody says who wrote them.
     """
     format, contents = shards.format, dict[str, Any]({CONFIG: original.read_config()})
     if shards.stated is not None:
@@ -286,40 +267,29 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
             contents[f"{folder}/{CONFIG}"] = rank_config(planned, rank)
             if len(_files(shards, plan.mesh, rank)) > 1:
                 contents[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
-    if shards.manifest is None:
+    if shards.manifest is not None:
+        contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
+    if format.plain:
         return contents
-    contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
-    if shards.stated is not None:
-        return contents
+    own, files, is_known = dict[str, Any](), format.files, shards.manifest is not None
     if format.settings is not None and format.settings.file not in original.side_files:
-        contents[format.settings.file] = program_config(format.settings, shards.plan.model)
+        own[format.settings.file] = program_config(format.settings, shards.plan.model) if is_known else None
     infos = [info for rank in shards.ranks for info in rank.values()]
-    if format.files.index is not None and len({info.file for info in infos}) > 1:
-        contents[format.files.index] = _index(infos)
-    if format.files.tracker is not None:
-        contents[format.files.tracker] = str(format.files.folder).encode()
-    inside = format.files.place
+    if files.index is not None and len({info.file for info in infos}) > 1:
+        own[files.index] = _index(infos)
+    if files.tracker is not None:
+        own[files.tracker] = str(files.folder).encode()
+    weights = shards.path / files.place if is_known else weights_folder(format, shards.path)
+    inside = f"{name_in(weights, shards.path)}/" if weights != shards.path else ""
     for name, content in format.container.documents.items():
-        contents[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
-        if format.files.is_single:  # it says how far a run is
-            contents[inside + name] = None
-    if format.files.is_single:
-        steps = glob(shards.path / inside, "*/*/step.pt")
-        contents |= {name_in(path, shards.path): None for path in steps}
-    elif format.files.is_distributed:  # what it says is compared: where each chunk lies, and what of
-        contents[inside + METADATA] = None
-    return contents
-
-
-def documents_of(format: Format, weights: FilePath, root: FilePath) -> Iterator[str]:
-    """The names of such documents, from the format alone; there is an index if there are several files."""
-    inside = "" if weights == root else f"{name_in(weights, root)}/"
-    yield from (inside + name for name in format.container.documents)
-    yield from (
-        name for name in (format.files.tracker, format.settings.file if format.settings else None) if name is not None
-    )
-    if format.files.index is not None and (root / format.files.index).is_file():
-        yield format.files.index
+        own[inside + name] = object_bytes(content) if name.endswith(".pt") else dict(content)
+        if files.is_single:  # it says how far a run is
+            own[inside + name] = None
+    if files.is_single:
+        own |= {name_in(path, shards.path): None for path in glob(weights, "*/*/step.pt")}
+    elif (weights / METADATA).is_file():  # what it says is compared: where each chunk lies, and what of
+        own[inside + METADATA] = None
+    return contents | (own if is_known else dict.fromkeys(own))
 
 
 def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> list[SourceFile]:
@@ -328,45 +298,6 @@ def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> li
         return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
     files = (file for file in shards.rank_files if (file.rank % mesh.size if of_mesh else file.rank) == rank)
     return [shards.files[file.path] for file in files]
-
-
-# ---------------------------------------------------------------------------------------------------------- documents
-
-
-def changes(should: Any, stored: Any, path: str = "") -> Iterator[Change]:
-    """The differences of two JSON documents; 1, 1.0 and true are different, and NaN equals NaN."""
-    if isinstance(should, dict) and isinstance(stored, dict):
-        for key in [*should, *(key for key in stored if key not in should)]:
-            inner = f"{path}.{key}" if path else str(key)
-            yield from changes(should.get(key, NOTHING), stored.get(key, NOTHING), inner)
-    elif isinstance(should, list) and isinstance(stored, list):
-        for number in range(max(len(should), len(stored))):
-            one, other = (side[number] if number < len(side) else NOTHING for side in (should, stored))
-            yield from changes(one, other, f"{path}[{number}]")
-    elif _text(should) != _text(stored):
-        yield path, should, stored
-
-
-def _text(value: Any) -> str | None:
-    return None if value is NOTHING else json.dumps(value, sort_keys=True)
-
-
-def quote(value: Any, other: Any) -> str | None:
-    """A value of a change as text; if it is long, only the part around the first difference from ``other``."""
-    text, other_text = _text(value), _text(other)
-    if text is None or len(text) <= 80:
-        return text
-    same = next((i for i, (a, b) in enumerate(zip(text, other_text or "", strict=False)) if a != b), 0)
-    start = max(0, same - 20)
-    return ("…" if start else "") + text[start : start + 60] + ("…" if start + 60 < len(text) else "")
-
-
-def read_json(path: FilePath) -> Any:
-    """A document, or None where a file has none."""
-    try:
-        return sound(strict_json(read_file(path, MAX_MANIFEST).decode("utf-8")))
-    except (CheckpointError, ValueError):
-        return None
 
 
 # ------------------------------------------------------------------------------------------------------ file boundaries

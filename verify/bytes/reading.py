@@ -9,9 +9,7 @@ import math
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -24,6 +22,7 @@ from formats.files.safetensors import DTYPE_BITS, TensorInfo
 from formats.quantization.fp8 import Error, Grid
 from formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
+from reshard.store.threads import ArrayCache
 from verify.bytes.blocks import Array
 
 OPEN = 64
@@ -51,8 +50,7 @@ class Files:
         files = (file for source in sources for file in source.files.values())
         self._elsewhere = {file.path: file for file in files if file.remote is not None}
         self._file = lru_cache(OPEN)(open_file)
-        self._cache: OrderedDict[tuple[FilePath, int], tuple[Future[Array], int]] = OrderedDict()
-        self._cached_bytes, self._room = 0, ROOM if self._elsewhere else ROOM_HERE
+        self._blocks = ArrayCache(ROOM if self._elsewhere else ROOM_HERE)
         self._sums, self._summed = sums, set[tuple[FilePath, int]]()
         self._lock = threading.Lock()
 
@@ -98,30 +96,22 @@ class Files:
         return whole[(begin - first) % BLOCK :][:nbytes]
 
     def _block(self, path: FilePath, begin: int, nbytes: int) -> Array:
-        """A block of a file; who asks first reads it, the others wait. It is added to the file's sum once."""
-        key, future = (path, begin), Future[Array]()
-        with self._lock:
-            block, _ = self._cache.setdefault(key, (future, nbytes))
-            self._cache.move_to_end(key)
-            self._cached_bytes += nbytes if block is future else 0
-            while self._cached_bytes > self._room and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.popitem(last=False)[1][1]
-        if block is future:
-            try:
-                file, skip = self._elsewhere.get(path), 0
-                if file is None:
-                    content = self.read(path, begin, nbytes)
-                else:
-                    content, skip = self._fetched(file, begin), max(0, len(file.header or b"") - begin)
-                with self._lock:
-                    is_first = key not in self._summed
-                    self._summed.add(key)
-                if is_first:
-                    self._add(path, begin + skip, content[skip:])
-                future.set_result(content)
-            except BaseException as error:
-                future.set_exception(error)
-        return block.result()
+        """A block of a file. It is added to the file's sum once, however often it is read."""
+
+        def read() -> Array:
+            file, skip = self._elsewhere.get(path), 0
+            if file is None:
+                content = self.read(path, begin, nbytes)
+            else:
+                content, skip = self._fetched(file, begin), max(0, len(file.header or b"") - begin)
+            with self._lock:
+                is_first = (path, begin) not in self._summed
+                self._summed.add((path, begin))
+            if is_first:
+                self._add(path, begin + skip, content[skip:])
+            return content
+
+        return self._blocks.get((path, begin), read)
 
     def _fetched(self, file: SourceFile, begin: int) -> Array:
         """A block of a file that lies elsewhere; the last is shorter. Raises CheckpointError, MismatchError."""
@@ -217,16 +207,9 @@ def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = numbers.view(np.uint32)
     high, low = (bits >> 16).astype(np.uint16), bits & 0xFFFF
     up = (low > 0x8000) | ((low == 0x8000) & (high % 2 == 1))
-    found: NDArray[np.uint16] = high + up.astype(np.uint16)
-    found[np.isnan(numbers)] = 0x7FC0
-    return found
-
-
-# --------------------------------------------------------------------------------- what stands in place of the original
-
-
-_SHAPE = re.compile(rb'("shape": \[)([^\]]*)\]')
-_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+    codes: NDArray[np.uint16] = high + up.astype(np.uint16)
+    codes[np.isnan(numbers)] = 0x7FC0
+    return codes
 
 
 # ------------------------------------------------------------------------------------------------------------- casts
@@ -241,7 +224,7 @@ def cast(codes: Array, before: str, after: str) -> Array:
         return codes
     codes = np.atleast_1d(codes)
     with np.errstate(all="ignore"):
-        wide = _rounded(codes.view("<f8"), "F32") if before == "F64" else widened(codes, (before, "F32"))
+        wide = _rounded(codes.view("<f8"), "F32") if before == "F64" else widened(codes, before, "F32")
         if before == "F64":
             payload = codes >> np.uint64(29) & np.uint64(0x3FFFFF)
             quiet = (codes >> np.uint64(63) << np.uint64(31) | payload | np.uint64(0x7FC00000)).astype("<u4")
@@ -274,19 +257,33 @@ def _rounded(values: Array, dtype: str) -> Array:
 # ------------------------------------------------------------------------------------------------- dtypes, functions
 
 
-def differing(ours: Array, theirs: Array, dtypes: tuple[str, str], function: str | None) -> Array | None:
-    """Which elements are not what they should be; None if all are.
+def widened(ours: Array, before: str, after: str) -> Array:
+    """Elements, exactly, in the same or the wider dtype in which they are stored. Raises PlanError."""
+    if before == after:
+        return ours
+    if (before, after) == ("BF16", "F32"):
+        return ours.astype("<u4") << np.uint32(16)
+    if (before, after) == ("F16", "F32"):
+        return np.ascontiguousarray(ours).view("<f2").astype("<f4").view("<u4")
+    raise PlanError(f"a tensor of {before} is stored as {after}, which is not known to be exact")
 
-    ``dtypes`` are the original's dtype, after any cast, and the stored one. Raises PlanError for an unknown change.
+
+def differing(ours: Array, theirs: Array, dtype: str, function: str | None) -> Array | None:
+    """Which elements of a dtype are not what they should be, ``function`` of the original's; None if all are.
+
+    That of an F32, computed in float64, may be one unit in the last place off: the function itself need not be rounded
+    correctly. Raises PlanError for an unknown function.
     """
     if function is not None:
-        wrong = ~_is_near(ours, theirs, dtypes, function)
-        return wrong if wrong.any() else None
-    if dtypes[0] != dtypes[1]:
-        ours = widened(ours, dtypes)
+        exact, stored = _applied(ours, dtype, function), np.ascontiguousarray(theirs).view("<f4")
+        with np.errstate(over="ignore", invalid="ignore"):
+            nearest = exact.astype("<f4")
+            close = np.abs(stored.astype(np.float64) - exact) <= np.spacing(np.abs(nearest)).astype(np.float64)
+        unequal = ~(close | (stored == nearest) | (np.isnan(stored) & np.isnan(nearest)))
     elif _in_words(ours) and _in_words(theirs) and (ours.view("<u8") == theirs.view("<u8")).all():
         return None
-    unequal = ours != theirs
+    else:
+        unequal = ours != theirs
     return unequal if unequal.any() else None
 
 
@@ -295,41 +292,18 @@ def _in_words(array: Array) -> bool:
     return bool(array.ndim and array.strides[-1] == array.itemsize and array.shape[-1] * array.itemsize % 8 == 0)
 
 
-def expected(ours: Array, dtypes: tuple[str, str], function: str | None) -> bytes:
+def expected(ours: Array, dtype: str, function: str | None) -> bytes:
     """The bytes that should be stored for an element."""
-    if function is not None:
-        wide = widened(ours, dtypes)
-        return bytes((-np.exp(wide.view("<f4").astype(np.float64))).astype("<f4").tobytes())
-    return bytes((ours if dtypes[0] == dtypes[1] else widened(ours, dtypes)).tobytes())
+    value = ours if function is None else _applied(ours, dtype, function).astype("<f4")
+    return bytes(np.ascontiguousarray(value).tobytes())
 
 
-def widened(ours: Array, dtypes: tuple[str, str]) -> Array:
-    """The original's elements, exactly, in the wider dtype in which they are stored. Raises PlanError."""
-    if dtypes == ("F32", "F32"):
-        return ours
-    if dtypes == ("BF16", "F32"):
-        return ours.astype("<u4") << np.uint32(16)
-    if dtypes == ("F16", "F32"):
-        return np.ascontiguousarray(ours).view("<f2").astype("<f4").view("<u4")
-    raise PlanError(f"a tensor of {dtypes[0]} is stored as {dtypes[1]}, which is not known to be exact")
-
-
-def _is_near(ours: Array, theirs: Array, dtypes: tuple[str, str], function: str) -> Array:
-    """Whether each F32 is the function of the original's element, as computed in float64, within one unit in the last
-    place: the function itself need not be rounded correctly.
-    """
-    if function != "-exp" or dtypes[1] != "F32":
-        raise PlanError(f"the function '{function}' in {dtypes[1]} is not known")
-    original = widened(ours, dtypes)
-    values = np.ascontiguousarray(original).view("<f4").astype(np.float64)
+def _applied(ours: Array, dtype: str, function: str) -> Numbers:
+    """The function of elements. Raises PlanError."""
+    if function != "-exp" or dtype != "F32":
+        raise PlanError(f"the function '{function}' in {dtype} is not known")
     with np.errstate(over="ignore"):
-        exact = -np.exp(values)
-        nearest = exact.astype("<f4")
-    stored = np.ascontiguousarray(theirs).view("<f4")
-    with np.errstate(invalid="ignore"):
-        close = np.abs(stored.astype(np.float64) - exact) <= np.spacing(np.abs(nearest)).astype(np.float64)
-    near: Array = close | (stored == nearest) | (np.isnan(stored) & np.isnan(nearest))
-    return near
+        return -np.exp(np.ascontiguousarray(ours).view("<f4").astype(np.float64))
 
 
 def pattern(value: float, dtype: str) -> int:
@@ -353,6 +327,10 @@ def repeated(content: Array, few: Sequence[int], repeats: Sequence[int], shape: 
 
 
 # ------------------------------------------------------------------------------------------------------- stated shapes
+
+
+_SHAPE = re.compile(rb'("shape": \[)([^\]]*)\]')
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
 
 
 def stating(files: Files, info: TensorInfo, shape: Sequence[int]) -> Array:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from formats.errors import ReshardError
-from formats.files.checkpoint import METADATA
+from formats.documents import MAX_MANIFEST, json_object, read_config, read_document
+from formats.errors import CheckpointError, ReshardError
+from formats.files.checkpoint import CONFIG, METADATA
 from formats.files.chunks import Chunk
 from formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
 from formats.notation.axes import Run
 from formats.notation.format_file import HUGGING_FACE
-from formats.store import name_in, read_file
+from formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
-from reshard.source.program_files import ProgramFile, weights_folder
 from reshard.source.source import Source
 from verify.bytes import folder
 from verify.bytes.blocks import owners
-from verify.bytes.exact_report import ConfigDifference
+from verify.bytes.exact_report import ConfigDifference, config_differences
 
 
 @dataclass
@@ -47,6 +47,12 @@ class Structure:
     of_any_mesh: bool = False
     not_compared: list[str] = field(default_factory=list)
 
+    @property
+    def differences(self) -> dict[str, Any]:
+        """What an ``ExactReport`` has of it."""
+        names = ("missing", "extra", "configs", "problems", "not_compared")
+        return {name: tuple(getattr(self, name)) for name in names}
+
     def check(self) -> None:
         """Compare, and fill in all fields."""
         shards, plan = self.shards, self.arrangement.plan
@@ -58,25 +64,28 @@ class Structure:
         self._check_intact()
         documents = folder.documents(self.original, shards, plan)
         self._check_documents(documents)
-        told = {difference.file for difference in self.configs}
-        for side_file in folder.changed_side_files(self.original, shards):  # config.json may differ as JSON already
-            if name_in(side_file, shards.path) not in told:
-                self.problems.append(f"{side_file}: is not the original's")
+        compared = {CONFIG} if shards.stated is None else {difference.file for difference in self.configs}
+        for name, content in self.original.read_side_files().items():
+            path = shards.path / name
+            if name not in compared and path.is_file() and read_file(path) != content:
+                self.problems.append(f"{path}: is not the original's")
         side, present = {*self.original.side_files}, {*shards.side_files}
+        expected = {*side, *documents, *(file.name for file in shards.files.values())}
+        lacking = sorted(name for name in expected if not (shards.path / name).is_file())
         if shards.format is HUGGING_FACE:
             self.missing += sorted(side - present)
             self.extra += sorted(present - side)
-        elif shards.stated is None and shards.manifest is None:
-            self.not_compared += self._uncompared()
-        else:
-            weights = {file.name for file in shards.files.values()}
-            expected = {*side, *documents, *weights}
-            self.missing += sorted(name for name in expected if not (shards.path / name).is_file())
+        elif shards.format.plain or shards.manifest is not None:
+            self.missing += lacking
             self.extra += folder.extra_entries(shards, expected)
+        else:
+            own = {name for name, content in documents.items() if content is None and not name.endswith(METADATA)}
+            self.not_compared += sorted(own - {*lacking})
+            self.not_compared += [f"{name} (not there)" for name in lacking]
+            self.not_compared += folder.extra_entries(shards, expected)
         self._check_identity()
         if not (self.missing or self.extra or self.problems):
-            for file, change in folder.header_changes(self.original, shards, plan):
-                self._take(file, [change])
+            self.configs += folder.header_differences(self.original, shards, plan)
             problems = (folder.boundary_problem(shards, self._planned, rank) for rank in range(self._planned.ranks))
             self.problems += [problem for problem in problems if problem is not None]
             self.problems += self._rules_problem()
@@ -101,24 +110,26 @@ class Structure:
         if unknown := tensors.keys() - planned_names:
             self.extra += [f"{where}: {name}" for name in tensors if name in unknown]
 
-    def _take(self, file: str, changes: Iterable[folder.Change]) -> None:
-        for key, should, stored in changes:
-            difference = ConfigDifference(file, key, folder.quote(should, stored), folder.quote(stored, should))
-            self.configs.append(difference)
-
     def _check_documents(self, documents: Mapping[str, Any]) -> None:
         """Compare those of these documents that exist."""
         for name, should in documents.items():
             path = self.shards.path / name
             if should is None or not path.is_file():
                 continue
-            stored = read_file(path) if isinstance(should, bytes) else folder.read_json(path)
-            if isinstance(stored, bytes):
-                self._take(name, [("content", repr(should[:100]), repr(stored[:100]))] if stored != should else [])
-            elif isinstance(stored, dict):
-                self._take(name, folder.changes(should, stored))
+            if isinstance(should, bytes):
+                content = read_file(path)
+                if content != should:
+                    texts = (repr(each[:100]) for each in (should, content))
+                    self.configs.append(ConfigDifference(name, "content", *texts))
+                continue
+            try:
+                stored = read_config(path) if path.name == CONFIG else read_document(path, MAX_MANIFEST, json_object)[1]
+            except CheckpointError as error:
+                if isinstance(error.__context__, OSError):
+                    raise
+                self.problems.append(error.message)
             else:
-                self.problems.append(f"{path}: is not a JSON object")
+                self.configs += config_differences(name, should, stored)
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""
@@ -138,20 +149,6 @@ class Structure:
                     f"{self.shards.path}: the axis '{axis}' is {size} by the headers, but {true} in the original"
                 )
 
-    def _uncompared(self) -> Iterator[str]:
-        """The files beside the weights that cannot be compared without a manifest: nobody says who wrote them.
-
-        Those that the format has, those of the original that are not there, and what else lies there.
-        """
-        root, format = self.shards.path, self.shards.format
-        side = {*self.original.side_files}
-        ours = {name for name in folder.documents_of(format, weights_folder(format, root), root) if name not in side}
-        weights = {file.name for file in self.shards.files.values()}
-        expected = {*side, *ours, *weights, f"{weights_folder(format, root).name}/{METADATA}", METADATA, INTACT_FILE}
-        yield from (name if (root / name).is_file() else f"{name} (not there)" for name in sorted(ours))
-        yield from (f"{name} (not there)" for name in sorted(side) if not (root / name).is_file())
-        yield from folder.extra_entries(self.shards, expected)
-
     def _check_intact(self) -> None:
         """The tensors whose own bits the format does not keep stand beside the shards, if reshard wrote them."""
         portions_of, dropped = self.arrangement.parts, self.arrangement.dropped
@@ -162,7 +159,7 @@ class Structure:
         if self.shards.manifest is not None:
             self.missing += [f"{INTACT_FILE}: {name}" for name in expected if name not in intact]
         self.extra += [f"{INTACT_FILE}: {name}" for name in intact if name not in expected]
-        for name in expected.keys() & intact.keys():
+        for name in sorted(expected.keys() & intact.keys()):
             if (intact[name].dtype, intact[name].shape) != (expected[name].dtype, expected[name].shape):
                 self.problems.append(f"{intact[name].file}: tensor '{name}' is not of the original's dtype and shape")
 
@@ -197,51 +194,41 @@ class Structure:
         If reshard wrote the files, their headers say for which mesh, and each chunk must also be the one that this
         file has on that mesh.
         """
-        shards, chunks = self.shards, self.arrangement.chunks
+        shards, chunks, files = self.shards, self.arrangement.chunks, self.shards.rank_files
         assert chunks is not None
-        files = shards.rank_files
         self.of_any_mesh = not any(METADATA_KEY in file.metadata for file in shards.files.values())
-        planned = None if self.of_any_mesh else self._planned.chunks
-        for name in chunks.keys() - {stored.name for stored in self.arrangement.stored}:
+        of_mesh = None if self.of_any_mesh else self._planned.chunks
+        for name in sorted(chunks.keys() - {stored.name for stored in self.arrangement.stored}):
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
         for stored in self.arrangement.stored:
-            of_mesh = planned[stored.name] if planned is not None else None
-            self._check_chunks_of(stored, chunks[stored.name], files, of_mesh)
-
-    def _check_chunks_of(
-        self, stored: Stored, chunks: Mapping[int, Chunk], files: Sequence[ProgramFile],
-        planned: Mapping[int, Chunk] | None,
-    ) -> None:  # fmt: skip
-        """The chunks of one tensor, by the numbers of their files; ``planned`` has those of the mesh, by the numbers in
-        the files' names.
-        """
-        name, infos = stored.name, {number: self.shards.ranks[number][stored.name] for number in chunks}
-        lacking, wrong = list[str](), dict[int, str]()
-        if not chunks:
-            origin = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
-            self.missing.append(f"{name}{origin}")
-            return
-        for number, at in chunks.items():
-            info, shape = infos[number], stored.whole_shape
-            if info.dtype != stored.dtype or len(at.shape) != len(shape):
-                has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
-                wrong[number] = f"{info.file}: tensor '{name}' is {has}, the original gives {should}"
-            elif any(end > size for end, size in zip(at.end, shape, strict=True)):
-                wrong[number] = f"{info.file}: has {_range(at)} of '{name}', which is {list(shape)}"
-            elif planned is not None and at != (chunk := planned.get(files[number].rank)):
-                gives = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
-                wrong[number] = f"{info.file}: has {_range(at)} of '{name}', {gives}"
-        present = {files[number].rank for number in chunks} if planned is not None else set[int]()
-        for number, at in (planned or {}).items():
-            if number not in present:
-                names = [file.path.name for file in files if file.rank == number]
-                file = names[0] if names else f"the file of shard {number + 1}"
-                lacking.append(f"{file}: {_range(at)} of '{name}'")
-        self.problems += wrong.values()
-        self.missing += lacking
-        self.comparable[name] = [number for number in chunks if number not in wrong]
-        if not wrong and not lacking:
-            self.problems += _not_once(stored, [(infos[number].file.name, at) for number, at in chunks.items()])
+            name, shape, wrong, lacking = stored.name, stored.whole_shape, dict[int, str](), list[str]()
+            if not chunks[name]:
+                origin = "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
+                self.missing.append(f"{name}{origin}")
+                continue
+            planned = of_mesh[name] if of_mesh is not None else None  # by the numbers in the files' names
+            for number, at in chunks[name].items():
+                info = shards.ranks[number][name]
+                if info.dtype != stored.dtype or len(at.shape) != len(shape):
+                    has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                    wrong[number] = f"{info.file}: tensor '{name}' is {has}, the original gives {should}"
+                elif any(end > size for end, size in zip(at.end, shape, strict=True)):
+                    wrong[number] = f"{info.file}: has {_range(at)} of '{name}', which is {list(shape)}"
+                elif planned is not None and at != (chunk := planned.get(files[number].rank)):
+                    gives = f"the mesh gives it {_range(chunk)}" if chunk else "the mesh gives it none"
+                    wrong[number] = f"{info.file}: has {_range(at)} of '{name}', {gives}"
+            present = {files[number].rank for number in chunks[name]} if planned is not None else set[int]()
+            for number, at in (planned or {}).items():
+                if number not in present:
+                    names = (file.path.name for file in files if file.rank == number)
+                    file = next(names, f"the file of shard {number + 1}")
+                    lacking.append(f"{file}: {_range(at)} of '{name}'")
+            self.problems += wrong.values()
+            self.missing += lacking
+            self.comparable[name] = [number for number in chunks[name] if number not in wrong]
+            if not wrong and not lacking:
+                held = [(shards.ranks[number][name].file.name, at) for number, at in chunks[name].items()]
+                self.problems += _not_once(stored, held)
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

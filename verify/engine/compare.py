@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from formats.errors import CheckpointError, ReshardError, refused, require_trans
 from formats.mesh import Mesh
 from formats.store import local_folder
 from reshard.source.source import Source
-from verify.ending import temporary_folder
+from verify.ending import temporary_folder, undone
 from verify.forward.noise import LIMIT
 
 RUNNER = Path(__file__).with_name("vllm_run.py")
@@ -96,19 +95,26 @@ class EngineReport:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """What is run: prompts of random tokens, of so many that the vocabulary has."""
+
+    options: EngineOptions
+    vocabulary: int
+    prompts: Prompts
+
+
+@dataclass(frozen=True)
 class Baseline:
     """What the original gives: the exact values (``[positions, tokens]``), and those that the engine computes."""
 
-    options: EngineOptions
-    size: int
-    prompts: Prompts
+    tokens: Tokens
     exact: torch.Tensor
     whole: torch.Tensor
 
     def report(self, engine: str, mesh: Mesh, parts: torch.Tensor) -> EngineReport:
         """Compare with what the engine computes from shards."""
         return EngineReport(
-            engine, str(mesh), self.options.dtype, sum(map(len, self.prompts)), float(self.exact.std()),
+            engine, str(mesh), self.tokens.options.dtype, sum(map(len, self.tokens.prompts)), float(self.exact.std()),
             _distance(self.whole, self.exact), _distance(parts, self.whole), float((parts - self.whole).abs().max()),
         )  # fmt: skip
 
@@ -116,7 +122,10 @@ class Baseline:
 def run_engine(
     original: Source, shards: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
 ) -> EngineReport:
-    """Run both in vLLM and compare. Raises ReshardError if it cannot run them, or not the original as it should."""
+    """Run the original in transformers and in vLLM, the shards in vLLM on their own mesh, and compare.
+
+    Raises ReshardError if one of them cannot run them, or vLLM computes something else of the original itself.
+    """
     _check_format(shards)
     return run_shards(run_original(original, options, progress), shards, progress)
 
@@ -134,17 +143,14 @@ def _check_format(shards: Source) -> None:
 def run_original(
     original: Source, options: EngineOptions, progress: Callable[[str], None] = lambda _: None
 ) -> Baseline:
-    """Run the original in transformers and in vLLM.
-
-    Raises ReshardError if one of them cannot run it, or vLLM computes something else.
-    """
-    size, prompts = prompts_of(original, options)
+    """Run the original in transformers and in vLLM. Raises ReshardError."""
+    tokens = tokens_of(original, options)
     progress("original in transformers")
-    exact = in_transformers(original, prompts, torch.float32)
+    exact = in_transformers(original, tokens, torch.float32)
     progress("original in vllm")
-    whole = _in_vllm(original, "auto", Mesh(), Baseline(options, size, prompts, exact, exact))
+    whole = in_engine("vllm", RUNNER, {"load_format": "auto"}, original, Mesh(), tokens)
     check_power(exact, whole, "vllm")
-    return Baseline(options, size, prompts, exact, whole)
+    return Baseline(tokens, exact, whole)
 
 
 def check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
@@ -159,11 +165,11 @@ def check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
 
 
 def run_shards(baseline: Baseline, shards: Source, progress: Callable[[str], None] = lambda _: None) -> EngineReport:
-    """Run shards in vLLM on their own mesh, and compare. Raises ReshardError if it cannot run them."""
-    _check_format(shards)
-    mesh = shards.plan.mesh
+    """Run shards of a format that vLLM loads. Raises ReshardError."""
+    mesh, load_format = shards.plan.mesh, shards.format.loading.engine_format
     progress(f"shards in vllm on {mesh}")
-    return baseline.report("vllm", mesh, _in_vllm(shards, str(shards.format.loading.engine_format), mesh, baseline))
+    parts = in_engine("vllm", RUNNER, {"load_format": load_format}, shards, mesh, baseline.tokens)
+    return baseline.report("vllm", mesh, parts)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -171,17 +177,17 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).square().mean().sqrt())
 
 
-def prompts_of(original: Source, options: EngineOptions) -> tuple[int, list[list[int]]]:
-    """The size of the vocabulary, and prompts of random tokens. Raises CheckpointError if there are too many."""
+def tokens_of(original: Source, options: EngineOptions) -> Tokens:
+    """Random tokens of a model's vocabulary. Raises CheckpointError if it is too large."""
     require_transformers("--engine")
     size = original.model.sizes.of({}).get("vocab")
     if size is None or size > LARGEST_VOCABULARY:
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")
     draw = random.Random(options.seed)
-    return size, [[draw.randrange(size) for _ in range(options.seq)] for _ in range(options.batch)]
+    return Tokens(options, size, [[draw.randrange(size) for _ in range(options.seq)] for _ in range(options.batch)])
 
 
-def in_transformers(original: Source, prompts: Prompts, dtype: torch.dtype) -> torch.Tensor:
+def in_transformers(original: Source, tokens: Tokens, dtype: torch.dtype) -> torch.Tensor:
     """The original's log-probabilities: ``[positions, tokens]``, those of the first token left out."""
     from transformers import AutoModelForCausalLM
 
@@ -190,50 +196,51 @@ def in_transformers(original: Source, prompts: Prompts, dtype: torch.dtype) -> t
 
     with torch.no_grad(), NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext():
         model = from_pretrained(AutoModelForCausalLM, local_folder(original.path), dtype, {}).model
-        logits: torch.Tensor = model(input_ids=torch.tensor(prompts)).logits.double()
+        logits: torch.Tensor = model(input_ids=torch.tensor(tokens.prompts)).logits.double()
     return logits.log_softmax(-1)[:, :-1].flatten(0, 1)
 
 
-def _in_vllm(source: Source, load_format: str, mesh: Mesh, baseline: Baseline) -> torch.Tensor:
-    return in_engine("vllm", RUNNER, {"load_format": load_format}, source, mesh, baseline)
-
-
 def in_engine(
-    name: str, runner: Path, further: Mapping[str, Any], source: Source, mesh: Mesh, baseline: Baseline
+    name: str, runner: Path, further: Mapping[str, Any], source: Source, mesh: Mesh, tokens: Tokens
 ) -> torch.Tensor:
     """An engine's log-probabilities, as ``in_transformers`` has them: ``runner`` runs in the engine's environment."""
-    degrees, tp, options = dict(mesh.degrees), dict(mesh.degrees).get("tp", 1), baseline.options
+    degrees, tp, options = dict(mesh.degrees), dict(mesh.degrees).get("tp", 1), tokens.options
     with temporary_folder("reshard-engine-") as work:
         out = work / "answer.json"
         request = {
             "folder": str(local_folder(source.path).resolve()), "tp": tp, "pp": degrees.get("pp", 1),
             "ep": degrees.get("ep", 1), "etp": 1 if mesh.same_ranks else tp, "dtype": options.dtype,
-            "vocabulary": baseline.size, "prompts": baseline.prompts, "out": str(out), **further,
+            "vocabulary": tokens.vocabulary, "prompts": tokens.prompts, "out": str(out), **further,
         }  # fmt: skip
         (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
         _call(name, [options.python, str(runner), str(work / "request.json")], options, out)
-        found: list[Any] = json.loads(out.read_text(encoding="utf-8"))
-    return torch.tensor(found, dtype=torch.float64).flatten(0, 1)
+        answer: list[Any] = json.loads(out.read_text(encoding="utf-8"))
+    return torch.tensor(answer, dtype=torch.float64).flatten(0, 1)
 
 
 def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) -> None:
     """Run the engine in a session of its own, so that all of its processes end with it."""
-    started, advice = time.monotonic(), "give the python of an environment with vLLM"
+    sessions = list[int]()
+
+    def kill() -> None:
+        for leader in sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+
     try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            text=True, errors="replace",
-        )  # fmt: skip
+        with undone(kill):
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, text=True, errors="replace",
+            )  # fmt: skip
+            sessions.append(process.pid)
+            output, _ = process.communicate(timeout=options.timeout)
     except OSError as error:
+        advice = "give the python of an environment with vLLM"
         raise refused("engine_python", command[0], error.strerror or str(error), advice=advice) from None
-    try:
-        output, _ = process.communicate(timeout=options.timeout)
     except subprocess.TimeoutExpired:
-        raise ReshardError(f"{name} has not ended after {time.monotonic() - started:.0f} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        raise ReshardError(f"{name} has not ended after {options.timeout:.0f} s") from None
     if process.returncode or not out.exists():
         hint = f"{command[0]} has no vLLM: give the python of an environment that has it with --engine-python"
         raise ReshardError(

@@ -26,13 +26,13 @@ from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.system import check_space
 from reshard.text import plural
+from verify.bytes.rules import own_rules
 from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
 from verify.forward.launch import run_ranks
 from verify.forward.report import ForwardReport, report_of
 from verify.rank.device import resolve
 from verify.rank.group import RankAnswer
 from verify.rank.roles import positions_of
-from verify.rules import own_rules
 from verify.run_settings import BYTES_ALONE, Unmerged
 
 Progress = Callable[[str], None]

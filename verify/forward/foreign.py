@@ -29,7 +29,7 @@ from reshard.placement.stored import Location
 from reshard.source.source import Source
 from verify.bytes.blocks import Line
 from verify.bytes.reading import Files
-from verify.rules import with_sound_config
+from verify.bytes.rules import with_sound_config
 
 
 def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import ReshardError
 from formats.mesh import read_mesh
 from reshard.text import Result, align, human_bytes, number, percent, plural, ratio
+from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+
+if TYPE_CHECKING:  # they import torch
+    from verify.forward.job import Logits
+    from verify.forward.report import ForwardReport, Row
 
 SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""
@@ -43,9 +48,10 @@ class OwnPlan:
         return "\n".join([title, *_some("", self.differences)])
 
 
-def power_in_words(forward: Any) -> str:
+def power_in_words(forward: ForwardReport) -> str:
     """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
     power = forward.power
+    assert power is not None
     text = (
         f"That noise is largest at '{power.place}', {percent(power.noise)} of the values: a fault that changes them "
         f"by {percent(power.seen_from)} is seen there, and a smaller one elsewhere."
@@ -57,7 +63,7 @@ def power_in_words(forward: Any) -> str:
     return text
 
 
-def _difference_in_words(exact: Any) -> str:
+def _difference_in_words(exact: ExactReport) -> str:
     if exact.first is not None:
         first, places = exact.first, len(exact.damages)
         further = "" if places == 1 else f"; {places} parts of tensors differ"
@@ -66,19 +72,18 @@ def _difference_in_words(exact: Any) -> str:
     kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
     for word, items in kinds:
         if items:
-            further = f" (and {len(items) - 1} more)" if len(items) > 1 else ""
-            return f"The shards are not the original's: {word}: {items[0]}{further}."
+            return f"The shards are not the original's: {word}: {items[0]}{_further(items)}."
     return f"A config is not as it should be: {exact.configs[0]}."
 
 
-def _amount(report: Any) -> str:
+def _amount(report: ExactReport) -> str:
     size, tensors = human_bytes(report.nbytes), plural(report.tensors, "tensor")
     on = f" on {plural(report.ranks, 'rank')}" if report.ranks is not None else ""
     form = f", in the format {report.format}" if report.format else ""
     return f"{size} in {tensors}{on}, {report.mesh}{form}"
 
 
-def exact_summary(report: Any) -> str:
+def exact_summary(report: ExactReport) -> str:
     """What the byte comparison found, in words."""
     if report.verdict == "same":
         extra = (
@@ -110,12 +115,12 @@ def not_compared(names: Sequence[str]) -> str:
     return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{further}"
 
 
-def _stored(difference: Any) -> str:
+def _stored(difference: FirstDifference | Damage) -> str:
     """The name of another program's tensor that has a part of the original's."""
     return f", in '{difference.stored}'" if difference.stored else ""
 
 
-def forward_summary(report: Any) -> str:
+def forward_summary(report: ForwardReport) -> str:
     """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
     mesh = read_mesh(report.mesh, "mesh")
     why = f" ({report.reason})" if report.reason else ""
@@ -127,10 +132,8 @@ def forward_summary(report: Any) -> str:
         lines.append(f"The original's own run, done again, differs by {report.repeated:.2g} times the noise.")
     lines += _places("layer", report.layers)
     if report.cut:
-        further = f" (and {len(report.cut) - 1} more)" if len(report.cut) > 1 else ""
-        lines.append(
-            f"A rank's config.json gives '{report.cut[0]}'{further} another shape: other programs may not load it."
-        )
+        cut = f"'{report.cut[0]}'{_further(report.cut)}"
+        lines.append(f"A rank's config.json gives {cut} another shape: other programs may not load it.")
     if report.gradients:
         worst = sorted(report.gradients, key=lambda row: (row.is_same, -row.ratio))[:SHOWN]
         lines += ["", *_places("gradient of", worst)]
@@ -139,7 +142,7 @@ def forward_summary(report: Any) -> str:
     return "\n".join([*lines, *(["", *_logits(report.logits)] if report.logits is not None else [])])
 
 
-def _places(what: str, rows: Sequence[Any]) -> list[str]:
+def _places(what: str, rows: Sequence[Row]) -> list[str]:
     has_effects = any(row.effect is not None for row in rows)
     cells = [(what, "error", "noise", "ratio", *(["without it"] if has_effects else []), "")]
     for row in rows:
@@ -150,7 +153,7 @@ def _places(what: str, rows: Sequence[Any]) -> list[str]:
     return align(cells, right=(1, 2, 3, 4) if has_effects else (1, 2, 3), width=None)
 
 
-def _logits(logits: Any) -> list[str]:
+def _logits(logits: Logits) -> list[str]:
     cells: list[tuple[str, ...]] = [("logits", "max error", "relative", "KL, nats", "same top token")]
     for name, prefix in (("shards", ""), ("original's own", "own_")):
         values = [getattr(logits, f"{prefix}{key}") for key in ("max_error", "relative_error", "kl", "agreement")]
@@ -160,6 +163,11 @@ def _logits(logits: Any) -> list[str]:
         lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
     remaining = len(logits.mismatches) - SHOWN
     return [*lines, *([f"  and {remaining} more positions"] if remaining > 0 else [])]
+
+
+def _further(items: Sequence[Any]) -> str:
+    """How many there are besides the first."""
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
 def _some(title: str, items: Sequence[Any]) -> list[str]:
@@ -264,7 +272,7 @@ class Answer(Result):
             "verdict": self.verdict,
             "summary": self.in_words,
             "plan": asdict(self.plan) if self.plan is not None else None,
-            "exact": self.exact.to_document() if self.exact is not None else None,
+            "exact": {"verdict": self.exact.verdict, **asdict(self.exact)} if self.exact is not None else None,
             "forward": asdict(self.forward) if self.forward is not None else None,
             "engine": asdict(self.engine) if self.engine is not None else None,
             "error": {"message": self.error.message, "hint": self.error.hint} if self.error else None,
@@ -278,16 +286,18 @@ class Answer(Result):
             },
             "created": self.created,
         }
-        cleaned: dict[str, Any] = _finite(document)
+        cleaned: dict[str, Any] = _as_json(document)
         return cleaned
 
 
-def _finite(value: Any) -> Any:
-    """The same without the numbers that JSON does not have: they become ``"inf"``, ``"-inf"`` and ``"nan"``."""
+def _as_json(value: Any) -> Any:
+    """The same with what JSON has: ``"inf"``, ``"-inf"`` and ``"nan"`` for numbers, hex digits for bytes."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_as_json(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -23,6 +23,7 @@ from reshard.pages.markup import (
     both_widths,
     circle,
     element,
+    groups,
     html_page,
     joined,
     line,
@@ -74,8 +75,7 @@ def _axis(values: Iterable[float], start: float, end: float) -> _Axis:
 
 def place_plot(rows: Sequence[Mapping[str, Any]], factor: float, what: str) -> Html:
     """Error and noise of each place, and below them their ratio with the line of the factor; both on log axes."""
-    size = math.ceil(len(rows) / COLUMNS) or 1
-    worst = [max(rows[i : i + size], key=_badness) for i in range(0, len(rows), size)]
+    worst = [max((rows[place] for place in group), key=_badness) for group in groups(len(rows), COLUMNS)]
     return both_widths(lambda name, width: _place_plot(name, width, worst, factor, what))
 
 

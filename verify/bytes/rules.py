@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from formats.errors import ReshardError
+from formats.files.checkpoint import CONFIG
 from formats.notation.architecture import Architecture, one_or_all
 from formats.notation.architecture_files import find_architecture
 from formats.notation.expressions import Expression
@@ -22,15 +22,7 @@ from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.source import UNSPLIT
-
-
-def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted path, as JSON text: so 1, 1.0 and true are different, and NaN equals NaN."""
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
+from verify.bytes.exact_report import config_differences
 
 
 def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
@@ -105,12 +97,11 @@ def _tensors(plan: Plan, theirs: Plan) -> Iterator[str]:
 def _configs(plan: Plan, theirs: Plan) -> Iterator[str]:
     reported: set[str] = set()
     for rank in range(plan.mesh.size):
-        ours, built_in = dict(flat(rank_config(plan, rank))), dict(flat(rank_config(theirs, rank)))
-        for key in sorted(ours.keys() | built_in.keys()):
-            if ours.get(key) != built_in.get(key) and key not in reported:
-                reported.add(key)
-                has, should = (config.get(key, "nothing") for config in (ours, built_in))
-                yield f"[config] {key} is {has} on rank {rank}, built in {should}"
+        for difference in config_differences(CONFIG, rank_config(theirs, rank), rank_config(plan, rank)):
+            if difference.key not in reported:
+                reported.add(difference.key)
+                has, should = (text or "nothing" for text in (difference.found, difference.expected))
+                yield f"[config] {difference.key} is {has} on rank {rank}, built in {should}"
 
 
 def _modules(ours: Architecture, built_in: Architecture) -> Iterator[str]:
@@ -133,9 +124,9 @@ def _is_sound(plan: Plan, key: str, line: Expression) -> bool:
     if not line.names & plan.model.architecture.sizes.keys():
         return False
     whole = Plan(plan.model, UNSPLIT, {}, {})
-    values = dict(flat(rank_config(_with_config(whole, {key: line}), 0)))
-    original = dict(flat(plan.model.config))
-    return all(values[name] == value for name, value in original.items() if value != "null" and name in values)
+    config = rank_config(_with_config(whole, {key: line}), 0)
+    differences = config_differences(CONFIG, plan.model.config, config)
+    return all(each.expected in (None, "null") or each.found is None for each in differences)
 
 
 def _evaluable(plan: Plan, built_in: Architecture) -> dict[str, Expression]:

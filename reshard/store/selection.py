@@ -111,8 +111,8 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     if usual:
         return sorted(usual)
     # the first step that is there
-    trackers = (folder / name for name in TRACKERS if name in names)
-    steps = [*(f"{step_of(tracker, read_file(tracker, 1 << 10))}/" for tracker in trackers), ""]
+    trackers = (name for name in TRACKERS if name in names)
+    steps = [*(f"{step_of(tracker, read_file(folder / tracker, 1 << 10))}/" for tracker in trackers), ""]
     for step in steps:
         saved = sorted(name for name in listing if name.startswith(step) and _SAVED.fullmatch(name, len(step)))
         if saved:

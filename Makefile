@@ -9,7 +9,7 @@ JOBS ?= 4
 demo: .venv/ready
 	$(BIN)/reshard demo
 
-# about three minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
+# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
 test: .venv/ready
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough"
 

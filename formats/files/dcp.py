@@ -245,7 +245,7 @@ def _look_into(
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
-            ends = [(at.offset, at.offset + at.length) for at, *_ in parts]
+            ends = [(at.offset, at.offset + at.length) for at, _, _, kind in parts if kind is not None]
             prefetch(file, (part for begin, end in ends for part in ((begin, begin + _EDGE), (end - _EDGE, end))))
             for (_, begin, length), name, number, kind in parts:
                 if begin + length > size:

@@ -42,6 +42,12 @@ OWN = re.compile(
     r"random_states_\d+\.pkl"
 )
 """Names of a training program's own files, which belong to no model."""
+SAVED = re.compile(
+    r"(pytorch_model_fsdp_0/|optimizer_0/)?(\.metadata|__\d+_\d+\.distcp)|shard-[^/]*\.safetensors|common\.pt|metadata\.json|"
+    r"mp_rank_[\d_]+/[^/]*\.pt|[^/]*_states\.pt|zero/.*\.pt|(model|optim)_world_size_\d+_rank_\d+\.pt|huggingface/[^/]*|"
+    r"(pytorch_model_fsdp|optimizer)(_0_rank\d+)?\.bin"
+)
+"""Names of what is saved in the folder of a step, or of a run that has one."""
 
 
 def find_training(folder: FilePath) -> Training | None:

@@ -64,15 +64,15 @@ def move(
     sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[TargetFile | None]()
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
-    complete, taken_over, told = set[tuple[int, int]](), 0, dict[Read, Read]()
+    complete, taken_over, shared = set[tuple[int, int]](), 0, dict[Read, Read]()
 
     @cache
     def names(targets: Targets) -> frozenset[str]:
         return frozenset(target.name for target in targets)
 
     def reads_of(reads: Iterable[tuple[SourceFile, Targets, PartialSum]]) -> tuple[Read, ...]:
-        noted = (Read(file.name, names(of), part.to_text()) for file, of, part in reads)
-        return tuple(told.setdefault(read, read) for read in noted)  # files that have the same reads share them
+        own = (Read(file.name, names(of), part.to_text()) for file, of, part in reads)
+        return tuple(shared.setdefault(read, read) for read in own)  # files that have the same reads share them
 
     def take(account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""

@@ -119,7 +119,7 @@ class Staging:
         self._is_last = False
         """Whether all is finished, by whichever process, and this one commits it."""
         self.finished: dict[str, Finished] = {}
-        self._told: dict[Read, int] = {}
+        self._numbers: dict[Read, int] = {}
         """The numbers that the journal has of what was read."""
 
     def __enter__(self) -> Staging:
@@ -316,7 +316,7 @@ class Staging:
         """What the journal says of a finished file. What was read for several files has a number, and is told once."""
         finished, reads = self.finished[name], list[Any]()
         for read in finished.reads:
-            is_new, number = read not in self._told, self._told.setdefault(read, len(self._told))
+            is_new, number = read not in self._numbers, self._numbers.setdefault(read, len(self._numbers))
             reads.append({**document_of(read), "number": number} if is_new else number)
         entry = {"name": name, **document_of(replace(finished, reads=())), "reads": reads}
         return entry | {"state": _state(self._built / name)}

@@ -62,16 +62,8 @@ _NOT_SIDE_FILES = (
 # fmt: on
 
 
-_SAVED = re.compile(
-    r"(pytorch_model_fsdp_0/|optimizer_0/)?(\.metadata|__\d+_\d+\.distcp)|shard-[^/]*\.safetensors|common\.pt|metadata\.json|"
-    r"mp_rank_[\d_]+/[^/]*\.pt|[^/]*_states\.pt|zero/.*\.pt|(model|optim)_world_size_\d+_rank_\d+\.pt|huggingface/[^/]*|"
-    r"(pytorch_model_fsdp|optimizer)(_0_rank\d+)?\.bin"
-)
-"""What training programs save in the folder of a step (``formats.files.training``)."""
-_SMALL = re.compile(r"(.*/)?(\.metadata|common\.pt|metadata\.json)|huggingface/.*")
-"""The small ones of these."""
 _BY_RANGES = (".safetensors", ".distcp", ".pt", ".pth")
-"""The files that are read by ranges: what they say of themselves is at their ends, or in ``.metadata``."""
+"""The files that are read by ranges: they say at their ends where tensors lie, or ``.metadata`` does."""
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
@@ -94,7 +86,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     if is_split:
         return sorted(name for name in names if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
     if METADATA in names:
-        return sorted(filter(_SAVED.fullmatch, names))
+        return _saved(names)
     tensors = [name for name in names if name.endswith(".safetensors")]
 
     def read(index: str) -> bytes | None:
@@ -114,10 +106,16 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     trackers = (name for name in TRACKERS if name in names)
     steps = [*(f"{step_of(tracker, read_file(folder / tracker, 1 << 10))}/" for tracker in trackers), ""]
     for step in steps:
-        saved = sorted(name for name in listing if name.startswith(step) and _SAVED.fullmatch(name, len(step)))
-        if saved:
+        if saved := _saved(listing, step):
             return saved
     return []
+
+
+def _saved(listing: Iterable[str], step: str = "") -> list[str]:
+    """What a training program saved in the folder of a step."""
+    from formats.files.training import SAVED  # rarely needed
+
+    return sorted(name for name in listing if name.startswith(step) and SAVED.fullmatch(name, len(step)))
 
 
 def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
@@ -166,8 +164,7 @@ def select(
     """Choose among the files of a repository or a bucket (sizes in bytes); ``copy`` brings the small ones here.
 
     Returns the folder that it gives, the names of the small files and of the weights, and whether ranges of the weights
-    are enough: the header of a safetensors file says where its tensors lie, .metadata where those of .distcp do.
-    Raises CheckpointError if there is no checkpoint.
+    are enough. Raises CheckpointError if there is no checkpoint.
     """
     side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
@@ -179,13 +176,13 @@ def select(
     if not weights:
         what = "no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top"
         raise CheckpointError(f"{name} holds no checkpoint: {what}", hint)
-    small = {*filter(_SMALL.fullmatch, weights)}
-    ranged = [file for file in weights if file not in small]
-    if scope is Weights.FILES or not ranged or not all(file.endswith(_BY_RANGES) for file in ranged):
+    ranged = [file for file in weights if file.endswith(_BY_RANGES)]
+    small = [file for file in weights if not file.endswith((*_BY_RANGES, ".bin"))]  # such as .metadata
+    if scope is Weights.FILES or not ranged or len(ranged) + len(small) < len(weights):
         return folder, side, weights, False
     if small:
-        copy(sorted(small))
-    return folder, [*side, *sorted(small)], ranged, True
+        copy(small)
+    return folder, [*side, *small], ranged, True
 
 
 def is_url(source: str) -> bool:

@@ -486,6 +486,12 @@ def test_too_little_space_for_folders_of_the_ranks(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match=r"not enough space for the ranks' folders: [\d,]+ bytes") as error:
         run_all([shards], QUICK)
     assert error.value.hint == "free some space, or set TMPDIR to a folder of another disk"
+    needed = int(error.value.message.rpartition(": ")[2].split()[0].replace(",", ""))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr("verify.forward.compare.run_ranks", lambda *_, **__: 1 / 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other rank is on another machine
+    with pytest.raises(ZeroDivisionError):
+        run_all([shards], QUICK)
 
 
 @pytest.mark.parametrize("model", ["llama", "bart"])

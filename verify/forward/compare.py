@@ -50,7 +50,8 @@ def run_forward(
     job = _job(original, shards, options)
     device, world = _device(options), job.plan.mesh.size
     needed = needs_of(job, device)
-    check_space(Path(gettempdir()), needed.files, "the ranks' folders", "set TMPDIR to a folder of another disk")
+    of_this_machine = needed.files * int(os.environ.get("LOCAL_WORLD_SIZE", world)) // world
+    check_space(Path(gettempdir()), of_this_machine, "the ranks' folders", "set TMPDIR to a folder of another disk")
     progress(f"starting {plural(world, 'rank')}, {device}: {needed.headline}")
     # They import transformers.
     from verify.forward.shards import run_job

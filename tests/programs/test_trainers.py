@@ -243,6 +243,30 @@ def test_it_is_read_from_a_bucket_as_from_the_disk(case: str, tmp_path: Path, mo
     assert not [name for name in downloaded if name.endswith((".distcp", ".pt"))], "all are read by ranges"
 
 
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        ("../x", "'../x' is neither a number nor 'release'"),
+        (
+            "7",
+            r"a folder of Megatron-LM's checkpoints \(iter_0000009/.metadata\), and no latest_checkpointed_iteration",
+        ),
+    ],
+)
+def test_a_bucket_s_tracker_that_names_no_step_is_refused(
+    names: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "bucket" / "run"
+    (place / "iter_0000009").mkdir(parents=True)
+    (place / "iter_0000009" / ".metadata").write_bytes(b"?")
+    (place / "latest_checkpointed_iteration.txt").write_text(names)
+    with StoreServer(tmp_path / "bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CheckpointError, match=wrong):
+            merge("s3://bucket/run", tmp_path / "out", cache_dir=tmp_path / "cache")
+
+
 def test_a_trainers_folder_is_verified_as_it_is(tmp_path: Path) -> None:
     case = "verl-fsdp2-qwen3_moe-hsdp2x2"
     merge(given(case), tmp_path / "merged")

@@ -17,11 +17,11 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from formats.documents import Record, structure
+from formats.documents import Record, document_of, structure
 from formats.files.sharded import FileRecord
 from reshard.store.staging_names import JOURNAL, SUFFIX, not_begun
 
@@ -51,9 +51,26 @@ class Finished:
         return FileRecord(name, self.size, self.checksum)
 
 
-def read_finished(entry: Mapping[str, Any]) -> Finished:
-    """A finished file, as a journal describes it. Raises ValueError."""
-    return structure(Finished, Record(entry, ""))
+def finished_entry(finished: Finished, numbers: dict[Read, int]) -> dict[str, Any]:
+    """What a journal has of a finished file. What was read for several files gets a number, and is written once."""
+    reads = list[Any]()
+    for read in finished.reads:
+        is_new, number = read not in numbers, numbers.setdefault(read, len(numbers))
+        reads.append({**document_of(read), "number": number} if is_new else number)
+    return {**document_of(replace(finished, reads=())), "reads": reads}
+
+
+def read_finished(entry: Mapping[str, Any], numbered: dict[int, Read]) -> Finished:
+    """A finished file from its entry, after the entries before it in its journal, whose reads are ``numbered``.
+
+    Raises ValueError and KeyError.
+    """
+    reads = list[Read]()
+    for read in entry["reads"]:
+        if not isinstance(read, int):
+            numbered[read["number"]] = structure(Read, Record(read, ""))
+        reads.append(numbered[read if isinstance(read, int) else read["number"]])
+    return structure(Finished, Record(entry, ""), reads=tuple(reads))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +46,7 @@ from reshard.publishing.journal import (
     Moved,
     Read,
     Run,
+    finished_entry,
     journals_in,
     read_finished,
     read_journal,
@@ -279,18 +279,17 @@ class Staging:
         A file that was written before a restart of this machine must have its checksum. It is not known whether another
         machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
-        known, of = dict[int, Any](), None
+        numbered, of = dict[int, Read](), None
         for begin, entry in self._earlier("name"):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                known, of = (known if begin is of else {}), begin
-                known |= {read.pop("number"): read for read in entry["reads"] if isinstance(read, dict)}
-                entry["reads"] = [known[read] if isinstance(read, int) else read for read in entry["reads"]]
+                numbered, of = (numbered if begin is of else {}), begin
+                finished = read_finished(entry, numbered)
                 if entry["name"] in names:
                     is_safe = begin["boot"] == boot_id() is not None or (is_last and begin["host"] != platform.node())
-                    file, expected = self._built / entry["name"], entry["checksum"]
+                    file = self._built / entry["name"]
                     is_untouched = file.is_file() and not file.is_symlink() and _state(file) == entry["state"]
-                    if is_untouched and (is_safe or (expected and file_checksum(file) == expected)):
-                        yield entry["name"], read_finished(entry)
+                    if is_untouched and (is_safe or (finished.checksum and file_checksum(file) == finished.checksum)):
+                        yield entry["name"], finished
 
     def moved(self, files: Collection[str]) -> Iterator[Moved]:
         """What runs with the same inputs and plan have written of unfinished files; read as it is asked for."""
@@ -313,13 +312,9 @@ class Staging:
                         yield from entries
 
     def _entry(self, name: str) -> dict[str, Any]:
-        """What the journal says of a finished file. What was read for several files has a number, and is told once."""
-        finished, reads = self.finished[name], list[Any]()
-        for read in finished.reads:
-            is_new, number = read not in self._numbers, self._numbers.setdefault(read, len(self._numbers))
-            reads.append({**document_of(read), "number": number} if is_new else number)
-        entry = {"name": name, **document_of(replace(finished, reads=())), "reads": reads}
-        return entry | {"state": _state(self._built / name)}
+        """What the journal has of a finished file."""
+        entry = finished_entry(self.finished[name], self._numbers)
+        return {"name": name, **entry, "state": _state(self._built / name)}
 
     def _note(self, *entries: Mapping[str, Any]) -> None:
         """Add lines to the journal."""

@@ -24,13 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-from formats.documents import document_of, json_bytes
+from formats.documents import json_bytes
 from formats.errors import CheckpointError, PlanError, ReshardError
 from formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
-from reshard.publishing.journal import WHOLE, FileShare, Finished, read_finished
+from reshard.publishing.journal import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, json_of, remove_tree
@@ -44,6 +44,13 @@ _TRIES = 5
 
 ROOM = 64 << 30
 """Bytes of files that are built at a time on this machine, if its disk has twice as much space."""
+
+
+class Uploaded(NamedTuple):
+    """A file in the bucket, and the etag that the store gave it."""
+
+    etag: str | None
+    finished: Finished
 
 
 class Uploading(Staging):
@@ -66,10 +73,8 @@ class Uploading(Staging):
         self.shown, self._may_hold_others = bucket.name, False
         self._threads = Threads(0)
         self._lock_journal = Lock()
-        self._noted: dict[str, dict[str, Any]] = {}
-        """The files that this process has uploaded, or has seen in journals, which may be removed since: as these have
-        them, with their etags.
-        """
+        self._noted: dict[str, Uploaded] = {}
+        """The files that this process has uploaded, or has seen in journals, which may be removed since."""
         self._uploads: list[Future[None]] = []
 
     def check(self) -> None:
@@ -103,9 +108,9 @@ class Uploading(Staging):
         if foreign or not self.share.planned.keys() <= self._noted.keys():
             self._remove_old(objects.keys() - self.share.planned.keys())
         self._threads.map(self._bucket.delete, sorted(foreign))
-        for name, entry in self._noted.items():
+        for name, uploaded in self._noted.items():
             if name in self.share.files:
-                self.finished[name] = read_finished(entry)
+                self.finished[name] = uploaded.finished
                 self.path(name).unlink(missing_ok=True)  # a run was killed before it did so, or while it wrote
         for name in local - self._noted.keys():
             self._uploads.append(self._threads.submit(self._upload, name))
@@ -119,8 +124,7 @@ class Uploading(Staging):
             is_ours, of_task = mark is not None and mark.task == self._name, self._journals_in(objects)
             has_last = not objects.keys().isdisjoint(LAST)
             if is_ours and self._journal_key in objects:
-                noted = (entry["name"] for entry in self._entries(of_task))
-                if not (was_empty and has_last) or self.share.planned.keys() <= {*noted}:
+                if not (was_empty and has_last) or self.share.planned.keys() <= dict(self._entries(of_task)).keys():
                     return objects
                 for key in (UNFINISHED, self._journal_key):  # another process published before the mark was made
                     self._bucket.delete(key)
@@ -130,7 +134,7 @@ class Uploading(Staging):
                 self.check()  # another process may have published meanwhile
             others = of_task - {self._journal_key}
             if mark is None and others and self._is_published(is_ending=True):  # or who published was killed
-                self._noted |= {entry["name"]: entry for entry in self._entries(others)}
+                self._noted |= self._entries(others)
                 if self.share.planned.keys() - self._noted.keys():
                     self._threads.map(
                         self._bucket.delete, sorted(others)
@@ -187,7 +191,7 @@ class Uploading(Staging):
         ``is_ending``: also while its other processes remove their journals.
         """
         objects = self._bucket.objects()
-        seen = {name: self._noted[name]["etag"] for name in (self.share.planned if self._is_last else ())}
+        seen = {name: self._noted[name].etag for name in (self.share.planned if self._is_last else ())}
         mine = self._journals_in(objects) if is_ending else {self._journal_key}
         is_unfinished = UNFINISHED in objects or {key for key in objects if key.startswith(JOURNAL)} - mine
         last = [name for name in LAST if name in objects]
@@ -252,13 +256,18 @@ class Uploading(Staging):
     def _upload(self, name: str) -> None:
         etag = self._change(name, self.path(name))
         with self._lock_journal:
-            self._noted[name] = {"name": name, "etag": etag} | document_of(self.finished[name])
+            self._noted[name] = Uploaded(etag, self.finished[name])
             self._put_journal()
         self.path(name).unlink()
 
     def _put_journal(self) -> None:
         """Write the journal of this process: the files of its share that are uploaded."""
-        entries = [entry for name, entry in self._noted.items() if name in self.share.files]
+        numbers = dict[Read, int]()
+        entries = [
+            {"name": name, "etag": uploaded.etag} | finished_entry(uploaded.finished, numbers)
+            for name, uploaded in self._noted.items()
+            if name in self.share.files
+        ]
         document = {"task": self._name, "files": len(self.share.files), "entries": entries}
         self._bucket.note(self._journal_key, json_bytes(document))
 
@@ -275,15 +284,17 @@ class Uploading(Staging):
             if upload.done():
                 upload.result()
 
-    def _entries(self, keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def _entries(self, keys: Iterable[str]) -> Iterator[tuple[str, Uploaded]]:
         """What the journals of this task among these have."""
         for journal in (json_of(self._bucket.content(key)) for key in sorted(keys)):
-            yield from journal["entries"] if journal.get("task") == self._name else ()
+            numbered = dict[int, Read]()
+            for entry in journal["entries"] if journal.get("task") == self._name else ():
+                yield entry["name"], Uploaded(entry["etag"], read_finished(entry, numbered))
 
-    def _uploaded(self, objects: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
+    def _uploaded(self, objects: Mapping[str, str | None]) -> dict[str, Uploaded]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""
-        entries = [*self._noted.values(), *self._entries(self._journals_in(objects))]
-        return {entry["name"]: entry for entry in entries if objects.get(entry["name"]) == entry["etag"]}
+        entries = [*self._noted.items(), *self._entries(self._journals_in(objects))]
+        return {name: uploaded for name, uploaded in entries if objects.get(name) == uploaded.etag}
 
     def _clear(self) -> None:
         """Remove what was built, and forget what was uploaded, because it cannot be trusted."""
@@ -308,7 +319,7 @@ class Uploading(Staging):
         if gone:
             self._check_ours()
             raise self._replaced(min(gone))
-        self.finished |= {name: read_finished(entry) for name, entry in uploaded.items()}
+        self.finished |= {name: each.finished for name, each in uploaded.items()}
         self._noted |= uploaded
         self._is_last = self.share.planned.keys() <= self.finished.keys()
         return self._is_last
@@ -326,7 +337,7 @@ class Uploading(Staging):
         etags = self._threads.map(lambda name: self._change(name, files[name]), sides)
         etags += [self._change(name, files[name]) for name in early]
         etags.append(self._change(last, files[last], self._name))
-        in_place = {name: entry["etag"] for name, entry in self._noted.items()}
+        in_place = {name: uploaded.etag for name, uploaded in self._noted.items()}
         in_place |= zip((*sides, *early, last), etags, strict=True)
         self._bucket.delete(UNFINISHED)
         there = self._bucket.objects()  # whatever comes later is followed by a look that finds no mark

@@ -543,6 +543,28 @@ def uploading(url: str, cache: Path) -> Uploading:
     return Uploading(bucket, folder, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
 
 
+def test_what_was_read_for_several_files_is_once_in_a_journal(
+    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each state of it; who goes on checks the bytes of the source against what the journal has."""
+
+    def stop(*_: object) -> None:
+        raise CheckpointError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
+        patch.setattr(Uploading, "commit", stop)
+        split(checkpoint, URL, tp=4, **access)
+    (journal,) = [json.loads(path.read_text()) for path in (store.root / "out").glob(".reshard-journal-*")]
+    reads = [read for entry in journal["entries"] for read in entry["reads"]]
+    whole = [read for read in reads if isinstance(read, dict)]
+    assert len(journal["entries"]) == 4 and {read["number"] for read in whole} == {*range(len(whole))}
+    assert {*(read for read in reads if isinstance(read, int))} == {*range(len(whole))}  # each is of several ranks
+    store.requests.clear()
+    split(checkpoint, URL, tp=4, **access)
+    assert not [each.path for each in store.requests if each.method == "PUT" and each.path.endswith(".safetensors")]
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 4)
+
+
 def test_what_cannot_begin_leaves_no_threads_and_no_lock(
     store: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

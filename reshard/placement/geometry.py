@@ -22,6 +22,9 @@ from reshard.placement.portions import Portion
 
 _T = TypeVar("_T")
 
+_MOST_CHUNKS = 64
+"""Of a tensor on a rank, and so at most as many files for each rank."""
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -92,13 +95,21 @@ class Geometry:
         """What ranks have as chunks, by the number of their file: the rank, plus the number of ranks for each further
         chunk of it. Each is written once, by the first rank that has it.
 
-        All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint.
+        All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint. If there
+        are many (each row of a matrix that is stored flat), each rank has one range instead.
         """
         owned = {rank: dims for rank in self.holders if (dims := self.dims(rank)) is not None}
         cut = [[*segments(dict(zip(owned, runs, strict=True)))] for runs in zip(*owned.values(), strict=True)]
         file_of, ranks = dict[Chunk, int](), self.layouts[0].ranks
-        for rank in owned:
-            pieces = [[run for run, holders in parts if rank in holders] for parts in cut]
+        pieces_of = {rank: [[run for run, holders in parts if rank in holders] for parts in cut] for rank in owned}
+        if max((math.prod(map(len, pieces)) for pieces in pieces_of.values()), default=0) > _MOST_CHUNKS:
+            sizes = [parts[-1][0].end for parts in cut]
+            dim = max(range(len(cut)), key=lambda dim: len(cut[dim]))
+            for number, rank in enumerate(owned):
+                begin, end = (sizes[dim] * at // len(owned) for at in (number, number + 1))
+                whole = [[Run(0, size)] for size in sizes]
+                pieces_of[rank] = [*whole[:dim], [Run(begin, end - begin)] if begin < end else [], *whole[dim + 1 :]]
+        for rank, pieces in pieces_of.items():
             for number, chunk in enumerate(itertools.product(*pieces)):
                 at = Chunk(tuple(run.offset for run in chunk), tuple(run.length for run in chunk))
                 file_of.setdefault(at, number * ranks + rank)

@@ -29,6 +29,7 @@ from tests.formats.test_dcp import Pieces, halves, save
 from tests.marks import of_ranks, one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.reshard.store_server import StoreServer
+from tests.routes import SOURCES
 from tests.support import command, contents, write_checkpoint
 from verify.profile.processes import run_processes
 
@@ -323,6 +324,15 @@ def test_no_degree_is_needed_and_files_have_a_largest_size(tmp_path: Path) -> No
     assert len(files) > 2
     whole = {name: each for file in original.glob("*.safetensors") for name, each in load_file(file).items()}
     assert bits(loaded(tmp_path / "out", original)) == bits(whole)
+
+
+def test_a_matrix_that_is_stored_flat_is_one_range_on_each_rank(tmp_path: Path) -> None:
+    """bitsandbytes' 4 bits: a rank's columns would be a chunk for each row, and each chunk of a tensor has a file."""
+    source = SOURCES["bnb"](tmp_path / "source")
+    split(source, tmp_path / "out", tp=4, format="dcp")
+    assert len([*(tmp_path / "out").glob("*.distcp")]) == 4
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_each_archive_is_a_zip_whose_checksums_are_right(tmp_path: Path) -> None:

@@ -284,10 +284,12 @@ def test_no_more_tokens_than_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """RoBERTa's table has rows that are no positions. Random tokens are fewer; a prompt is refused."""
     report = run_forward(*pairs(["roberta"], 2)[0], ForwardOptions(batch=1, seq=1000, draws=0))
     assert report.is_same and report.seq == 63
-    tokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: lambda *_, **__: {"input_ids": torch.ones(1, 37)})
-    monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
-    with pytest.raises(ReshardError, match="it has 37 tokens, and the model positions for 36"):
-        run_forward(*pairs(["gpt2"], 2)[0], ForwardOptions(prompt="a long text"))
+    for model, most in (("gpt2", 36), ("roberta", 63)):
+        ids = {"input_ids": torch.ones(1, most + 1)}
+        tokenizer = SimpleNamespace(from_pretrained=lambda *_, ids=ids, **__: lambda *_, **__: ids)
+        monkeypatch.setattr("transformers.AutoTokenizer", tokenizer)
+        with pytest.raises(ReshardError, match=f"it has {most + 1} tokens, and the model positions for {most}"):
+            run_forward(*pairs([model], 2)[0], ForwardOptions(prompt="a long text"))
 
 
 @thorough

@@ -103,7 +103,8 @@ def positions_of(model: Model) -> int | None:
     )
     limits = [kind.shape[0] for kind in tables]
     stated = model.sizes.settings.get("max_position_embeddings")  # some tables have a few rows more
-    return min([*limits, *([stated] if isinstance(stated, int) else [])]) if limits else None
+    first = model.sizes.of({}).get("first_position", 0)  # RoBERTa's are behind the padding's
+    return min([*limits, *([stated] if isinstance(stated, int) else [])]) - first if limits else None
 
 
 def experts_along(mesh: Mesh) -> frozenset[str]:

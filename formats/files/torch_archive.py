@@ -84,13 +84,13 @@ def read_saved(path: FilePath, inside: str) -> Saved:
 
     What programs save beside tensors (settings, states of random generators) is not made. Raises ``CheckpointError``.
     """
-    wanted = re.compile(re.escape(inside) + "[0-9]*")
+    numbered = re.compile(re.escape(inside) + "[0-9]*")
     with torch_file(path) as archive:
         state = archive.read(TENSORS.with_classes(*BESIDE), "tensors and plain settings are read")
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a dictionary", _RESAVE)
         entries = {str(name): value for name, value in state.items()}
-        located = {name: _locate(archive, value) for name, value in entries.items() if wanted.fullmatch(name)}
+        located = {name: _locate(archive, value) for name, value in entries.items() if numbered.fullmatch(name)}
     plain = {n: v if isinstance(v, (int, float, str)) else kind_of(v) for n, v in entries.items() if n not in located}
     return Saved(located, plain)
 

@@ -48,14 +48,14 @@ def models_command(name: str | None, as_json: bool) -> None:
         raise PlanError(f"no model type has '{name}' in its name", with_hint(nearest(str(name), files), draft))
     chosen = [_tested(type_of) for type_of in sorted(names, key=str.lower)]
     if as_json:
-        print_json({"models": [found | _ruled(found["model_type"]) for found in chosen]})
+        print_json({"models": [row | _ruled(row["model_type"]) for row in chosen]})
     elif len(chosen) == 1:
         _print_one(**chosen[0])
     else:
         cells = [("model type", "rules", "verified", "--tp tried")]
-        for found in chosen:
-            tried, (verified, _) = ", ".join(map(str, found["tp_tried"])), _VERIFIED[found["verified"]]
-            cells.append((found["model_type"], found["rules"], verified, tried))
+        for row in chosen:
+            tried, (verified, _) = ", ".join(map(str, row["tp_tried"])), _VERIFIED[row["verified"]]
+            cells.append((row["model_type"], row["rules"], verified, tried))
         which = f" with '{name}' in their name or in that of their rules" if name else ""
         count = f"{plural(len(chosen), 'model type')}{which}. 'reshard models NAME' shows one in detail."
         print_lines(*align(cells, right=(), width=None), "", count)

@@ -276,14 +276,14 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
         if src is None or src.portion.function is not None:
             raise PlanError(f"no rank of the source holds tensor '{atom.tensor}', which the target wants")
         same = src.stored.dtype == dst.stored.dtype and dst.portion.function is None
-        dtype, wanted = src.stored.dtype if same else tensors[atom.tensor], (dst.stored.dtype, dst.portion.function)
-        if not same and (dtype, None) != wanted:
+        dtype, stored = src.stored.dtype if same else tensors[atom.tensor], (dst.stored.dtype, dst.portion.function)
+        if not same and (dtype, None) != stored:
             if dtype == "F32" != dst.stored.dtype:
                 raise PlanError(
                     f"tensor '{src.stored.name}' is F32 in the trainer, and {dst.stored.dtype} in a receiver",
                     f"push(dtype='{dst.stored.dtype}') rounds it",
                 )
-            Change(atom.tensor, dtype, *wanted).elements()  # raises, if there is none
+            Change(atom.tensor, dtype, *stored).elements()  # raises, if there is none
         origin, goal, item = src.spread, dst.spread, DTYPE_BITS[dtype] // 8
         if len(origin.full) != len(goal.full):
             raise PlanError(

@@ -222,6 +222,6 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], p
         raise MismatchError(f"tensor '{name}' is {[*shape]} on live ranks, and should be {[*expected]}")
     order, whole = tuple(range(len(shape))), contiguous([(Run(0, size),) for size in shape])
     have = Spread(shape, order, {holder: (piece,) for holder, piece in pieces.items()})
-    found = boxes(have, Spread(shape, order, {0: (whole,)}))
-    if missing := sum(box.numel for box in found if not box.sources):
+    cells = boxes(have, Spread(shape, order, {0: (whole,)}))
+    if missing := sum(box.numel for box in cells if not box.sources):
         raise MismatchError(f"{missing:,} of {math.prod(shape):,} elements of tensor '{name}' are on no rank")

@@ -77,8 +77,8 @@ def move(
     def take(account: Account) -> None:
         """Add a report to the sums, and finish the files that are complete."""
         sums.fetched += account.fetched
-        for (file, wanted), part in account.read.items():
-            sums.add(file, wanted, part)
+        for (file, targets), part in account.read.items():
+            sums.add(file, targets, part)
         for target, runs in account.runs.items():
             target.runs += runs
         for target, part in account.written.items():
@@ -337,11 +337,11 @@ class Mover:
             places = [job.target(region.rank) for region in slab.writes]
             if places and all(place.file.done for place in places):
                 continue
-            wanted = frozenset([place.file for place in places])
+            read_for = frozenset([place.file for place in places])
             origins, blocks = list[_Place](), list[Bytes]()
             for region in slab.reads:
                 origin = job.source(region.rank)
-                run = reads[origin.file, None if job.again or region.needed is not None else wanted]
+                run = reads[origin.file, None if job.again or region.needed is not None else read_for]
                 origins.append((run, run.add(region, ranges_of(origin, region), origin.offset), region))
             for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
                 if not place.file.done:
@@ -427,9 +427,9 @@ class Mover:
                 self._account = Account()
                 continue
             for read in moved.reads:
-                wanted, file = frozenset(to[name] for name in read.targets), files[read.source]
-                if not wanted or not all(target.done for target in wanted):  # else a finished file has these sums
-                    self._account.read[file, wanted] = PartialSum.from_text(read.sum, file.size)
+                targets, file = frozenset(to[name] for name in read.targets), files[read.source]
+                if not targets or not all(target.done for target in targets):  # else a finished file has these sums
+                    self._account.read[file, targets] = PartialSum.from_text(read.sum, file.size)
             self._account.steps = [step.number for step in mine]
             self.report()
 

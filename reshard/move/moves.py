@@ -123,20 +123,20 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
     if dtype == target:  # a program stores all as float32, say
         return block
     codes = np.ascontiguousarray(block).reshape(-1).view(CODES[dtype])
-    found = np.empty(codes.size, CODES[target])
+    rounded = np.empty(codes.size, CODES[target])
     for begin in range(0, codes.size, _CAST_AT_A_TIME):
         here = slice(begin, begin + _CAST_AT_A_TIME)
         with np.errstate(over="ignore", invalid="ignore"):
             values = as_float32(codes[here], dtype)
             is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
             if target == "F32":
-                found[here] = values
+                rounded[here] = values
             else:
-                is_lost |= round_to(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, found[here])
+                is_lost |= round_to(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, rounded[here])
         if is_lost:
             why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
             raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)
-    return found.view(np.uint8).reshape(*block.shape[:-1], found.itemsize)
+    return rounded.view(np.uint8).reshape(*block.shape[:-1], rounded.itemsize)
 
 
 # ------------------------------------------------------------------------------------------------------- scale blocks
@@ -163,32 +163,32 @@ def regrid(
         )
         for side in (sources, targets)
     )
-    present, wanted = ([_indices(piece.runs) for _, piece in side] for side in (sources, targets))
+    have, needed = ([_indices(piece.runs) for _, piece in side] for side in (sources, targets))
     copies, checks = list[Copy](), list[Copy]()
-    for number, indices in enumerate(wanted):  # from the scale block at the same place: from the first, if several
+    for number, indices in enumerate(needed):  # from the scale block at the same place: from the first, if several
         firsts = [of_dim * new // old for of_dim, (old, new) in zip(indices, steps, strict=True)]
-        copies += (Copy(holder, at, number, into) for holder, into, at in _holders(present, firsts))
-    for number, indices in enumerate(present):  # equal to the first scale in the same larger scale block of the target
+        copies += (Copy(holder, at, number, into) for holder, into, at in _holders(have, firsts))
+    for number, indices in enumerate(have):  # equal to the first scale in the same larger scale block of the target
         firsts = [
             of_dim if new <= old else of_dim * old // new * new // old
             for of_dim, (old, new) in zip(indices, steps, strict=True)
         ]
-        checks += (Copy(number, at, holder, first) for holder, at, first in _holders(present, firsts))
+        checks += (Copy(number, at, holder, first) for holder, at, first in _holders(have, firsts))
     return Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
 
-def _holders(present: Sequence[Sequence[Indices]], wanted: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
-    """The pieces that together have the ``wanted`` indices, given the indices that are ``present`` in each.
+def _holders(have: Sequence[Sequence[Indices]], needed: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
+    """The pieces that together have the ``needed`` indices, given the indices that each of them has.
 
-    Each comes with the positions of its indices in ``wanted``, and their positions in the piece.
+    Each comes with the positions of its indices in ``needed``, and their positions in the piece.
     """
-    covered = np.zeros([len(indices) for indices in wanted], dtype=bool)
-    for number, own in enumerate(present):
-        places = [np.flatnonzero(np.isin(indices, of_dim)) for indices, of_dim in zip(wanted, own, strict=True)]
+    covered = np.zeros([len(indices) for indices in needed], dtype=bool)
+    for number, own in enumerate(have):
+        places = [np.flatnonzero(np.isin(indices, of_dim)) for indices, of_dim in zip(needed, own, strict=True)]
         grid = np.ix_(*places)
         if not covered[grid].all():
             covered[grid] = True
-            triples = zip(own, wanted, places, strict=True)
+            triples = zip(own, needed, places, strict=True)
             yield number, grid, np.ix_(*(np.searchsorted(of_dim, indices[at]) for of_dim, indices, at in triples))
 
 

@@ -85,14 +85,14 @@ class Arrangement:
 
         What is ``stated`` of a constant counts.
         """
-        found = dict[str, bytes]()
+        contents = dict[str, bytes]()
         for stored, shape in self.tensors_of(rank):
             name = stored.name_on(rank)
             if stored.constant:
-                found[name] = stated.get(stored.name) or stored.constant_bytes(shape)
+                contents[name] = stated.get(stored.name) or stored.constant_bytes(shape)
             elif not self.format.plain and stored.atoms and rank in Location(stored, 0).zeros:
-                found[name] = bytes(tensor_bytes(name, stored.dtype, shape))
-        return found
+                contents[name] = bytes(tensor_bytes(name, stored.dtype, shape))
+        return contents
 
     def _stated(self, kind: Kind) -> Stated | None:
         """The shape that tensors of a kind state of their weight: the rank's in reshard's own form, else the whole."""

@@ -100,7 +100,7 @@ class _Reading:
         if self.mesh is not None:
             return [self.mesh]
         stages = 1 + max(file.stage for file in self.files)
-        tp, has_experts = len(_held(self.ranks, self.chunks)) // stages, bool(self.model.architecture.expert_axes)
+        tp, has_experts = len(_merged(self.ranks, self.chunks)) // stages, bool(self.model.architecture.expert_axes)
         dense = [mesh_of(tp, pp=stages)] if tp == 1 or not self.format.same_ranks or not has_experts else []
         return [*dense, mesh_of(tp, tp, same_ranks=True, pp=stages)] if has_experts and tp > 1 else dense
 
@@ -108,7 +108,7 @@ class _Reading:
         """The plan on a mesh with the padding that the files have, if it is not known. Raises PlanError."""
         if self.is_known or not self.format.padding.free:
             return plan
-        padding = padding_of(on_mesh(plan, self.format), _held(self.ranks, self.chunks))
+        padding = padding_of(on_mesh(plan, self.format), _merged(self.ranks, self.chunks))
         return program_plan(self.model, self.format, mesh, padding=padding)
 
     def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
@@ -129,7 +129,7 @@ class _Reading:
         return count, self, plan
 
 
-def _held(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
+def _merged(ranks: Sequence[Mapping[str, TensorInfo]], chunks: Chunks | None) -> Sequence[Mapping[str, TensorInfo]]:
     """The tensors of each rank; those in chunks as one rank would have them."""
     if chunks is None:
         return ranks
@@ -213,7 +213,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             )
             training = Training(saved, parts)
             ranks, chunks = _chunks_of(format, saved, parts.model)
-        tensors = _held(ranks, chunks)
+        tensors = _merged(ranks, chunks)
         if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
             dtype, given = dtype_of(recorded or tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
@@ -225,15 +225,15 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
         if known is not None:
-            held = {name: info for infos in reversed(tensors) for name, info in infos.items()}
-            full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in held.items()]
+            infos_of = {name: info for infos in reversed(tensors) for name, info in infos.items()}
+            full = [FullTensor(name, info.dtype, None, MANIFEST, info.shape) for name, info in infos_of.items()]
         elif recorded:
             infos = itertools.chain.from_iterable(infos.values() for infos in recorded)
             full = [FullTensor(info.name, info.dtype, info.shape, MANIFEST) for info in infos]
         else:  # what is kept has the dtype of the original; what a program computes from it may have another
             intact = folder.path / INTACT_FILE
-            kept = folder.weights(intact)[0] if intact.is_file() else {}
-            own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in kept.items()}
+            unchanged = folder.weights(intact)[0] if intact.is_file() else {}
+            own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in unchanged.items()}
             inferred = inferred_tensors(format, architecture, config, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
         if not recorded and (format.rules.keep or any(line.also for line in format.rules.lines)):
@@ -441,7 +441,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     architecture, config = source.model.architecture, source.model.config
     for affix, names in training.parts.states.items():
         ranks, chunks = _chunks_of(format, training.saved, names)
-        tensors = _held(ranks, chunks)
+        tensors = _merged(ranks, chunks)
         full = inferred_tensors(format, architecture, config, tensors)
         twice = tied_twice(architecture, config, full) if source.twice else {}
         full = [tensor for tensor in full if tensor.name not in twice]

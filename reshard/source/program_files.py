@@ -80,12 +80,12 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
         mesh, ways = folder.mesh, list(itertools.product((False, True), repeat=2))
         if mesh is not None:
             ways = [(mesh.pp > 1, dict(mesh.degrees).get("ep", 1) > 1)]
-        found = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
+        named = [(ep, files) for pp, ep in ways if (files := _of_coordinates(folder, format, where, names, pp, ep))]
         inside = format.container.inside
-        first = [file for file in found[0][1] if file.path == found[0][1][0].path] if found else []
+        first = [file for file in named[0][1] if file.path == named[0][1][0].path] if named else []
         if not any(".experts." in name for file in first for name in _weights_of(folder, file, inside)[0]):
-            found = [way for way in found if not way[0]] or found  # mp_rank_00_001 is a stage, no rank of experts
-        return [files for _, files in found]
+            named = [way for way in named if not way[0]] or named  # mp_rank_00_001 is a stage, no rank of experts
+        return [files for _, files in named]
     matches = numbered_names(format.files.pp, names) if format.files.pp else []
     width = max([words["tp"] for _, words in matches], default=0) + 1  # ranks of a stage
     for each in (format.files.name, format.files.parts) if not matches else ():

@@ -53,8 +53,8 @@ def cast(source: Source, name: str) -> Source:
     tensors = tuple(tensor._replace(kind=new.get(tensor.kind, tensor.kind)) for tensor in model.tensors)
     sizes, kinds = AxisSizes(model.architecture, config, model.sizes.measured), (new.get(k, k) for k in model.kinds)
     model = replace(model, config=config, sizes=sizes, tensors=tensors, kinds=tuple(kinds))
-    made = Cast(word, source, lambda: _record(source, opened, word))
-    opened = replace(source, model=model, side_files=sides, note="; ".join(notes), cast=made)
+    of = Cast(word, source, lambda: _record(source, opened, word))
+    opened = replace(source, model=model, side_files=sides, note="; ".join(notes), cast=of)
     return opened
 
 

@@ -293,13 +293,13 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     """
     if source.cast is not None:
         before = tensors_of(source.cast.source)
-        found = {name: rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
-        return found | {second: found[first] for second, first in source.aliases.items()}
+        tensors = {name: rounded(name, before[name], kind.dtype) for name, kind, _ in source.model.tensors}
+        return tensors | {second: tensors[first] for second, first in source.aliases.items()}
     files = {path: file_of(path, source.path, source.stamps[path]) for path in source.files}
-    found, others = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
+    tensors, others = dict[str, Tensor](), {tensor.name: tensor for tensor in source.model.tensors}
     if source.format is HUGGING_FACE:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
-        found = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
+        tensors = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
         others = {name: others[name] for name in source.twice.values()}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, b"", 0), 0)
     if others:
@@ -307,8 +307,8 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):
             jobs[job.name].append(job)
     for name, tensor in others.items():
-        found[name] = Tensor(tensor.dtype, tensor.shape, gathered(name, jobs[name], files))
-    return found | {second: found[first] for second, first in source.aliases.items()}
+        tensors[name] = Tensor(tensor.dtype, tensor.shape, gathered(name, jobs[name], files))
+    return tensors | {second: tensors[first] for second, first in source.aliases.items()}
 
 
 def is_quantized(source: Source) -> bool:

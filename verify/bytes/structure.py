@@ -227,8 +227,8 @@ class Structure:
             self.missing += lacking
             self.comparable[name] = [number for number in chunks[name] if number not in wrong]
             if not wrong and not lacking:
-                held = [(shards.ranks[number][name].file.name, at) for number, at in chunks[name].items()]
-                self.problems += _not_once(stored, held)
+                ranges = [(shards.ranks[number][name].file.name, at) for number, at in chunks[name].items()]
+                self.problems += _not_once(stored, ranges)
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

@@ -257,16 +257,16 @@ class _Runner:
             self._saved = {}
             started = time.monotonic()
             with Account(lambda: self._meter.part) as self._account:
-                kept = run()
+                output = run()
             account, self._account = self._account, None
             self._meter.step()
             seconds = time.monotonic() - started
             is_long = world().gather(seconds > self._job.seconds)[0]
             if is_long:
                 say(f"{doing}: a run takes {human_time(seconds)}, and two more follow")
-            layers = getattr(kept, "layers", None)
+            layers = getattr(output, "layers", None)
             cache = {kind.part: _nbytes(vars(layers[kind.first]).values()) for kind in self._job.kinds if layers}
-            kept = None
+            output = None
             inside = sum(cache.values()) if workload.phase == "prefill" else 0
             steps = repeat(run, self._meter, self._job.seconds, warm_ups=0 if is_long else 2)
         for parameter in self._weights:

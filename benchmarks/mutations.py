@@ -175,7 +175,7 @@ MUTATIONS = (
     # parts, uploads, requests that are made again
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
              ("tests/reshard/test_launcher.py",)),
-    Mutation("reshard", '== entry["etag"]', "is not None", BUCKETS),
+    Mutation("reshard", "== uploaded.etag}", "is not None}", BUCKETS),
     Mutation("reshard", "etag_of(answer) or etag_of(meta)", "etag_of(meta)", ORDERS),
     Mutation("reshard", "if content is not None and isinstance(error, PublishedError):",
              "if isinstance(error, PublishedError):", ORDERS),

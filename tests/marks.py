@@ -2,7 +2,7 @@
 
 The rule: a test is thorough if it shows for one more model, mesh or moment what ``make test`` shows for one of each
 kind, or if it needs several ranks, a server, a browser or an installation of its own. A law (hypothesis) is in both:
-with a quarter of its examples in ``make test``, with all of them in ``make test-all``.
+with a quarter of its examples, 25 at most, in ``make test``, with all of them in ``make test-all``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from formats.files.safetensors import TORCH_NAMES
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items()}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
+}
 """The dtypes of headers that torch has as one."""
 
 __all__ = ["PrefixStore", "TorchDispatchMode", "tree_leaves", "tree_map", "with_tensors"]  # what is passed on

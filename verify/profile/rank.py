@@ -87,6 +87,7 @@ class Meter(Carrier):
 
 _ATEN = torch.ops.aten
 _FLASH = "_scaled_dot_product_flash_attention"
+_GROUPED_MM = getattr(_ATEN, "_grouped_mm", None)  # from torch 2.8 on
 
 
 def _grouped(x: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
@@ -96,7 +97,7 @@ def _grouped(x: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> 
 
 _FLOPS = {
     **flop_registry,
-    _ATEN._grouped_mm: shape_wrapper(_grouped),  # type: ignore[no-untyped-call]
+    _GROUPED_MM: shape_wrapper(_grouped),  # type: ignore[no-untyped-call]
     getattr(_ATEN, f"{_FLASH}_for_cpu"): flop_registry[getattr(_ATEN, _FLASH)],
     getattr(_ATEN, f"{_FLASH}_for_cpu_backward"): flop_registry[getattr(_ATEN, f"{_FLASH}_backward")],
 }
@@ -145,7 +146,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if count is not None:
             flops, nbytes = self.work.get(self._part(), (0.0, 0.0))
             # Of experts that are multiplied together, no more are read than there are rows.
-            used = min(1.0, len(args[0]) / len(args[1])) if func.overloadpacket is _ATEN._grouped_mm else 1.0
+            used = min(1.0, len(args[0]) / len(args[1])) if func.overloadpacket is _GROUPED_MM else 1.0
             nbytes += sum(x.nbytes * (used if x is args[1] else 1.0) for x in (*tensors, *outputs))
             self.work[self._part()] = flops + count(*args, **(kwargs or {}), out_val=result), nbytes
         return result

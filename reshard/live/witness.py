@@ -37,7 +37,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of the checkpoint, in the order of their numbers."""
 
 _ATEN = torch.ops.aten
-_ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.exp.default, _ATEN.neg.default])
+_ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.clone.default, _ATEN.exp.default, _ATEN.neg.default])
 """What is computed of each element alone."""
 _BITS = 40
 """Of the number of an element within its tensor, in the index probe."""
@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, (dtype, shape) in tensors.items()
         }
         self._numbers = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(self.tensors.values())}
+        self._empty = set[int]()
         self.notes: list[tuple[torch.Tensor, Copied]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,12 +75,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if func in _ONE_BY_ONE:
             return args[0]
+        if func is _ATEN.zero_.default and args[0].numel() == [*self.tensors.values()][followed[0]].numel():
+            self._empty.add(followed[0])  # from then on nothing of it is loaded
+            return args[0]
         if func is not _ATEN.copy_.default or numbers[0] is not None:
             name = [*self.tensors][followed[0]]
             raise LiveError(f"the loader does '{func}' with tensor '{name}', which is not followed here")
         views = (args[0], args[1].expand(args[0].shape))
         into, origin = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in views)
-        self.notes.append((args[0], Copied(into, followed[0], origin)))
+        if followed[0] not in self._empty:
+            self.notes.append((args[0], Copied(into, followed[0], origin)))
         return args[0]
 
 

@@ -155,8 +155,10 @@ def test_what_is_not_followed_is_an_error() -> None:
 
     with pytest.raises(LiveError, match=r"the loader does 'aten\.mul\.Tensor' with tensor 'w', which is not followed"):
         loaded(lambda tensor: torch.zeros(4, 6).copy_(tensor * 2))
-    with pytest.raises(LiveError, match=r"'aten\.clone\.default' with tensor 'w'"):
+    with pytest.raises(LiveError, match=r"'aten\._unsafe_view\.default' with tensor 'w'"):
         loaded(lambda tensor: tensor.t().reshape(-1))
+    with pytest.raises(LiveError, match=r"'aten\.zero_\.default' with tensor 'w'"):
+        loaded(lambda tensor: tensor[1:].zero_())
     with pytest.raises(LiveError, match=r"'aten\.cat\.default' with tensor 'w'"):
         loaded(lambda tensor: torch.cat([torch.zeros(1, 6), tensor]))
     with pytest.raises(LiveError, match=r"'aten\.copy_\.default' with tensor 'w'"):
@@ -175,6 +177,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         -torch.exp(tensor.to(torch.float64)[1].float()) if tensor.is_meta else tensor[1]
     ),
     "permute": lambda tensor: tensor.permute(2, 0, 1)[2:, :, 1:],
+    "copy": lambda tensor: tensor[1:].transpose(0, 2).contiguous()[2:],
 }
 
 
@@ -194,6 +197,21 @@ def test_a_recorded_view_is_the_view(view: str) -> None:
     found = [start + i for _, length, _, start in ranges(copies["room"]) for i in range(length)]
     assert found == expected.flatten().tolist()
     assert unlike(copies, probed(model, load, {"w": ("F32", shape)})) == []
+
+
+def test_of_a_tensor_that_is_set_to_zero_nothing_is_loaded() -> None:
+    """As vLLM's loader of gpt-oss does it with a bias, on all ranks but the first."""
+    model = torch.nn.Module()
+    model.bias, model.weight = (torch.nn.Parameter(torch.empty(2, 3)) for _ in range(2))
+
+    def load(weights: object) -> None:
+        for name, tensor in weights:  # type: ignore[attr-defined]
+            model.get_parameter(name).data.copy_(tensor.zero_() if name == "bias" else tensor)
+
+    tensors = {"bias": ("F32", (2, 3)), "weight": ("F32", (2, 3))}
+    copies = recorded(model, load, tensors)
+    assert len(ranges(copies["bias"])) == 0 and ranges(copies["weight"]).tolist() == [[0, 6, 1, 0]]
+    assert unlike(copies, probed(model, load, tensors)) == []
 
 
 def test_rules_cover_each_element_once() -> None:

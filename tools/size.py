@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(38, 6344, 636, 101),
-    "reshard": Size(106, 15581, 1338, 171),
-    "verify": Size(53, 6308, 577, 91),
+    "formats": Size(38, 6346, 636, 101),
+    "reshard": Size(106, 15586, 1338, 171),
+    "verify": Size(53, 6309, 577, 91),
 }
 
 _NOT_CODE = {

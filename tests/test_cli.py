@@ -305,6 +305,13 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
 
 
+def test_a_tilde_that_no_shell_replaced_is_a_letter(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "~x")
+    assert "full checkpoint" in ok("inspect", "./~x", cwd=tmp_path)
+    ok("split", "./~x", "./~x2", "--tp", "2", cwd=tmp_path)
+    assert "no such folder" in refused("split", "~nobody/x", tmp_path / "out", "--tp", "2")
+
+
 def test_wrong_degrees_and_ranks(model: Path, tmp_path: Path) -> None:
     text = refused("split", model, tmp_path / "out", "--tp", "3")
     assert "8 attention heads do not divide by 3" in text

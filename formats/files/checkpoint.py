@@ -36,8 +36,10 @@ def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
 
 def is_usable(name: str, names: Container[str]) -> bool:
     """Whether a file of weights can be read, with what stands beside it."""
+    if is_adapter(name):
+        return name == ADAPTER and ADAPTER_CONFIG in names
     needs_index = re.fullmatch(r"pytorch_model-\d+-of-\d+\.bin", name) is not None
-    return not is_adapter(name) and (not needs_index or "pytorch_model.bin.index.json" in names)
+    return not needs_index or _BIN_INDEX in names
 
 
 def is_adapter(name: str) -> bool:

@@ -9,6 +9,7 @@ A key of a format's file is the name of a field, or stands in the field's ``meta
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -464,7 +465,8 @@ class Loading:
         degrees = {name: dict(mesh.degrees).get(name, 1) for name in ("tp", "ep", "pp")}
         options = (self.pp if degrees["pp"] > 1 else "") + (self.ep if degrees["ep"] > 1 else "")
         degrees["etp"] = 1 if mesh.same_ranks else degrees["tp"]
-        return (self.command + options).format_map({"out": out, "ranks": mesh.size // mesh.pp, **degrees})
+        place = out if '"{out}"' in self.command else shlex.quote(str(out))  # a line of Python, or of a shell
+        return (self.command + options).format_map({"out": place, "ranks": mesh.size // mesh.pp, **degrees})
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,6 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
 
     with progress_of("diff", how="none" if quiet or as_json else progress) as display:
         result = diff(request_of(DiffRequest, options, quiet=quiet or as_json, progress=display))
-    if report is not None:
-        from reshard.pages.diff_page import diff_page
-
-        write_report(report, diff_page(result))
     if as_json:
         tensors = [fields_of(tensor, squares="") | {"rms": tensor.rms} for tensor in result.tensors]
         print_json({**fields_of(result, nbytes="bytes"), "same": result.same, "tensors": tensors})
@@ -72,5 +68,8 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
         size = human_bytes(sum(file.stat().st_size for file in Path(options["out"]).iterdir()))
         print_note(f"Wrote what changed: {options['out']}, {size}, which 'reshard patch' puts on A")
     if report is not None:
+        from reshard.pages.diff_page import diff_page
+
+        write_report(report, diff_page(result))
         print_note(f"Drew what differs: {report}")
     return result.same

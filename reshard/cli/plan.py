@@ -256,10 +256,12 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
         sizes = (shape_text(row.shape) or "scalar", f"{row.tensors:,}", human_bytes(row.nbytes))
         cells.append((row.name, sources_text(row), row.how, row.dtype, *sizes))
     total = f"{human_bytes(sum(row.nbytes for row in rows))} on the first of {plural(mesh.size, 'rank')} of {mesh}"
-    names = ", ".join(dict.fromkeys(format.files.name_of(mesh, rank, 0) for rank in (0, mesh.size - 1)))
+    files, ends = format.files, (0, mesh.size - 1)
+    names = dict.fromkeys(files.name_of(mesh, rank, 0, tensor="{tensor}", kind=files.weights) for rank in ends)
     table = align(cells, right=(5, 6), width=terminal_width(), elastic=(0, 1))
     document = {"source": source, "format": format.name, "mesh": mesh, "rows": [fields_of(row) for row in rows]}
-    print_answer(as_json, document, f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {names}")
+    lines = (f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {', '.join(names)}")
+    print_answer(as_json, document, *lines)
 
 
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:

@@ -81,9 +81,9 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     from verify.profile.words import document_of
 
     document = {"command": "profile", "source": result.source, **document_of(result)}
+    print_answer(as_json, document, str(result))
     if report is not None:
         from verify.profile.page import page
 
         write_report(report, page(document))
         print_note(f"Drew the profile: {report}")
-    print_answer(as_json, document, str(result))

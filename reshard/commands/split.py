@@ -9,6 +9,7 @@ from typing import Any
 
 from formats.errors import CheckpointError, PlanError, refused
 from formats.files.sharded import MANIFEST, read_manifest
+from formats.notation.architecture import SETTINGS
 from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
@@ -72,7 +73,7 @@ def split(request: SplitRequest) -> Summary:
     Raises ReshardError; ``out`` has only complete ranks.
     """
     if request.format in adapter_format_names():
-        check_kept(request, HUGGING_FACE)
+        check_kept(request, HUGGING_FACE, request.format)
         for setting, why in _NOT_OF_ADAPTERS.items():
             if getattr(request, setting):
                 raise refused(setting, None, why, format=request.format, advice="leave it out")
@@ -128,10 +129,10 @@ def merge(request: WriteRequest) -> Summary:
     began, opened = start(request), open_any(request.source, request)
     is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
     if is_full and not (request.is_changed or request.dtype):
-        raise CheckpointError(
-            f"{request.source} is a full checkpoint, there is nothing to merge",
-            "give the folder that 'reshard split' wrote",
-        )
+        what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
+        if SETTINGS in opened.model.config:
+            what, hint = "a whole adapter", "reshard merge ADAPTER --into BASE OUT"
+        raise CheckpointError(f"{request.source} is {what}, there is nothing to merge", hint)
     plan = make_plan(opened.model, UNSPLIT)
     return rewrite(Output(opened, plan, HUGGING_FACE, request.max_shard_size), began, request)
 

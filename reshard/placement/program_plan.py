@@ -174,14 +174,17 @@ def program_plan(
 _OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to", "refine_blocks")
 
 
-def check_kept(request: Degrees, format: Format) -> None:
-    """Raise SettingError if a field of a request that differs from its default cannot be carried out in a format."""
+def check_kept(request: Degrees, format: Format, name: str | None = None) -> None:
+    """Raise SettingError if a field of a request that differs from its default cannot be carried out in a format.
+
+    ``name`` is that of a format of adapters, which are as whole as ``format``.
+    """
     reasons, defaults = not_kept(format), {field.name: field.default for field in fields(request)}
     for setting, why in reasons.items():
         if setting in defaults and (getattr(request, setting) or None) != (defaults[setting] or None):
             instead = ({"part": None},) if setting == "ranks" else ()
             advice = "it shares the files among processes" if instead else "leave it out"
-            raise refused(setting, None, why, format=format.name, instead=instead, advice=advice)
+            raise refused(setting, None, why, format=name or format.name, instead=instead, advice=advice)
 
 
 def not_kept(format: Format) -> Mapping[str, str]:

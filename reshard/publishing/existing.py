@@ -91,7 +91,7 @@ class Existing:
         unknown = [name for name in self.unknown() if name in names] if names else []
         foreign = [name for name in unknown if name not in same or self.read(name) != same[name]]
         if foreign:
-            tail = f" and {len(foreign) - 1} more files" if len(foreign) > 1 else ""
+            tail = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise CheckpointError(
                 f"{self.place} holds '{foreign[0]}'{tail}, no part of the checkpoint there, so it is not overwritten",
                 "move away what is yours, or choose another place",

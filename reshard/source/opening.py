@@ -85,7 +85,7 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     """
     if isinstance(source, StoredPath):
         return source
-    path = Path(source).expanduser()
+    path = Path(source)
     is_there = os.path.lexists(path) and path.exists()  # a name may be too long for one of a file
     if str(source) and access.revision is None and is_there:
         return path

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from formats.documents import json_bytes
 from formats.errors import CheckpointError, redacted
-from formats.files.checkpoint import METADATA, TRACKERS, step_of
+from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
-from reshard.store.selection import NAMING, Weights, is_url, named_files, select
+from reshard.store.selection import INDICES, NAMING, Weights, is_url, named_files, select
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
@@ -216,8 +216,9 @@ def _parts(url: str) -> list[str]:
 # --- a checkpoint there -------------------------------------------------------------------------------------------
 
 _LISTED_BY_NAME = (
-    "config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors", "reshard.json",
-    "delta.json", "delta.safetensors", METADATA, *TRACKERS,
+    "config.json", "generation_config.json", *INDICES, "model.safetensors", "pytorch_model.bin", "reshard.json",
+    "delta.json", "delta.safetensors", ADAPTER, ADAPTER_CONFIG, MODELOPT, METADATA, *TRACKERS,
+    "params.json", "consolidated.safetensors", "consolidated.00.pth",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
     "LICENSE", "README.md",

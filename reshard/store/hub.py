@@ -130,7 +130,7 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
     Raises CheckpointError if the repository does not exist or may not be read, the download fails, or the disk is too
     small; or if a revision is asked of what has none.
     """
-    path = Path(source).expanduser()
+    path = Path(source)
     is_elsewhere = is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source)
     if access.revision is not None and (is_elsewhere or (source and os.path.lexists(path))):
         where = "at a URL" if is_elsewhere else "on this machine"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from formats.documents import MAX_INDEX
 from formats.errors import CheckpointError
-from formats.files.checkpoint import METADATA, TRACKERS, WEIGHT_SUFFIXES, is_usable, refuse_foreign, step_of
+from formats.files.checkpoint import DELTA, METADATA, TRACKERS, WEIGHT_SUFFIXES, is_usable, refuse_foreign, step_of
 from formats.files.sharded import MANIFEST
 from formats.mesh import RANK_FOLDER
 from formats.store import FilePath, read_file
@@ -64,6 +64,8 @@ _NOT_SIDE_FILES = (
 
 _BY_RANGES = (".safetensors", ".distcp", ".pt", ".pth")
 """The files that are read by ranges: they say at their ends where tensors lie, or ``.metadata`` does."""
+_FOR_HEADERS = ("config.json", "params.json", ".index.json", DELTA, METADATA, *TRACKERS)
+"""The side files that say what a checkpoint is."""
 
 
 def side_files(listing: Iterable[str]) -> list[str]:
@@ -168,7 +170,7 @@ def select(
     """
     side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
-        side = [file for file in side if file.endswith(("config.json", ".index.json", METADATA, *TRACKERS))]
+        side = [file for file in side if file.endswith(_FOR_HEADERS)]
     folder = copy(side)
     weights = [file for file in weight_files(sizes, folder) if file in sizes]
     if not any(is_usable(file, sizes) for file in weights):

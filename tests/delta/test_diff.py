@@ -175,6 +175,8 @@ def test_nothing_is_written(base: Path, tuned: Path) -> None:
 
 def test_the_page(base: Path, tuned: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
+    done = command("diff", base, tuned, "--report", "/proc/page.html")
+    assert done.returncode == 2 and "cannot write /proc/page.html" in done.stderr and "DIFFERENT" in done.stdout
     done = command("diff", base, tuned, "--report", page)
     assert done.returncode == 1 and done.stderr.endswith(f"Drew what differs: {page}\n")
     text = page.read_text()

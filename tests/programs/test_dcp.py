@@ -427,10 +427,13 @@ def test_inspect_finds_the_folder_that_megatron_names(tmp_path: Path) -> None:
         (tmp_path / "out" / "reshard.json").unlink(missing_ok=True)
 
 
-def test_plan_shows_what_would_be_written() -> None:
-    done = command("plan", store.checkpoint("llama"), "--as", "dcp")
+@pytest.mark.parametrize(
+    ("form", "file"), [("dcp", "__0_0.distcp"), ("deepspeed-universal", "global_step_universal/zero/{tensor}/fp32.pt")]
+)
+def test_plan_shows_what_would_be_written(form: str, file: str) -> None:
+    done = command("plan", store.checkpoint("llama"), "--as", form)
     assert done.returncode == 0, done.stderr
-    assert "model.norm.weight" in done.stdout
+    assert "model.norm.weight" in done.stdout and done.stdout.endswith(f"files: {file}\n")
 
 
 def test_the_format_is_one_of_any_mesh() -> None:

@@ -43,6 +43,13 @@ def test_split_and_inspect_print_it(form: str, tmp_path: Path) -> None:
     assert "load it" in command("inspect", tmp_path / "out").stdout
 
 
+@pytest.mark.parametrize(("form", "place"), [("vllm", "'my model'"), ("dcp", '"my model"')])
+def test_a_name_with_a_space_is_quoted(form: str, place: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    found = command("split", model, "my model", "--tp", "2", "--as", form, cwd=tmp_path)
+    assert place in found.stdout.splitlines()[-1], found
+
+
 def test_what_is_not_loaded_by_another_program_has_none(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     found = command("split", model, tmp_path / "out", "--tp", "2")

@@ -269,7 +269,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"{PREFIX}model.layers.0.block_sparse_moe.experts.5.w3.lora_B.weight" in tensors(tmp_path / "out")
     done = command("split", adapter, tmp_path / "two", "--as", "peft-per-expert", "--tp", "2", "--config", base)
-    assert done.returncode == 2 and "one full" in done.stderr, done.stderr
+    assert done.returncode == 2 and "with the format 'peft-per-expert': it is one full" in done.stderr, done.stderr
+    done = command("merge", adapter, tmp_path / "two", "--config", base)
+    assert done.returncode == 2 and "is a whole adapter" in done.stderr and "--into BASE" in done.stderr, done.stderr
     done = command("plan", base, "--as", "peft-0.18", "--tp", "2")
     assert done.returncode == 2 and "'peft-0.18' is a format of adapters" in done.stderr, done.stderr
     found = json.loads(command("formats", base, "--json").stdout)["formats"]

@@ -28,6 +28,7 @@ from reshard.store.selection import HubAccess, Weights, side_files, weight_files
 from tests.forked import forked
 from tests.marks import of_ranks, thorough
 from tests.reshard.hub_server import HubServer
+from tests.reshard.test_adapters import adapter
 
 pytestmark = [thorough, of_ranks]
 
@@ -212,7 +213,7 @@ def test_repository_without_weights_is_refused_before_any_is_fetched(hub: HubSer
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("adapter_model.safetensors", "a PEFT adapter"),
+        ("adapter_model.bin", "a PEFT adapter"),
         ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json is missing"),
     ],
 )
@@ -222,6 +223,16 @@ def test_what_is_no_checkpoint_is_not_downloaded(hub: HubServer, client: Client,
         (hub.root / "org" / "part" / file).write_text("{}")
     assert what in client("org/part").error
     assert name not in hub.downloads()
+
+
+def test_an_adapter_is_fetched_without_the_states_of_its_training(hub: HubServer, client: Client) -> None:
+    repository = adapter(hub.root / "org" / "lora")
+    for name in ("optimizer.pt", "checkpoint-1/adapter_model.safetensors"):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_bytes(b"not to be fetched")
+    assert names(client("org/lora", weights=Weights.FILES).path) == {
+        "adapter_config.json", "adapter_model.safetensors", "README.md",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from formats.errors import CheckpointError, MismatchError
+from formats.files.checkpoint import CONFIG
 from formats.store import joined
 from reshard.publishing import upload as uploads
 from reshard.store.bucket import Bucket, StoredFile, fetch_stored
@@ -28,9 +31,12 @@ from reshard.store.hub import HubFile
 from reshard.store.remote import open_store
 from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
+from tests.dequantize import METHODS
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
+from tests.reshard.test_adapters import adapter
+from tests.reshard.test_quantized import checkpoint as quantized
 from tests.support import LLAMA, command, contents, llama_tensors, write_checkpoint, write_file
 
 pytestmark = thorough
@@ -155,6 +161,75 @@ def test_plan_says_what_a_rank_downloads(
 def test_planning_reads_headers_alone(store: StoreServer, run: Run, checkpoint: Path) -> None:
     assert "Valid degrees" in run("plan", upload(checkpoint, store, "llama")).stdout
     assert store.fetched() <= 2 * 100_000
+
+
+def written(what: str, base: Path, folder: Path) -> None:
+    """A folder of some kind, with nothing of reshard's beside it."""
+    tensors = load_file(base / "model.safetensors")
+    if what == "adapter":
+        adapter(folder)
+    elif what == "delta":
+        write_checkpoint(base.with_name("changed"), seed=1, config=json.loads((base / "config.json").read_text()))
+        assert command("diff", base, base.with_name("changed"), "--out", folder).returncode == 1
+    elif what == "modelopt":
+        settings = json.loads((quantized(folder, METHODS["modelopt-fp8"], "column and row")[0] / CONFIG).read_text())
+        of_modelopt = {"producer": {"name": "modelopt"}, "quantization": settings.pop("quantization_config")}
+        (folder / CONFIG).write_text(json.dumps(settings))
+        (folder / "hf_quant_config.json").write_text(json.dumps(of_modelopt))
+    elif what == "bin":
+        shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif what == "two bins":
+        shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        parts = {name: f"pytorch_model-{len(name) % 2}.bin" for name in tensors}
+        for part in set(parts.values()):
+            torch.save({name: tensors[name] for name in tensors if parts[name] == part}, folder / part)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    else:
+        assert command("split", base, folder, "--tp", "1", "--as", what).returncode == 0
+        for file in ("reshard.json", CONFIG):
+            (folder / file).unlink()
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+@pytest.mark.parametrize("what", ["adapter", "bin", "two bins", "delta", "meta", "mistral", "modelopt"])
+def test_what_is_no_usual_checkpoint_is_read_elsewhere_too(
+    what: str, kind: str, store: StoreServer, run: Run, tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "hidden_size": 32, "vocab_size": 64}
+    config = LLAMA | sizes if what in {"meta", "mistral"} else LLAMA
+    base = write_checkpoint(tmp_path / "base", config=config | ({"model_type": what} if what == "mistral" else {}))
+    written(what, base, tmp_path / what)
+    url = upload(tmp_path / what, store, "a folder")
+    url = url if kind == "s3" else f"{store.url}/bucket/a folder"
+    out = tmp_path / "out"
+    split: tuple[str | Path, ...] = ("split", "X", out, "--tp", "2")
+    commands: list[tuple[str | Path, ...]] = [("inspect", "X"), ("plan", "X"), split]
+    if what == "adapter":
+        commands = [("inspect", "X"), ("plan", "X", "--config", base), (*split, "--config", base)]
+    elif what == "delta":
+        commands = [("inspect", "X"), ("plan", "X"), ("patch", base, "X", out)]
+    for words in commands:
+        answers = []
+        for source in (tmp_path / what, url):
+            done = run(*(source if word == "X" else word for word in words))
+            tensors = {file.relative_to(out): load_file(file) for file in out.rglob("*.safetensors")}
+            values = {(file, *map(str, of.items())) for file, of in tensors.items()}
+            answers.append((done.returncode, values, {file.relative_to(out) for file in out.rglob("*")}))
+            shutil.rmtree(out, ignore_errors=True)
+        assert answers[0] == answers[1], (words, done)
+        assert bool(tensors) == (out in words), (words, done)
+
+
+@pytest.mark.parametrize("form", ["meta", "mistral"])
+def test_params_json_on_a_web_server_is_not_missing(form: str, store: StoreServer, run: Run, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "hidden_size": 32, "vocab_size": 64}
+    config = LLAMA | sizes | ({"model_type": form} if form == "mistral" else {})
+    base = write_checkpoint(tmp_path / "base", config=config)
+    assert run("split", base, tmp_path / "out", "--tp", "1", "--as", form).returncode == 0
+    upload(tmp_path / "out", store, "out")
+    done = run("verify", base, f"{store.url}/bucket/out", "--exact-only")
+    assert done.returncode == 0, done
 
 
 def test_from_the_hub_without_a_copy(checkpoint: Path, tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def document(folder: Path, fork_server: None) -> dict[str, Any]:
     return found
 
 
+def test_a_page_that_cannot_be_written_loses_no_measurement(folder: Path, fork_server: None) -> None:
+    given = ("--tp", "1", "--seq", "8", "--phase", "decode", "--seconds", "0.01", "--report", "/proc/page.html")
+    done = command("profile", folder, *given)
+    assert done.returncode == 2 and "cannot write /proc/page.html" in done.stderr and "tokens/s" in done.stdout, done
+
+
 def test_two_ranks(folder: Path, document: dict[str, Any]) -> None:
     """The bytes through all-reduces are those that the plan states, in each phase; KV cache and weights by hand."""
     found = document

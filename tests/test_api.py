@@ -22,7 +22,7 @@ from reshard.cli.commands import COMMANDS
 from reshard.cli.options import with_option_names
 from reshard.delta.differences import Diff
 from reshard.system import Share
-from tests.store import checkpoint
+from tests.store import checkpoint, shards
 from tests.support import command, contents
 
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
@@ -123,6 +123,11 @@ def test_the_package_offers_its_public_names(capsys: pytest.CaptureFixture[str])
     assert all(f"\n    {name}(" in text for name in reshard.__all__ if not isinstance(getattr(reshard, name), type))
 
 
+class OfBytes:
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+
 def refusal_of(call: Callable[[], object]) -> reshard.SettingError:
     with pytest.raises(reshard.SettingError) as error:
         call()
@@ -145,6 +150,27 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
         reshard.plan(checkpoint("llama"), plan_file="x.toml")
     with pytest.raises(reshard.ReshardError, match="no name for a new folder"):
         reshard.split(checkpoint("llama"), ".", tp=2)
+
+
+def test_what_the_system_refuses_is_an_error_of_reshard(tmp_path: Path) -> None:
+    model, long = checkpoint("llama"), "a" * 300
+    with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
+        reshard.split(model, tmp_path / long, tp=2)
+    with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
+        next(reshard.tensors(model, plan_file=long))  # type: ignore[arg-type]
+    answer = reshard.verify(model, shards("llama", tp=2), plan_file=long, exact_only=True)  # type: ignore[arg-type]
+    assert answer.verdict == "unchecked" and "File name too long" in str(answer)
+
+
+def test_an_error_of_a_function_that_is_given_is_raised_as_it_is(tmp_path: Path) -> None:
+    def show(*_: int) -> None:
+        raise ConnectionError("the one who watches has gone")
+
+    for call in (reshard.load, reshard.split, reshard.diff):
+        places = () if call is reshard.load else (checkpoint("llama"),) if call is reshard.diff else (tmp_path / "out",)
+        with pytest.raises(ConnectionError, match="the one who watches"):
+            call(checkpoint("llama"), *places, progress=show)  # type: ignore[operator]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
@@ -195,6 +221,8 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
         ("split m o", {"part": (2, 2)}, "one of several processes, such as (0, 2) is expected"),
         ("split m o", {"ranks": ["x"]}, "a whole number or one of several processes, such as (0, 2) is expected"),
         ("split m o", {"adapter": 4}, "adapter=4 is not possible: a text or a path is expected"),
+        ("split m o", {"out": "o\0"}, "a text or a path is expected"),
+        ("split m o", {"plan_file": OfBytes()}, "a path is expected"),
         ("merge m o", {"fsync": 1}, "fsync=1 is not possible: True or False is expected"),
         ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
         ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
@@ -205,7 +233,7 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
 def test_a_value_that_a_field_cannot_have(call: str, fields: dict[str, Any], expected: str) -> None:
     name, *places = call.split()
     with pytest.raises(reshard.SettingError) as error:
-        getattr(reshard, name)(*places, **fields)
+        getattr(reshard, name)(*places[: len(places) - ("out" in fields)], **fields)
     assert error.value.message.endswith(expected)
 
 

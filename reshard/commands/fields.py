@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.errors import refused
-from reshard.system import Share
+from reshard.system import Share, system_errors
 from reshard.text import size_of
 
 _Fields = ParamSpec("_Fields")
@@ -44,7 +44,8 @@ def by_fields(
                 values[name] = size_of(value) if is_size else _read(value, kinds[name])
             except ValueError as error:
                 raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
-        return command(request(**values))  # type: ignore[call-arg]
+        with system_errors():
+            return command(request(**values))  # type: ignore[call-arg]
 
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
     call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
@@ -77,9 +78,10 @@ def _read(value: Any, kind: Any) -> Any:
         return kind(_checked(value, is_text or is_number, what))
     if kind is str:
         text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value  # a dtype, a device
-        return _checked(text, isinstance(text, str), "a text")
+        return _checked(text, isinstance(text, str) and "\0" not in text, "a text")
     if kind is Path:
-        return Path(_checked(value, isinstance(value, str | PathLike), "a path"))
+        path = value.__fspath__() if isinstance(value, PathLike) else value
+        return Path(_checked(path, isinstance(path, str) and "\0" not in path, "a path"))
     if kind is Share and not isinstance(value, Share):
         try:
             return Share.of_text("/".join(map(str, value)) if isinstance(value, tuple) else str(value))

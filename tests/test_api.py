@@ -8,6 +8,7 @@ import pydoc
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,23 @@ def test_a_push_is_shown_as_plan_prints_it(tmp_path: Path) -> None:
 def without_times(text: str, folder: Path) -> str:
     """Without the last line either, of what took long."""
     return re.sub(r"in \d+\.\d+ s|\nTime: .*", "", text.replace(f"{folder.resolve()}/", ""))
+
+
+def test_a_plan_of_a_push_takes_what_other_commands_take(tmp_path: Path) -> None:
+    model = str(checkpoint("llama"))
+    places = {"source": "fsdp2:2", "target": reshard.live.Target("vllm", tp=2)}
+    for call in (partial(reshard.live.routes, **places), partial(reshard.live.placements, target="vllm:tp2")):
+        assert call(model, dtype=torch.float16)
+        for checkpoint_, fields in ((model, {"plan_file": "x.toml"}), (None, {}), (model, {"config": 3})):
+            with pytest.raises(reshard.ReshardError, match=r"x\.toml|source is not possible|config=3 is not possible"):
+                call(checkpoint_, **fields)
+        with pytest.raises(TypeError, match="nope"):
+            call(model, nope=1)
+    with pytest.raises(reshard.ReshardError, match="'None' is no format"):
+        reshard.live.placements(model, None)  # type: ignore[arg-type]
+    for fields in ({"tp": 0}, {"tp": "2"}, {"fsdp": -1}, {"replicas": 1.5}, {"pp": True}, {"program": 3}):
+        with pytest.raises(reshard.ReshardError, match=r"is not possible: .* is expected"):
+            reshard.Target(**{"program": "vllm", **fields})  # type: ignore[arg-type]
 
 
 def test_a_password_is_not_shown() -> None:

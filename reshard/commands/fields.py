@@ -37,21 +37,26 @@ def by_fields(
 
     @wraps(command)
     def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
-        for name, value in values.items():
-            is_size = name in _SIZES and isinstance(value, str)
-            try:
-                values[name] = size_of(value) if is_size else _read(value, kinds[name])
-            except ValueError as error:
-                raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
         with system_errors():
-            return command(request(**values))  # type: ignore[call-arg]
+            return command(request(**values_of(request, *places, **options)))  # type: ignore[call-arg]
 
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
     call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
     returned = signature(command).return_annotation
     call.__signature__ = signature(request).replace(return_annotation=returned)  # type: ignore[attr-defined]
     return call
+
+
+def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict[str, Any]:
+    """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
+    values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
+    for name, value in values.items():
+        is_size = name in _SIZES and isinstance(value, str)
+        try:
+            values[name] = size_of(value) if is_size else _read(value, kinds[name])
+        except ValueError as error:
+            raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
+    return values
 
 
 def _read(value: Any, kind: Any) -> Any:

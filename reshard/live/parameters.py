@@ -58,6 +58,9 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
                 module.reshard()
     parts = []
     for name, tensor in _named(model, tied_once):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            wrong, what = (tensor, "tensor") if isinstance(name, str) else (name, "name")
+            raise PlanError(f"'{name}' is no {what}: it is of type {type(wrong).__name__}", "leave it out")
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:

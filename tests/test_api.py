@@ -120,6 +120,8 @@ def test_a_plan_of_a_push_takes_what_other_commands_take(tmp_path: Path) -> None
                 call(checkpoint_, **fields)
         with pytest.raises(TypeError, match="nope"):
             call(model, nope=1)
+    with pytest.raises(reshard.ReshardError, match="'fsdp2:4' has ranks along other dimensions than tp"):
+        reshard.live.placements(model, "fsdp2:4")
     with pytest.raises(reshard.ReshardError, match="'None' is no format"):
         reshard.live.placements(model, None)  # type: ignore[arg-type]
     for fields in ({"tp": 0}, {"tp": "2"}, {"fsdp": -1}, {"replicas": 1.5}, {"pp": True}, {"program": 3}):
@@ -168,6 +170,12 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
         reshard.plan(checkpoint("llama"), plan_file="x.toml")
     with pytest.raises(reshard.ReshardError, match="no name for a new folder"):
         reshard.split(checkpoint("llama"), ".", tp=2)
+
+
+def test_a_single_value_is_no_list_of_letters(tmp_path: Path) -> None:
+    with pytest.raises(reshard.ReshardError, match=r"^no such folder: /.*/tuned$"):
+        reshard.average(checkpoint("llama"), tmp_path / "out", others=f"{tmp_path}/tuned")
+    assert refusal_of(lambda: reshard.profile("m", phase="decode,sleep")).refusal.value == "sleep"  # type: ignore[arg-type]
 
 
 def test_what_the_system_refuses_is_an_error_of_reshard(tmp_path: Path) -> None:
@@ -242,6 +250,8 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
         ("split m o", {"out": "o\0"}, "a text or a path is expected"),
         ("split m o", {"plan_file": OfBytes()}, "a path is expected"),
         ("merge m o", {"fsync": 1}, "fsync=1 is not possible: True or False is expected"),
+        ("load m", {"format": "vllm", "pad_vocab_to": 64}, "it says itself what is padded"),
+        ("rank_config m", {"format": "vllm"}, "ranks of programs read the config.json of the whole model"),
         ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
         ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
         ("verify m o", {"timeout": "1.2.3"}, "timeout=1.2.3 is not possible: a number is expected"),

@@ -71,8 +71,8 @@ def _read(value: Any, kind: Any) -> Any:
         raise ValueError(" or ".join(dict.fromkeys(expected)))
     if get_origin(kind) in (tuple, Sequence):
         item, *_ = get_args(kind)
-        if isinstance(value, str) and item in (int, float):
-            value = value.split(",")
+        if isinstance(value, str):  # a path may have a comma
+            value = value.split(",") if item in (int, float, str) else [value]
         return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
     if get_origin(kind) is not None or kind is Callable:
         return _checked(value, callable(value), "a function")

@@ -171,6 +171,8 @@ def placements(checkpoint: Place, target: Target | str, **access: Any) -> dict[s
     says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
     """
     goal = target_of(target)
+    if goal.fsdp * goal.replicas > 1:
+        raise PlanError(f"'{goal}' has ranks along other dimensions than tp, and placements are of one")
     arrangement = arranged(headers_of(checkpoint, access).model, goal)
     mesh, stored = arrangement.plan.mesh, (each for each in arrangement.stored if each.constant is None)
     if len([degree for _, degree in mesh.degrees if degree > 1]) > 1 and not goal.degrees.same_ranks:

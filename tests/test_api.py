@@ -229,6 +229,7 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"patch": "d"}, "--patch is not possible"),
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),
         ("profile m", {"link": 1e9}, "--link is not possible"),
+        ("profile m", {"link": "1GB/s"}, "--link is not possible"),
         ("profile m", {"phase": ("sleep",)}, "--phase sleep is not possible"),
     ],
 )  # fmt: skip
@@ -254,6 +255,7 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
         ("rank_config m", {"format": "vllm"}, "ranks of programs read the config.json of the whole model"),
         ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
         ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
+        ("profile m", {"link": "50"}, "link=50 is not possible: '50' is not a speed such as 450GB/s"),
         ("verify m o", {"timeout": "1.2.3"}, "timeout=1.2.3 is not possible: a number is expected"),
         ("verify m o", {"timeout": "soon"}, "timeout=soon is not possible: a number is expected"),
     ],
@@ -273,6 +275,23 @@ def test_what_the_command_line_takes_is_taken(tmp_path: Path) -> None:
     assert reshard.split(model, tmp_path / "out", tp=2, ranks="1").ranks == (1,)  # type: ignore[arg-type]
     tensors = reshard.load(model, device=torch.device("meta"), dtype=torch.float16)  # type: ignore[arg-type]
     assert {(tensor.device.type, tensor.dtype) for tensor in tensors.values()} == {("meta", torch.float16)}
+
+
+def test_a_launcher_says_which_process_this_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, out = checkpoint("llama"), tmp_path / "out"
+    assert reshard.split(model, out, tp=2, part="auto", dry_run=True).part == Share(1, 2)  # type: ignore[arg-type]
+    assert reshard.split(model, out, tp=4, ranks="auto", dry_run=True).ranks == (2, 3)  # type: ignore[arg-type]
+    monkeypatch.delenv("RANK")
+    with pytest.raises(reshard.ReshardError, match="'auto' needs a launcher's variable"):
+        reshard.split(model, out, tp=2, part="auto")  # type: ignore[arg-type]
+
+
+def test_progress_of_what_writes_is_one_value(tmp_path: Path) -> None:
+    states: list[Any] = []
+    total = reshard.split(checkpoint("llama"), tmp_path / "out", tp=2, progress=states.append).nbytes
+    assert [*map(tuple, states)][-1] == (total, total, 0) and states[-1]._fields == ("written", "to_write", "again")
 
 
 def test_what_could_not_be_checked_says_why(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.errors import refused
-from reshard.system import Share, system_errors
-from reshard.text import size_of
+from reshard.system import Share, share_of_launcher, system_errors
+from reshard.text import size_of, speed_of
 
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
@@ -23,8 +23,8 @@ _NUMBERS: dict[Any, tuple[str, type, str]] = {
     int: (r"-?\d{1,18}", Integral, "a whole number"),
     float: (r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", Real, "a number"),
 }
-_SIZES = {"max_shard_size", "memory"}
-"""The fields in bytes: ``5GB`` is one, too."""
+_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of}
+"""The fields in bytes, or in bytes per second: ``5GB`` is one, too."""
 
 
 def by_fields(
@@ -51,11 +51,11 @@ def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict
     """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
     values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
     for name, value in values.items():
-        is_size = name in _SIZES and isinstance(value, str)
+        with_unit = _WITH_UNITS.get(name) if isinstance(value, str) else None
         try:
-            values[name] = size_of(value) if is_size else _read(value, kinds[name])
+            values[name] = with_unit(value) if with_unit else _read(value, kinds[name])
         except ValueError as error:
-            raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
+            raise refused(name, value, str(error) if with_unit else f"{error} is expected") from None
     return values
 
 
@@ -88,6 +88,8 @@ def _read(value: Any, kind: Any) -> Any:
         path = value.__fspath__() if isinstance(value, PathLike) else value
         return Path(_checked(path, isinstance(path, str) and "\0" not in path, "a path"))
     if kind is Share and not isinstance(value, Share):
+        if isinstance(value, str) and value == "auto":
+            return share_of_launcher()
         try:
             return Share.of_text("/".join(map(str, value)) if isinstance(value, tuple) else str(value))
         except ValueError:

@@ -185,8 +185,8 @@ class WriteRequest(Access, Options):
     ``out`` may be the URL of a place in a bucket. ``max_shard_size`` is the size of the largest weight file, in bytes:
     by default 5 GB, and for ``merge`` as in the original. ``overwrite``: an existing output is replaced once the new
     one is complete (in a bucket: before). ``dry_run``: everything is checked and nothing written. ``part``: this
-    process writes its share of the files, and the last of all processes publishes. ``progress`` is called with the
-    bytes read and written so far.
+    process writes its share of the files, and the last of all processes publishes. ``progress`` is called with one
+    value: the bytes ``written`` of ``to_write``, and the requests made ``again``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password

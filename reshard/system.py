@@ -126,6 +126,20 @@ def boot_id() -> str | None:
 
 
 @contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Turn an OSError in the block that names a file, such as one in a folder that is locked, into a CheckpointError.
+
+    Others may be of a function that the caller gave.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn an OSError in the block into a CheckpointError that names ``path``."""
     try:

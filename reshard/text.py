@@ -43,6 +43,13 @@ def size_of(text: str) -> int:
     return nbytes
 
 
+def speed_of(text: str) -> float:
+    """Bytes per second: ``450GB/s``. Raises ValueError."""
+    if not text.endswith("/s"):
+        raise ValueError(f"'{text}' is not a speed such as 450GB/s")
+    return float(size_of(text.removesuffix("/s")))
+
+
 def human_bytes(count: float) -> str:
     """``1.23 GB``, in decimal units as the Hub has them."""
     if count < 1000:

@@ -8,6 +8,7 @@ import pydoc
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from reshard.cli.commands import COMMANDS
 from reshard.cli.options import with_option_names
 from reshard.delta.differences import Diff
 from reshard.system import Share
-from tests.store import checkpoint
+from tests.store import checkpoint, shards
 from tests.support import command, contents
 
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
@@ -109,6 +110,25 @@ def without_times(text: str, folder: Path) -> str:
     return re.sub(r"in \d+\.\d+ s|\nTime: .*", "", text.replace(f"{folder.resolve()}/", ""))
 
 
+def test_a_plan_of_a_push_takes_what_other_commands_take(tmp_path: Path) -> None:
+    model = str(checkpoint("llama"))
+    places = {"source": "fsdp2:2", "target": reshard.live.Target("vllm", tp=2)}
+    for call in (partial(reshard.live.routes, **places), partial(reshard.live.placements, target="vllm:tp2")):
+        assert call(model, dtype=torch.float16)
+        for checkpoint_, fields in ((model, {"plan_file": "x.toml"}), (None, {}), (model, {"config": 3})):
+            with pytest.raises(reshard.ReshardError, match=r"x\.toml|source is not possible|config=3 is not possible"):
+                call(checkpoint_, **fields)
+        with pytest.raises(TypeError, match="nope"):
+            call(model, nope=1)
+    with pytest.raises(reshard.ReshardError, match="'fsdp2:4' has ranks along other dimensions than tp"):
+        reshard.live.placements(model, "fsdp2:4")
+    with pytest.raises(reshard.ReshardError, match="'None' is no format"):
+        reshard.live.placements(model, None)  # type: ignore[arg-type]
+    for fields in ({"tp": 0}, {"tp": "2"}, {"fsdp": -1}, {"replicas": 1.5}, {"pp": True}, {"program": 3}):
+        with pytest.raises(reshard.ReshardError, match=r"is not possible: .* is expected"):
+            reshard.Target(**{"program": "vllm", **fields})  # type: ignore[arg-type]
+
+
 def test_a_password_is_not_shown() -> None:
     result = Diff("s3://me:secret@host/a", "b", (), 0)
     assert "secret" not in f"{result!r} {result}"
@@ -121,6 +141,11 @@ def test_the_package_offers_its_public_names(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert "__getattr__" not in text and "find_spec" not in text
     assert all(f"\n    {name}(" in text for name in reshard.__all__ if not isinstance(getattr(reshard, name), type))
+
+
+class OfBytes:
+    def __fspath__(self) -> bytes:
+        return b"x"
 
 
 def refusal_of(call: Callable[[], object]) -> reshard.SettingError:
@@ -145,6 +170,33 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
         reshard.plan(checkpoint("llama"), plan_file="x.toml")
     with pytest.raises(reshard.ReshardError, match="no name for a new folder"):
         reshard.split(checkpoint("llama"), ".", tp=2)
+
+
+def test_a_single_value_is_no_list_of_letters(tmp_path: Path) -> None:
+    with pytest.raises(reshard.ReshardError, match=r"^no such folder: /.*/tuned$"):
+        reshard.average(checkpoint("llama"), tmp_path / "out", others=f"{tmp_path}/tuned")
+    assert refusal_of(lambda: reshard.profile("m", phase="decode,sleep")).refusal.value == "sleep"  # type: ignore[arg-type]
+
+
+def test_what_the_system_refuses_is_an_error_of_reshard(tmp_path: Path) -> None:
+    model, long = checkpoint("llama"), "a" * 300
+    with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
+        reshard.split(model, tmp_path / long, tp=2)
+    with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
+        next(reshard.tensors(model, plan_file=long))  # type: ignore[arg-type]
+    answer = reshard.verify(model, shards("llama", tp=2), plan_file=long, exact_only=True)  # type: ignore[arg-type]
+    assert answer.verdict == "unchecked" and "File name too long" in str(answer)
+
+
+def test_an_error_of_a_function_that_is_given_is_raised_as_it_is(tmp_path: Path) -> None:
+    def show(*_: int) -> None:
+        raise ConnectionError("the one who watches has gone")
+
+    for call in (reshard.load, reshard.split, reshard.diff):
+        places = () if call is reshard.load else (checkpoint("llama"),) if call is reshard.diff else (tmp_path / "out",)
+        with pytest.raises(ConnectionError, match="the one who watches"):
+            call(checkpoint("llama"), *places, progress=show)  # type: ignore[operator]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
@@ -177,6 +229,7 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
         ("verify m o", {"patch": "d"}, "--patch is not possible"),
         ("verify m o", {"streamed": True, "backward": True}, "--streamed is not possible with --backward"),
         ("profile m", {"link": 1e9}, "--link is not possible"),
+        ("profile m", {"link": "1GB/s"}, "--link is not possible"),
         ("profile m", {"phase": ("sleep",)}, "--phase sleep is not possible"),
     ],
 )  # fmt: skip
@@ -195,9 +248,14 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
         ("split m o", {"part": (2, 2)}, "one of several processes, such as (0, 2) is expected"),
         ("split m o", {"ranks": ["x"]}, "a whole number or one of several processes, such as (0, 2) is expected"),
         ("split m o", {"adapter": 4}, "adapter=4 is not possible: a text or a path is expected"),
+        ("split m o", {"out": "o\0"}, "a text or a path is expected"),
+        ("split m o", {"plan_file": OfBytes()}, "a path is expected"),
         ("merge m o", {"fsync": 1}, "fsync=1 is not possible: True or False is expected"),
+        ("load m", {"format": "vllm", "pad_vocab_to": 64}, "it says itself what is padded"),
+        ("rank_config m", {"format": "vllm"}, "ranks of programs read the config.json of the whole model"),
         ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
         ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
+        ("profile m", {"link": "50"}, "link=50 is not possible: '50' is not a speed such as 450GB/s"),
         ("verify m o", {"timeout": "1.2.3"}, "timeout=1.2.3 is not possible: a number is expected"),
         ("verify m o", {"timeout": "soon"}, "timeout=soon is not possible: a number is expected"),
     ],
@@ -205,7 +263,7 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
 def test_a_value_that_a_field_cannot_have(call: str, fields: dict[str, Any], expected: str) -> None:
     name, *places = call.split()
     with pytest.raises(reshard.SettingError) as error:
-        getattr(reshard, name)(*places, **fields)
+        getattr(reshard, name)(*places[: len(places) - ("out" in fields)], **fields)
     assert error.value.message.endswith(expected)
 
 
@@ -217,6 +275,23 @@ def test_what_the_command_line_takes_is_taken(tmp_path: Path) -> None:
     assert reshard.split(model, tmp_path / "out", tp=2, ranks="1").ranks == (1,)  # type: ignore[arg-type]
     tensors = reshard.load(model, device=torch.device("meta"), dtype=torch.float16)  # type: ignore[arg-type]
     assert {(tensor.device.type, tensor.dtype) for tensor in tensors.values()} == {("meta", torch.float16)}
+
+
+def test_a_launcher_says_which_process_this_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, out = checkpoint("llama"), tmp_path / "out"
+    assert reshard.split(model, out, tp=2, part="auto", dry_run=True).part == Share(1, 2)  # type: ignore[arg-type]
+    assert reshard.split(model, out, tp=4, ranks="auto", dry_run=True).ranks == (2, 3)  # type: ignore[arg-type]
+    monkeypatch.delenv("RANK")
+    with pytest.raises(reshard.ReshardError, match="'auto' needs a launcher's variable"):
+        reshard.split(model, out, tp=2, part="auto")  # type: ignore[arg-type]
+
+
+def test_progress_of_what_writes_is_one_value(tmp_path: Path) -> None:
+    states: list[Any] = []
+    total = reshard.split(checkpoint("llama"), tmp_path / "out", tp=2, progress=states.append).nbytes
+    assert [*map(tuple, states)][-1] == (total, total, 0) and states[-1]._fields == ("written", "to_write", "again")
 
 
 def test_what_could_not_be_checked_says_why(tmp_path: Path) -> None:

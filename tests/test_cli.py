@@ -291,9 +291,12 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "is a link to gone" in refused("split", tmp_path / "link", tmp_path / "out", "--tp", "2")
     (tmp_path / "link").unlink()
     assert "no such" in refused("inspect", tmp_path / "nowhere")
+    assert "no such folder: (empty)" in refused("inspect", "", cwd=tp4)
     (tmp_path / "empty").mkdir()
     assert "no weights" in refused("split", tmp_path / "empty", tmp_path / "out", "--tp", "2")
     assert "no weights" in refused("inspect", tmp_path / "empty")
+    for name in ("", ".", "/", ".."):
+        assert "is no name for a new folder" in refused("diff", model, tp4, "--out", name, cwd=tmp_path / "empty")
     assert "nothing to merge" in refused("merge", model, tmp_path / "out")
     assert "one rank" in refused("split", tp4 / "rank-00-of-04", tmp_path / "out", "--tp", "2")
     assert "same folder" in refused("split", model, model, "--tp", "2")
@@ -610,6 +613,8 @@ def test_inspect_full_split_rank_and_file(model: Path, tp4: Path) -> None:
     file = document("inspect", tp4 / "rank-02-of-04" / "model.safetensors")
     assert (file["kind"], file["rank"]) == ("one file of a split checkpoint", 2)
     assert document("inspect", model / "model-00001-of-00002.safetensors")["kind"] == "one file"
+    here = document("inspect", ".", cwd=tp4)
+    assert here == split | {"path": "."}
 
 
 def test_inspect_says_what_is_missing(model: Path, tp4: Path, tmp_path: Path) -> None:

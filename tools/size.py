@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(38, 6350, 636, 101),
-    "reshard": Size(106, 15590, 1338, 171),
-    "verify": Size(53, 6309, 577, 91),
+    "formats": Size(38, 6353, 636, 101),
+    "reshard": Size(106, 15631, 1342, 171),
+    "verify": Size(53, 6311, 577, 91),
 }
 
 _NOT_CODE = {

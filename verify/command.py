@@ -21,6 +21,7 @@ from formats.store import FilePath, local_folder
 from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
+from reshard.system import system_errors
 from reshard.transforms.opening import open_any
 from verify.bytes.comparison import no_progress
 from verify.bytes.exact import compare, open_shards
@@ -67,7 +68,8 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
     that a launcher started; the first of them compares the bytes.
     """
     try:
-        _prove(answer, request, display, crew)
+        with system_errors():
+            _prove(answer, request, display, crew)
     except ReshardError as error:
         answer.error = error
 

@@ -203,7 +203,8 @@ def model_files(folder: FilePath) -> dict[str, FilePath]:
 
     They lie there, below in ``huggingface``, or above; above, folders are other things.
     """
-    for place, span in ((folder, "**"), (folder / "huggingface", "**"), (folder.parent, "*")):
+    above = folder / ".." if folder.name in {"", ".."} else folder.parent
+    for place, span in ((folder, "**"), (folder / "huggingface", "**"), (above, "*")):
         if (place / CONFIG).is_file():
             files = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
             return {name: file for name, file in files if not OWN.fullmatch(name) and (span == "**" or "/" not in name)}

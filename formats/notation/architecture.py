@@ -463,6 +463,8 @@ def _architecture(name: str, fields: Record) -> Architecture:
         tensors=tensors,
         derived=frozenset(tensors.keys() - stated.keys()),
     )
+    if any(not family for families in architecture.families.values() for family in families):
+        raise NotationError("a family under [parallel] has no axes")
     _ = architecture.tries  # lines that cover the same names are refused here
     return architecture
 

@@ -154,13 +154,6 @@ RANKS = Value("ranks", known=lambda: [f"{name}:" for name in _PROGRAMS])
 """A program and its degrees, such as ``fsdp2:8`` (``reshard.live.meshes.target_of`` reads it)."""
 
 
-def speed(text: str) -> float:
-    """Bytes per second: ``450GB/s``. Raises ValueError."""
-    if not text.endswith("/s"):
-        raise ValueError(f"'{text}' is not a speed such as 450GB/s")
-    return float(size_of(text.removesuffix("/s")))
-
-
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them: ``8,9,9,6``. Raises ValueError."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:

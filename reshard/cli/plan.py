@@ -29,7 +29,6 @@ from reshard.cli.options import (
     has_degree,
     option_names,
     request_of,
-    speed,
 )
 from reshard.cli.printing import (
     fields_of,
@@ -41,7 +40,7 @@ from reshard.cli.printing import (
     write_report,
 )
 from reshard.system import disk_errors
-from reshard.text import align, human_bytes, plural, shape_text
+from reshard.text import align, human_bytes, plural, shape_text, speed_of
 
 if TYPE_CHECKING:
     from formats.errors import Refusal
@@ -80,7 +79,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
                help="A push between running ranks: from fsdp2:8."),
         Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
-        Option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+        Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
                help="Of a rank in a push; default: 50GB/s."),
     ),
 )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of, speed
+from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of
 from reshard.cli.printing import print_answer, print_note, write_report
-from reshard.text import size_of
+from reshard.text import size_of, speed_of
 
 _LEAST_MEMORY = 1_000_000
 
@@ -52,7 +52,7 @@ def memory(text: str) -> int:
                help="Ranks at most; default: one a GPU, or a core."),
         Option("--memory", group=Group.HOW, type=Value("size", memory), metavar="SIZE",
                help="Memory of a rank, such as 78GB; default: its own."),
-        Option("--link", group=Group.HOW, type=Value("speed", speed), metavar="SPEED",
+        Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
                help="Bandwidth to predict with; default: as measured."),
         Option("--seconds", group=Group.RARE, type=click.FloatRange(0, min_open=True), default=3.0, metavar="SECONDS",
                help="Longest time of one measurement; default: 3."),

@@ -9,6 +9,7 @@ from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.move.jobs import Progress, no_progress
+from reshard.publishing.existing import check_name
 from reshard.source.opening import Access, Place, find
 from reshard.source.source import Folder, Source
 from reshard.store.selection import Weights
@@ -39,6 +40,8 @@ def diff(request: DiffRequest) -> Diff:
         raise refused("compress", None, "no delta is written", instead=({"out": None},))
     if "://" in str(request.out):
         raise CheckpointError(f"{request.out}: a delta is written to a folder of this machine", "copy it from there")
+    if request.out is not None:
+        check_name(request.out)
     try:
         a, b = open_both(request.a, request.b, request)
         if request.out is not None:

@@ -13,8 +13,8 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.errors import refused
-from reshard.system import Share
-from reshard.text import size_of
+from reshard.system import Share, share_of_launcher, system_errors
+from reshard.text import size_of, speed_of
 
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
@@ -23,8 +23,8 @@ _NUMBERS: dict[Any, tuple[str, type, str]] = {
     int: (r"-?\d{1,18}", Integral, "a whole number"),
     float: (r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", Real, "a number"),
 }
-_SIZES = {"max_shard_size", "memory"}
-"""The fields in bytes: ``5GB`` is one, too."""
+_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of}
+"""The fields in bytes, or in bytes per second: ``5GB`` is one, too."""
 
 
 def by_fields(
@@ -37,20 +37,26 @@ def by_fields(
 
     @wraps(command)
     def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
-        for name, value in values.items():
-            is_size = name in _SIZES and isinstance(value, str)
-            try:
-                values[name] = size_of(value) if is_size else _read(value, kinds[name])
-            except ValueError as error:
-                raise refused(name, value, str(error) if is_size else f"{error} is expected") from None
-        return command(request(**values))  # type: ignore[call-arg]
+        with system_errors():
+            return command(request(**values_of(request, *places, **options)))  # type: ignore[call-arg]
 
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
     call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
     returned = signature(command).return_annotation
     call.__signature__ = signature(request).replace(return_annotation=returned)  # type: ignore[attr-defined]
     return call
+
+
+def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict[str, Any]:
+    """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
+    values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
+    for name, value in values.items():
+        with_unit = _WITH_UNITS.get(name) if isinstance(value, str) else None
+        try:
+            values[name] = with_unit(value) if with_unit else _read(value, kinds[name])
+        except ValueError as error:
+            raise refused(name, value, str(error) if with_unit else f"{error} is expected") from None
+    return values
 
 
 def _read(value: Any, kind: Any) -> Any:
@@ -65,8 +71,8 @@ def _read(value: Any, kind: Any) -> Any:
         raise ValueError(" or ".join(dict.fromkeys(expected)))
     if get_origin(kind) in (tuple, Sequence):
         item, *_ = get_args(kind)
-        if isinstance(value, str) and item in (int, float):
-            value = value.split(",")
+        if isinstance(value, str):  # a path may have a comma
+            value = value.split(",") if item in (int, float, str) else [value]
         return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
     if get_origin(kind) is not None or kind is Callable:
         return _checked(value, callable(value), "a function")
@@ -77,10 +83,13 @@ def _read(value: Any, kind: Any) -> Any:
         return kind(_checked(value, is_text or is_number, what))
     if kind is str:
         text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value  # a dtype, a device
-        return _checked(text, isinstance(text, str), "a text")
+        return _checked(text, isinstance(text, str) and "\0" not in text, "a text")
     if kind is Path:
-        return Path(_checked(value, isinstance(value, str | PathLike), "a path"))
+        path = value.__fspath__() if isinstance(value, PathLike) else value
+        return Path(_checked(path, isinstance(path, str) and "\0" not in path, "a path"))
     if kind is Share and not isinstance(value, Share):
+        if isinstance(value, str) and value == "auto":
+            return share_of_launcher()
         try:
             return Share.of_text("/".join(map(str, value)) if isinstance(value, tuple) else str(value))
         except ValueError:

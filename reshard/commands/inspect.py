@@ -119,7 +119,9 @@ def inspect(request: InspectRequest) -> Report:
     Raises ReshardError if it is not a checkpoint at all.
     """
     path: FilePath = request.source if isinstance(request.source, StoredPath) else Path(request.source)
-    if isinstance(path, Path) and (request.revision or not any(map(os.path.exists, (path, staging_of(path))))):
+    if isinstance(path, Path) and (
+        request.revision or not request.source or not any(map(os.path.exists, (path, staging_of(path))))
+    ):
         path = find(request.source, request, Weights.HEADERS)
     if isinstance(path, Path):
         if not path.exists():

@@ -19,7 +19,7 @@ from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Slab
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.program_plan import plan_for
+from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.threads import Shared, work_together
@@ -163,6 +163,7 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     device, format = _device(request.device), format_to_write(request.format)
     if format.files.is_distributed:
         raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
+    check_kept(request, format)
     opened = open_any(request.source, request)
     target = arrangement_of(plan_for(opened.model, format, request), format)
     tensors = load_rank(opened, target, request.rank, device, request.progress)
@@ -176,6 +177,8 @@ def rank_config(request: LoadRequest) -> dict[str, Any]:
     Reads no weights. Raises ReshardError.
     """
     request.mesh.check_ranks([request.rank])
+    if request.format is not None:
+        raise refused("format", request.format, "ranks of programs read the config.json of the whole model")
     return config_of(plan_for(open_any(request.source, request).model, OWN, request), request.rank)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from formats.errors import PlanError
@@ -15,6 +14,8 @@ from formats.mesh import MOST_RANKS
 from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import Cut, cut, in_order
+from reshard.commands.fields import values_of
+from reshard.commands.inspect import InspectRequest
 from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
@@ -22,8 +23,10 @@ from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Runs
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
-from reshard.source.opening import Access
+from reshard.source.opening import Access, Place
+from reshard.source.source import Source
 from reshard.store.selection import Weights
+from reshard.system import system_errors
 from reshard.transforms.opening import open_any
 
 TRAINERS: Mapping[str, str] = {
@@ -51,6 +54,11 @@ class Target:
     replicas: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not (isinstance(value, str) if name == "program" else number):
+                what = "the name of a program" if name == "program" else "a whole number of at least 1"
+                raise PlanError(f"{name}={value!r} is not possible: {what} is expected")
         if self.ranks > MOST_RANKS:
             raise PlanError(f"'{self}' are {self.ranks:,} ranks", f"give degrees of at most {MOST_RANKS:,} ranks")
 
@@ -84,6 +92,7 @@ def target_of(text: Target | str) -> Target:
     """Reads ``fsdp2:4tp2``, ``megatron:tp2pp2ep2``, ``vllm:tp4``. A plain number is of FSDP. Raises PlanError."""
     if isinstance(text, Target):
         return text
+    text = text if isinstance(text, str) else repr(text)
     program, _, tail = text.partition(":")
     pairs = re.findall(r"([a-z]*)(\d{1,18})", tail)
     sizes = {_NAMES[name]: int(number) for name, number in pairs if name in _NAMES}
@@ -148,14 +157,23 @@ def trainer_state(model: Model, target: Target) -> LiveState:
     return LiveState(target.format, ranks)
 
 
-def placements(checkpoint: str | Path, target: Target | str, **access: Any) -> dict[str, str | None]:
+def headers_of(checkpoint: Place, access: Mapping[str, Any]) -> Source:
+    """A checkpoint of which headers are read; ``access`` are fields of ``Access``. Raises ReshardError."""
+    source, request = values_of(InspectRequest, checkpoint)["source"], Access(**values_of(Access, **access))
+    with system_errors():
+        return open_any(source, request, Weights.HEADERS)
+
+
+def placements(checkpoint: Place, target: Target | str, **access: Any) -> dict[str, str | None]:
     """How a DTensor on the target's ranks would say which part a rank has, for each tensor of the target.
 
     ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed one; None where no placement
     says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
     """
     goal = target_of(target)
-    arrangement = arranged(open_any(checkpoint, Access(**access), Weights.HEADERS).model, goal)
+    if goal.fsdp * goal.replicas > 1:
+        raise PlanError(f"'{goal}' has ranks along other dimensions than tp, and placements are of one")
+    arrangement = arranged(headers_of(checkpoint, access).model, goal)
     mesh, stored = arrangement.plan.mesh, (each for each in arrangement.stored if each.constant is None)
     if len([degree for _, degree in mesh.degrees if degree > 1]) > 1 and not goal.degrees.same_ranks:
         raise PlanError(f"'{goal}' has ranks along several dimensions, and placements are of one")

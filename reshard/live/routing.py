@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 from formats.errors import PlanError, listed
 from formats.files.safetensors import DTYPE_BITS
 from reshard import __version__
-from reshard.live.meshes import TRAINERS, Target, arranged, target_of, trainer_state
+from reshard.live.meshes import TRAINERS, Target, arranged, headers_of, target_of, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.moves import Change, check_atoms
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location
-from reshard.source.opening import Access, Place
-from reshard.store.selection import Weights
+from reshard.source.opening import Place
 from reshard.text import Result, align, human_bytes, human_time, plural
-from reshard.transforms.opening import open_any
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""
@@ -217,8 +215,8 @@ def routes(
 
     ``access`` are the fields of ``reshard.source.opening.Access``. Reads headers only. Raises ReshardError.
     """
-    opened = open_any(checkpoint, Access(**access), Weights.HEADERS)
-    return plan_push(opened.model, trainer_state(opened.model, target_of(source)), target_of(target), bucket=bucket)
+    model = headers_of(checkpoint, access).model
+    return plan_push(model, trainer_state(model, target_of(source)), target_of(target), bucket=bucket)
 
 
 def document(plan: Routes) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from formats.errors import refused
+from formats.errors import PlanError, brief, refused
 from formats.mesh import Mesh
 from formats.notation.expressions import Expression
 from reshard.model.model import BoundTensor, Kind, Model
@@ -101,7 +101,10 @@ def staged(model: Model, mesh: Mesh) -> Model:
         where = wheres[kind]
         if kind in fixed or where is None:
             return fixed[kind]
-        return bisect_right(ends, model.sizes.evaluate(where, dict(zip(kind.index_axes, at, strict=True))))
+        layer = model.sizes.evaluate(where, dict(zip(kind.index_axes, at, strict=True)))
+        if not isinstance(layer, int | float):
+            raise PlanError(f"[stages]: '{where.text}' is {brief(layer)} for '{kind.name}', not the number of a layer")
+        return bisect_right(ends, layer)
 
     both = frozenset({0, last})
     divided_model = divided(

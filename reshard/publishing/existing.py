@@ -150,6 +150,12 @@ def _is_of(format: Format, name: str) -> bool:
 # ------------------------------------------------------------------------------------- whether an output may be there
 
 
+def check_name(out: str | Path) -> None:
+    """Raise CheckpointError for a folder without a name of its own (``.``, ``..`` or ``/``)."""
+    if Path(out).name in {"", ".."}:
+        raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
+
+
 def check_place(out: Path, sources: Sequence[Path]) -> None:
     """Raise CheckpointError if no output can be at a place, or if the place or its staging folder overlaps with a
     source.

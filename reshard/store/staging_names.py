@@ -33,7 +33,7 @@ SUFFIX = ".partial"
 
 def staging_of(out: Path) -> Path:
     """The folder in which an output is built."""
-    return out.with_name(out.name + SUFFIX)
+    return out.with_name(out.name + SUFFIX) if out.name else out / SUFFIX  # . and / have no name
 
 
 def check_staging(out: Path) -> None:

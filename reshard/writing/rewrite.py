@@ -23,7 +23,7 @@ from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.stored import Location
-from reshard.publishing.existing import check_place
+from reshard.publishing.existing import check_name, check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.opening import Access, Place
@@ -185,8 +185,8 @@ class WriteRequest(Access, Options):
     ``out`` may be the URL of a place in a bucket. ``max_shard_size`` is the size of the largest weight file, in bytes:
     by default 5 GB, and for ``merge`` as in the original. ``overwrite``: an existing output is replaced once the new
     one is complete (in a bucket: before). ``dry_run``: everything is checked and nothing written. ``part``: this
-    process writes its share of the files, and the last of all processes publishes. ``progress`` is called with the
-    bytes read and written so far.
+    process writes its share of the files, and the last of all processes publishes. ``progress`` is called with one
+    value: the bytes ``written`` of ``to_write``, and the requests made ``again``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
@@ -219,8 +219,7 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
     Raises CheckpointError for a web server, and for a folder without a name of its own (``.``, ``..`` or ``/``).
     """
     if not isinstance(out, str) or "://" not in out:
-        if Path(out).name in {"", ".."}:
-            raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
+        check_name(out)
         return Path(out), None
     if not is_url(out):
         from formats.hints import meaning, with_hint  # for an error alone

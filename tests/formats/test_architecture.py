@@ -109,6 +109,7 @@ def test_heads_of_any_kind_are_whole_unless_a_file_names_them(kind, tmp_path):
     [
         (('"ff hidden"', '"ff hidden("'), "is not closed"),
         (('pad = ["vocab"]', "pad = 3"), "does not have the form"),
+        (('pad = ["vocab"]', "ep = [[]]"), "a family under [parallel] has no axes"),
         (("[config]", "[confg]"), "unknown key 'confg'"),
         (('"hidden_size"', '"hidden_size +"'), "is not an expression"),
         (('"1 hidden"', "{ form = 1 }"), "tensor 'model.layers.{layer}.{expert}.weight' has no 'shape'"),

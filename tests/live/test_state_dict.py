@@ -73,6 +73,12 @@ def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
         reshard.state_dict(5)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="meta device"):
         reshard.state_dict(module("llama").to("meta"))
+    with pytest.raises(PlanError, match="'step' is no tensor: it is of type int"):
+        reshard.state_dict({"step": 3})  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match=r"x: a tensor in torch.sparse_coo is no plain tensor"):
+        reshard.state_dict({"x": torch.ones(2).to_sparse()})
+    with pytest.raises(PlanError, match="'3' is no name: it is of type int"):
+        reshard.state_dict({3: torch.ones(2)})  # type: ignore[dict-item]
     tensors = module("llama").state_dict()
     left = tensors.popitem()[0]
     with pytest.raises(ReshardError, match=left):

@@ -349,7 +349,7 @@ def test_meshes_of_older_versions_of_torch(module: str, tmp_path: Path) -> None:
 # -- where the config lies -------------------------------------------------------------------------------------------
 
 
-def test_a_config_above_is_taken_without_what_else_lies_there(tmp_path: Path) -> None:
+def test_a_config_above_is_taken_without_what_else_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copied("trainer-fsdp2-qwen2-w2", tmp_path)
     shutil.copy(given("verl-fsdp2-qwen2-w3") / "huggingface" / "config.json", folder.parent)
     (folder.parent / "runs").mkdir()
@@ -362,6 +362,9 @@ def test_a_config_above_is_taken_without_what_else_lies_there(tmp_path: Path) ->
         "tokenizer.json",
         "model.safetensors",
     }
+    monkeypatch.chdir(folder)
+    merge(".", tmp_path / "from-within")
+    assert contents(tmp_path / "from-within") == contents(tmp_path / "merged")
 
 
 def test_without_a_config_it_is_asked_for(tmp_path: Path) -> None:

@@ -225,6 +225,9 @@ def test_rules_that_a_plan_file_says_of_stages_are_followed(llama: Path, tmp_pat
     split(llama, tmp_path / "out", pp=2, **access)
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(llama), "the manifest says it, too"
+    rules.write_text(text.replace("[stages]", '[stages]\n"model.layers.{layer}.mlp.*" = "no_such_setting"'))
+    with pytest.raises(PlanError, match="'no_such_setting' is null for 'model"):
+        plan(llama, pp=2, **access)
 
 
 # --------------------------------------------------------------------------------------------------------- all models

@@ -198,8 +198,8 @@ class Wire:
         listener = socket.create_server((fence.address, 0)) if self._rank == 0 else None
         port = fence.gather("store", listener.getsockname()[1] if listener else None)[0]
         descriptor = None if listener is None else listener.detach()
-        store = distributed.TCPStore(  # type: ignore[attr-defined]
-            fence.host, port, fence.world, self._rank == 0, self._limit, False, master_listen_fd=descriptor
+        store = distributed.TCPStore(  # type: ignore[attr-defined]  # libuv's takes no descriptor in torch 2.7
+            fence.host, port, fence.world, self._rank == 0, self._limit, False, False, descriptor, use_libuv=False
         )
         prefix = PrefixStore("reshard", store)
         if self._device.type == "cuda":

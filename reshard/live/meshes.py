@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -15,7 +15,6 @@ from formats.notation.format import Format
 from formats.notation.format_file import format_of
 from formats.notation.placements import Cut, cut, in_order
 from reshard.commands.fields import values_of
-from reshard.commands.inspect import InspectRequest
 from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
@@ -157,11 +156,16 @@ def trainer_state(model: Model, target: Target) -> LiveState:
     return LiveState(target.format, ranks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Headers(Access):
+    source: Place = field(repr=False)  # a URL may have a password
+
+
 def headers_of(checkpoint: Place, access: Mapping[str, Any]) -> Source:
     """A checkpoint of which headers are read; ``access`` are fields of ``Access``. Raises ReshardError."""
-    source, request = values_of(InspectRequest, checkpoint)["source"], Access(**values_of(Access, **access))
+    request = _Headers(**values_of(_Headers, source=checkpoint, **access))
     with system_errors():
-        return open_any(source, request, Weights.HEADERS)
+        return open_any(request.source, request, Weights.HEADERS)
 
 
 def placements(checkpoint: Place, target: Target | str, **access: Any) -> dict[str, str | None]:

@@ -97,6 +97,12 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
 
 
+def test_a_plan_is_refused_as_the_split_is() -> None:
+    for function in (reshard.plan, partial(reshard.split, out="out", dry_run=True)):
+        with pytest.raises(reshard.ReshardError, match=r"k_proj.weight' has no place in the format 'deepseek'"):
+            function(checkpoint("llama"), tp=2, format="deepseek")
+
+
 def test_a_push_is_shown_as_plan_prints_it(tmp_path: Path) -> None:
     model = checkpoint("llama")
     found = reshard.live.routes(model, source="fsdp2:2", target="vllm:tp2")

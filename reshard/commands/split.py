@@ -14,6 +14,7 @@ from formats.notation.format import Format
 from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
+from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT
@@ -39,7 +40,9 @@ def plan(request: PlanRequest) -> Plan:
     Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not possible.
     """
     format = planned_format(request)
-    return plan_for(open_any(request.source, request, Weights.HEADERS).model, format, request)
+    planned = plan_for(open_any(request.source, request, Weights.HEADERS).model, format, request)
+    arrangement_of(planned, format)  # raises for a tensor that has no place in the format
+    return planned
 
 
 def planned_format(request: PlanRequest) -> Format:

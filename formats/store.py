@@ -18,9 +18,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import IO, BinaryIO, NamedTuple, cast
+from typing import IO, BinaryIO, NamedTuple, Protocol, cast
 
 from formats.errors import CheckpointError
 
@@ -233,6 +233,24 @@ def open_file(path: FilePath) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+class Unchanging(Protocol):
+    """A file of this machine in a state that it is to be in; equal for the same state."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    def check_unchanged(self) -> None:
+        """Raise MismatchError if it is in another."""
+
+
+@lru_cache(maxsize=64)
+def opened(file: Unchanging) -> BinaryIO:
+    """The one table of files that stay open between reads. Raises CheckpointError, MismatchError."""
+    file.check_unchanged()
+    return open_file(file.path)
 
 
 def prefetch(file: IO[bytes], ranges: Iterable[Range]) -> None:

@@ -97,6 +97,19 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists a process's open files")
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """A process that goes on would keep the space of checkpoints that are removed meanwhile."""
+    one, other = (Path(shutil.copytree(checkpoint("llama"), tmp_path / name)) for name in ("one", "other"))
+    reshard.diff(one, other)
+    reshard.load(one, quantize="fp8-block")
+    with pytest.raises(reshard.ReshardError):
+        reshard.average(one, tmp_path / "out", others=[other], weights=[1.0, 1.0])
+    descriptors = [*Path("/proc/self/fd").iterdir()]
+    paths = [descriptor.readlink() for descriptor in descriptors if descriptor.is_symlink()]
+    assert not [path for path in paths if path.is_relative_to(tmp_path)]
+
+
 def test_a_plan_is_refused_as_the_split_is() -> None:
     for function in (reshard.plan, partial(reshard.split, out="out", dry_run=True)):
         with pytest.raises(reshard.ReshardError, match=r"k_proj.weight' has no place in the format 'deepseek'"):

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from formats.errors import refused
+from formats.store import opened
 from reshard.system import Share, share_of_launcher, system_errors
 from reshard.text import size_of, speed_of
 
@@ -37,8 +38,11 @@ def by_fields(
 
     @wraps(command)
     def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
-        with system_errors():
-            return command(request(**values_of(request, *places, **options)))  # type: ignore[call-arg]
+        try:
+            with system_errors():
+                return command(request(**values_of(request, *places, **options)))  # type: ignore[call-arg]
+        finally:
+            opened.cache_clear()  # else a long process would keep the space of files that are removed
 
     kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
     call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, 
 from formats.notation.format_file import HUGGING_FACE
 from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from formats.quantization.methods import quantization_settings
-from formats.store import FilePath, local_path, open_file, read_into
+from formats.store import FilePath, local_path, opened, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.engine import fill
 from reshard.move.jobs import Job, TargetFile, TargetPlace
@@ -43,8 +43,6 @@ from reshard.writing.output import Output
 
 _VERSION = 3
 """The version of all arithmetic: files that were computed with another version count as changed."""
-_OPEN = 64
-"""So many files of this machine are open at a time."""
 _KEPT = 8 << 20
 """Bytes that are allocated and freed at the start: after that, the C library of Linux keeps twice as many for the next
 arrays, where it would give each back, and the system would clear its pages again.
@@ -96,15 +94,8 @@ class LocalFile(Remote):
 
     def fill(self, start: int, view: memoryview) -> None:
         """Read bytes from ``start`` on into a buffer. Raises CheckpointError, MismatchError."""
-        file = _opened(self)  # it stays open until this read is done
+        file = opened(self)  # it stays open until this read is done
         read_into(self.path, file.fileno(), start, view)
-
-
-@lru_cache(maxsize=_OPEN)
-def _opened(file: LocalFile) -> BinaryIO:
-    """The one table of open files, of all readers. Raises CheckpointError, and MismatchError for another content."""
-    file.check_unchanged()
-    return open_file(file.path)
 
 
 def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:

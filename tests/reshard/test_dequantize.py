@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats import store as storage_files
 from formats.documents import document_of, json_bytes, reader_of
 from formats.errors import MismatchError, ReshardError
 from formats.files.checksum import Stamp
@@ -30,7 +31,6 @@ from reshard.source import opening
 from reshard.source.opening import Access
 from reshard.source.source import Source
 from reshard.transforms import dequantize as storage
-from reshard.transforms import tensors
 from reshard.transforms.opening import open_any
 from reshard.transforms.tensors import ComputedFile
 from tests import store
@@ -357,7 +357,7 @@ def test_a_source_that_changes_is_seen(source: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="was changed while it was read"):
         opened.check_unchanged()
     remote = next(of.remote for of in opened.files.values() if of.remote and of.remote.address == str(file))
-    tensors._opened.cache_clear()  # it may be open still: then only the look at the end sees it
+    storage_files.opened.cache_clear()  # it may be open still: then only the look at the end sees it
     with pytest.raises(MismatchError, match="was changed while it was read"):
         remote.read(0, 1 << 20)
     again = dequantized(copy, tmp_path)
@@ -415,7 +415,7 @@ def test_what_readers_keep_is_bounded(
     monkeypatch.setattr(storage._SCALES, "limit", 3000)
     copy = quantized(store.checkpoint("deepseek_v3", "bfloat16"), tmp_path / "many", 40)
     files = [of.remote for of in dequantized(copy, tmp_path).files.values() if of.remote]
-    tensors._opened.cache_clear()
+    storage_files.opened.cache_clear()
     file = files[0]
     assert isinstance(file, ComputedFile)
     every = {at: of for other in files if isinstance(other, ComputedFile) for of in other.files for at in of.paths[1:]}

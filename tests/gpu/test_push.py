@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from formats.errors import LiveError
-from tests.live.processes import run
-from tests.live.test_push import free_port
+from tests.live.processes import free_port, run
 from tests.marks import of_ranks
 from tests.store import checkpoint
 

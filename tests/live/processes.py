@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -17,6 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import begin_fork_server
+
+
+def free_port() -> int:
+    """A port that nobody listens at, nor gets as the end of a connection before it is used: below those of Linux."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 200, group: bool = True) -> list[Any]:

@@ -19,7 +19,7 @@ from reshard.live.views import Parcel
 from reshard.live.wire import Stats
 from reshard.source.opening import open_source
 from tests import zoo
-from tests.live.test_fence import free_port
+from tests.live.processes import free_port
 from tests.support import LLAMA, write_checkpoint
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -26,8 +26,8 @@ from reshard.live.meshes import arranged, target_of
 from reshard.live.process import Pull, Push, pull, push
 from reshard.live.wire import Message
 from reshard.source.opening import open_source
+from tests.live.processes import free_port
 from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks, Told, stop_with_parent
-from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
 
 SMALL = {

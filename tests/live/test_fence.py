@@ -13,16 +13,11 @@ import pytest
 from formats.errors import LiveError
 from reshard.live import fence as fence_module
 from reshard.live.fence import Fence
+from tests.live.processes import free_port
 
 NAMES = ("trainer 0", "trainer 1", "receiver 0")
 TIMEOUT, PATIENCE = 2.0, 30.0
 REFUSED = "another secret, other processes, or another version of reshard"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @pytest.fixture

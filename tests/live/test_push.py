@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import pytest
 
 from formats.errors import LiveError
 from tests import zoo
-from tests.live.processes import run
+from tests.live.processes import free_port, run
 from tests.marks import of_ranks, thorough
 
 BUCKET = 1 << 16
@@ -34,11 +33,6 @@ CASES = [
     Case("llama", 2, "fsdp2:5", 5, keep=False),
     Case("qwen3_moe", 2, "fsdp2:3", 3, shared=False),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def trainer(rank: int, folder: Path, case: Case, port: int) -> Any:

@@ -22,7 +22,7 @@ from reshard.live.routing import Routes
 from reshard.source.opening import open_source
 from tests import zoo
 from tests.live.combinations import part, whole_tensors
-from tests.live.test_fence import free_port
+from tests.live.processes import free_port
 from tests.marks import one_of_each
 
 

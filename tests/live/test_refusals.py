@@ -14,7 +14,7 @@ from torch import nn
 from formats.errors import LiveError, PlanError
 from reshard.live import pull, push
 from tests import zoo
-from tests.live.test_fence import free_port
+from tests.live.processes import free_port
 
 GATE = "model.layers.0.mlp.gate_proj"
 

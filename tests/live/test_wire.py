@@ -16,8 +16,8 @@ from formats.errors import LiveError, PlanError
 from reshard.live import wire as wire_module
 from reshard.live.fence import Fence
 from reshard.live.wire import Message, Stats, Wire
+from tests.live.processes import free_port
 from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks
-from tests.live.test_fence import free_port
 from tests.marks import of_ranks, one_of_each, thorough
 
 BUCKET = 1 << 14

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.files.safetensors import build_header, tensor_bytes
+from reshard.formats.files.safetensors import build_header, tensor_bytes
 
 Tensor = tuple[str, str, tuple[int, ...]]
 

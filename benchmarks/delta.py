@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.checkpoints import write_llama
 from benchmarks.verify_exact import Timing, run
-from formats.files.safetensors import read_header
+from reshard.formats.files.safetensors import read_header
 
 SHARES = (0.01, 0.03, 0.1)
 STEP = 1 << 24

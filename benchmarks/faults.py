@@ -24,15 +24,15 @@ from pathlib import Path
 
 import torch
 
-from formats.errors import ReshardError
 from reshard.api import split
+from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions, ForwardReport
+from reshard.verify.forward.noise import LIMIT
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
 from tests.verify.forwards import run_forwards
-from verify.forward.compare import ForwardOptions, ForwardReport
-from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")
 DEGREES = (2, 4)

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measure(name: str, source: str, target: str) -> None:
-    from formats.notation.architecture_files import find_architecture
+    from reshard.formats.notation.architecture_files import find_architecture
     from reshard.live.meshes import target_of, trainer_state
     from reshard.live.routing import plan_push
     from reshard.live.sides import bound

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.errors import ReshardError
-from formats.mesh import mesh_of
-from formats.notation.architecture_files import find_architecture
+from reshard.formats.errors import ReshardError
+from reshard.formats.mesh import mesh_of
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.mesh.degrees import refusal, valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import rows_of, totals_of

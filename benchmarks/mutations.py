@@ -298,7 +298,7 @@ def main() -> None:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy2(source, root / name)
         for number in chosen:

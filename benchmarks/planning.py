@@ -99,7 +99,7 @@ LAYOUT = """
 import sys
 from pathlib import Path
 from typing import Any
-from formats.notation.format_file import format_of
+from reshard.formats.notation.format_file import format_of
 from reshard.mesh.plan import Degrees
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source

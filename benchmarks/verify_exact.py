@@ -32,7 +32,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from reshard.source.opening import open_source
-from verify.bytes.exact import verify_exact
+from reshard.verify.bytes.exact import verify_exact
 report = verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
 sys.exit(report.verdict != 'same')
 """

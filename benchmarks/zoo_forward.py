@@ -22,12 +22,12 @@ import torch
 import transformers
 
 from benchmarks.faults import DOCUMENT, largest, pair_of, write
-from formats.errors import ReshardError
+from reshard.formats.errors import ReshardError
 from reshard.mesh.totals import rows_of
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardReport, run_forward
+from reshard.verify.forward.noise import LIMIT
 from tests.zoo import ZOO
-from verify.forward.compare import ForwardReport, run_forward
-from verify.forward.noise import LIMIT
 
 RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
 BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"

@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from formats.errors import CheckpointError, NotationError, brief
-from formats.store import FilePath, read_file
+from reshard.formats.errors import CheckpointError, NotationError, brief
+from reshard.formats.store import FilePath, read_file
 
 T = TypeVar("T")
 Reader = Callable[[object, str], T]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from formats.errors import CheckpointError
-from formats.store import read_file
+from reshard.formats.errors import CheckpointError
+from reshard.formats.store import read_file
 
 _BLOBS = "blobs"
 """The folder of the cache in which each file is named after its content (its etag)."""

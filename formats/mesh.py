@@ -9,8 +9,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from formats.documents import Record, Unfit, document_of, items, json_object, mapping, structure, whole
-from formats.errors import brief, refused
+from reshard.formats.documents import Record, Unfit, document_of, items, json_object, mapping, structure, whole
+from reshard.formats.errors import brief, refused
 
 MOST_RANKS = 100_000
 

@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, NamedTuple, Protocol, cast
 
-from formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError
 
 NEAR = 1 << 14
 """Up to so many bytes between two ranges are read with them, because one more request would cost more."""

@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from formats.files.safetensors import TORCH_NAMES
+from reshard.formats.files.safetensors import TORCH_NAMES
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)

@@ -12,9 +12,9 @@ prints. Every error is a ``ReshardError``.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -22,8 +22,7 @@ __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:
-    from formats.errors import ReshardError as ReshardError
-    from formats.errors import SettingError as SettingError
+    from reshard import live as live
     from reshard.api import average as average
     from reshard.api import diff as diff
     from reshard.api import inspect as inspect
@@ -34,38 +33,36 @@ if TYPE_CHECKING:
     from reshard.api import rank_config as rank_config
     from reshard.api import split as split
     from reshard.api import tensors as tensors
+    from reshard.formats.errors import ReshardError as ReshardError
+    from reshard.formats.errors import SettingError as SettingError
     from reshard.live.meshes import Target as Target
     from reshard.live.state_dict import state_dict as state_dict
-    from verify.api import profile as profile
-    from verify.api import verify as verify
+    from reshard.verify.api import profile as profile
+    from reshard.verify.api import verify as verify
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
     **dict.fromkeys(("patch", "plan", "rank_config", "split", "tensors"), "reshard.api"),
-    **dict.fromkeys(("profile", "verify"), "verify.api"),
+    **dict.fromkeys(("profile", "verify"), "reshard.verify.api"),
+    "live": "reshard.live",
     "state_dict": "reshard.live.state_dict",
-    "SettingError": "formats.errors",
-    "ReshardError": "formats.errors",
+    "SettingError": "reshard.formats.errors",
+    "ReshardError": "reshard.formats.errors",
     "Target": "reshard.live.meshes",
 }
 """Where each name is. It is imported when it is first asked for: the command line must start at once."""
 __all__ = sorted(_PLACES)
 
 
-def check_not_hidden(package: str) -> None:
-    """Raise ImportError if another module of this name lies before the package that came with this one."""
-    ours = Path(__file__).parents[1] / package
-    spec = find_spec(package)
-    path = spec.origin if spec is not None else None
-    if path is not None and not Path(path).parent.samefile(ours):
-        raise ImportError(
-            f"{path} hides the package '{package}' that belongs to reshard ({ours}): rename it, or run from another "
-            "folder",
-            name=__name__,
-        )
+class _Package(ModuleType):
+    """``reshard.verify`` is the function, also after a module of the package ``reshard.verify`` was imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "verify" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
 
 
-check_not_hidden("formats")
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
@@ -75,6 +72,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    check_not_hidden(_PLACES[name].partition(".")[0])
-    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    module = import_module(_PLACES[name])
+    value = globals()[name] = module if name == "live" else getattr(module, name)
     return value

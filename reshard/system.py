@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from formats.errors import CheckpointError, PlanError
+from reshard.formats.errors import CheckpointError, PlanError
 
 PROCESSES = "RESHARD_PROCESSES"
 """The number of processes, where the launcher does not say it (Kubernetes)."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from formats.errors import one_line, printable
+from reshard.formats.errors import one_line, printable
 
 
 class Result:

@@ -32,8 +32,8 @@ def begin_fork_server() -> None:
         "hypothesis",
         "pytest",
         "torch.distributed.device_mesh",
-        "verify.forward.shards",
-        "verify.profile.rank",
+        "reshard.verify.forward.shards",
+        "reshard.verify.profile.rank",
     )
     multiprocessing.set_forkserver_preload([*preloaded])
     forkserver.ensure_running()

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.files.delta import digest
-from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.cli.commands import main as reshard
+from reshard.formats.files.delta import digest
+from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from tests.support import LLAMA, change_tensor, llama_tensors, write_checkpoint
 
 SECONDS = 10.0

@@ -26,12 +26,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from formats.errors import LONGEST_LINE, ReshardError
-from formats.files.checkpoint import METADATA
-from formats.files.chunks import chunks_metadata, read_chunks
-from formats.files.dcp import read_distributed
-from formats.files.safetensors import TensorInfo, read_header
-from formats.files.torch_archive import read_bin, read_saved
+from reshard.formats.errors import LONGEST_LINE, ReshardError
+from reshard.formats.files.checkpoint import METADATA
+from reshard.formats.files.chunks import chunks_metadata, read_chunks
+from reshard.formats.files.dcp import read_distributed
+from reshard.formats.files.safetensors import TensorInfo, read_header
+from reshard.formats.files.torch_archive import read_bin, read_saved
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""

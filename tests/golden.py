@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from formats.errors import ReshardError
-from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import merge, split
+from reshard.formats.errors import ReshardError
+from reshard.formats.files.safetensors import build_header, tensor_bytes
 from tests.dequantize import METHODS
 from tests.programs.oracles import ORACLES
 from tests.programs.quantized import make

@@ -28,16 +28,16 @@ from typing import Any
 
 import numpy as np
 
-from formats.errors import MismatchError, ReshardError
-from formats.files.safetensors import read_header
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError, ReshardError
+from reshard.formats.files.safetensors import read_header
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.programs.quantized import make
 from tests.reshard.test_quantized import checkpoint
 from tests.support import LLAMA, contents, write_checkpoint, write_tied_twice
-from verify.bytes.exact import verify_exact
 
 ONE = {"workers": 1, "fsync": False}
 

@@ -17,8 +17,8 @@ from unittest import mock
 
 import numpy as np
 
-from formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.__main__ import main
+from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.mesh.plan import Box, Plan
 
 LLAMA = {

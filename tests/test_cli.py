@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from formats.files.safetensors import build_header, read_header
 from reshard.cli.demo import CONFIG, compare, write_model
+from reshard.formats.files.safetensors import build_header, read_header
 from tests import support
 from tests.marks import thorough
 from tests.reshard.hub_server import HubServer

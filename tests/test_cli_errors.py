@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import MismatchError, PlanError
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.printing import CLOSED_PIPE, FAILED, INTERRUPTED, NO, run_to_exit_code
+from reshard.formats.errors import MismatchError, PlanError
 
 FAILING = [
     ("split", "./none", "out", "--tp", "2"),

@@ -8,10 +8,10 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from formats.files.safetensors import CASTS
-from formats.hints import SYNONYMS
-from formats.notation.format_file import adapter_format_names, format_names, names_to_write
 from reshard.cli.commands import COMMANDS, cli
+from reshard.formats.files.safetensors import CASTS
+from reshard.formats.hints import SYNONYMS
+from reshard.formats.notation.format_file import adapter_format_names, format_names, names_to_write
 from tests.support import command, write_checkpoint
 
 

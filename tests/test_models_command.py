@@ -11,10 +11,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from formats.errors import PlanError
-from formats.notation.architecture_files import built_in_architectures
 from reshard.cli.commands import COMMANDS, cli
-from verify.coverage import coverage
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture_files import built_in_architectures
+from reshard.verify.coverage import coverage
 
 
 def models(*arguments: str) -> Result:

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.files.safetensors import read_header
-from formats.notation.format_file import all_formats, format_of
 from reshard.cli.commands import COMMANDS, cli
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.format_file import all_formats, format_of
 from reshard.text import shorten
 from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, command, contents, write_checkpoint

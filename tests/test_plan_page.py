@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.notation.format_file import OWN
+from reshard.formats.notation.format_file import OWN
 from reshard.mesh.plan import Degrees, Plan
 from reshard.pages.plan_page import plan_page
 from reshard.placement.program_plan import plan_for

@@ -18,14 +18,14 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
-from formats.notation.format_file import Factor, adapter_format, adapter_format_names
+from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
+from reshard.formats.notation.format_file import Factor, adapter_format, adapter_format_names
+from reshard.verify.coverage import FILE as COVERAGE
+from reshard.verify.coverage import coverage
 from tests import remote, support, zoo
 from tests.marks import of_ranks, thorough
 from tools.api_text import api_text, live_text
-from verify.coverage import FILE as COVERAGE
-from verify.coverage import coverage
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -8,21 +8,21 @@ from pathlib import Path
 import click
 import pytest
 
-from formats.errors import CheckpointError, redacted
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.printing import print_traceback
 from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
 from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest
+from reshard.formats.errors import CheckpointError, redacted
 from reshard.live.process import Meeting
 from reshard.source.opening import Access
 from reshard.store.bucket import Bucket
 from reshard.store.hub import _Request
+from reshard.verify.command import VerifyRequest
+from reshard.verify.profile.job import ProfileRequest
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, status, upload
 from tests.support import command, write_checkpoint
-from verify.command import VerifyRequest
-from verify.profile.job import ProfileRequest
 
 SECRET = "hunter2"
 URLS = (

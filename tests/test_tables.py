@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from formats.notation.architecture import CONFIG_DEFAULTS
+from reshard.formats.notation.architecture import CONFIG_DEFAULTS
 from reshard.source.completeness import REQUIRED
 from tools import transformers_names, vllm_names
 from tools.required import LEVELS

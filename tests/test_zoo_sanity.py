@@ -18,25 +18,25 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from formats.errors import PlanError
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture_files import built_in_architectures
-from formats.notation.axes import Dim
-from formats.notation.format_file import format_of
-from formats.transformers_internals import concrete_class, model_class, placements, settings_of
 from reshard.api import merge
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture_files import built_in_architectures
+from reshard.formats.notation.axes import Dim
+from reshard.formats.notation.format_file import format_of
+from reshard.formats.transformers_internals import concrete_class, model_class, placements, settings_of
 from reshard.mesh.degrees import valid_degrees
 from reshard.mesh.plan import Degrees, Plan, make_plan, rank_config
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import plan_for
+from reshard.verify.bytes.exact import verify_exact
+from reshard.verify.bytes.rules import with_sound_config
+from reshard.verify.rank.trace import inputs_of, running
 from tests import remote, store, zoo
 from tests.marks import thorough
 from tests.reshard.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents
-from verify.bytes.exact import verify_exact
-from verify.bytes.rules import with_sound_config
-from verify.rank.trace import inputs_of, running
 
 FORMAT = format_of("transformers")
 

@@ -16,16 +16,16 @@ import reshard.live
 from reshard.commands.inspect import Report
 from reshard.delta.differences import Diff
 from reshard.mesh.plan import Plan
+from reshard.verify.profile.words import Profile
+from reshard.verify.report.answer import Answer
 from reshard.writing.rewrite import Summary
-from verify.profile.words import Profile
-from verify.report.answer import Answer
 
 RESULTS: tuple[type, ...] = (Diff, Report, Plan, Profile, Summary, Answer)
 
 
 def api_text() -> str:
     """All functions, then each class of fields that they take, once, and what they return."""
-    functions = [getattr(reshard, name) for name in reshard.__all__ if not isinstance(getattr(reshard, name), type)]
+    functions = [each for name in reshard.__all__ if inspect.isfunction(each := getattr(reshard, name))]
     requests = list(dict.fromkeys(kind for call in functions for kind in _kinds(_request(call))))
     results = [kind for call in functions if (kind := _result(call)) is not None]
     parts = [

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from formats.mesh import Mesh
-from formats.notation.architecture_files import BUILT_IN, load_architecture
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import BUILT_IN, load_architecture
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.pages.markup import Html, element
-from verify.forward.noise import LIMIT
+from reshard.verify.forward.noise import LIMIT
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 780

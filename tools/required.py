@@ -29,15 +29,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from formats.errors import ReshardError
-from formats.notation.architecture_files import (
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.architecture_files import (
     HEADS,
     built_in_architectures,
     find_architecture,
     language_model,
     read_document,
 )
-from formats.notation.format import Types
+from reshard.formats.notation.format import Types
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.source.completeness import REQUIRED, Present, is_within, modules_around, outermost

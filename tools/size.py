@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(38, 6361, 639, 102),
-    "reshard": Size(106, 15635, 1341, 172),
-    "verify": Size(53, 6311, 577, 91),
+    "formats": Size(38, 6398, 639, 102),
+    "reshard": Size(106, 15641, 1341, 173),
+    "verify": Size(53, 6308, 577, 91),
 }
 
 _NOT_CODE = {

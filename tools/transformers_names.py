@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import transformers
 
-from formats.errors import ReshardError
-from formats.mesh import Mesh
-from formats.notation.architecture_files import built_in_architectures, find_architecture
-from formats.notation.components import components
-from formats.notation.format import Rules, Types
-from formats.notation.format_file import PROGRAMS, format_of, lines_of_types
+from reshard.formats.errors import ReshardError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
+from reshard.formats.notation.components import components
+from reshard.formats.notation.format import Rules, Types
+from reshard.formats.notation.format_file import PROGRAMS, format_of, lines_of_types
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Kind, Model

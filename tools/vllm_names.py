@@ -38,13 +38,13 @@ from unittest import mock
 
 import numpy as np
 
-from formats.errors import ReshardError
-from formats.files.safetensors import build_header, read_header
-from formats.notation.architecture_files import built_in_architectures
-from formats.notation.components import components
-from formats.notation.format import Format
-from formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from reshard.api import split
+from reshard.formats.errors import ReshardError
+from reshard.formats.files.safetensors import build_header, read_header
+from reshard.formats.notation.architecture_files import built_in_architectures
+from reshard.formats.notation.components import components
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of

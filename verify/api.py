@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reshard.commands.fields import by_fields
-from verify import command as _command
-from verify.profile.job import ProfileRequest
+from reshard.verify import command as _command
+from reshard.verify.profile.job import ProfileRequest
 
 profile = by_fields(ProfileRequest, _command.profile)
 verify = by_fields(_command.VerifyRequest, _command.verify)

@@ -12,29 +12,29 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError, refused
-from formats.files.safetensors import CASTS
-from formats.notation.architecture import SETTINGS
-from formats.quantization.methods import quantization_settings
-from formats.store import FilePath, local_folder
+from reshard.formats.documents import read_config
+from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.formats.files.safetensors import CASTS
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.quantization.methods import quantization_settings
+from reshard.formats.store import FilePath, local_folder
 from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import system_errors
 from reshard.transforms.opening import open_any
-from verify.bytes.comparison import no_progress
-from verify.bytes.exact import compare, open_shards
-from verify.bytes.exact_report import ExactReport
-from verify.bytes.rules import own_rules
-from verify.profile.job import ProfileRequest
-from verify.report.answer import Answer, OwnPlan
-from verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
+from reshard.verify.bytes.comparison import no_progress
+from reshard.verify.bytes.exact import compare, open_shards
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.bytes.rules import own_rules
+from reshard.verify.profile.job import ProfileRequest
+from reshard.verify.report.answer import Answer, OwnPlan
+from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
-    from verify.forward.job import Needs
-    from verify.forward.launch import Crew
-    from verify.profile.words import Profile
+    from reshard.verify.forward.job import Needs
+    from reshard.verify.forward.launch import Crew
+    from reshard.verify.profile.words import Profile
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
         if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
             which = f"rank {crew.rank}" if crew is not None else "this rank"
             raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
-        from verify.forward.compare import run_forward  # torch
-        from verify.forward.job import ForwardOptions
+        from reshard.verify.forward.compare import run_forward  # torch
+        from reshard.verify.forward.job import ForwardOptions
 
         with _timed(answer, "forward"), display.phases() as say:
             whole = _unmerged(request, original) or original
             answer.forward = run_forward(whole, shards, ForwardOptions(**answer.options), say)
     if can_run and request.engine is not None and not isinstance(shards, ExactReport):
-        from verify.engine.compare import EngineOptions, run_engine  # torch
+        from reshard.verify.engine.compare import EngineOptions, run_engine  # torch
 
         with _timed(answer, "engine"), display.phases() as say:
             python, dtype = request.engine_python or sys.executable, request.compute_dtype or "float32"
@@ -191,8 +191,8 @@ def needs(request: VerifyRequest) -> Needs:
     original, _, shards = _open(request)
     if isinstance(shards, ExactReport):
         raise CheckpointError(shards.problems[0])
-    from verify.forward.compare import needs as needs_of  # torch
-    from verify.forward.job import ForwardOptions
+    from reshard.verify.forward.compare import needs as needs_of  # torch
+    from reshard.verify.forward.job import ForwardOptions
 
     return needs_of(_unmerged(request, original) or original, shards, ForwardOptions(**request.begin().options))
 
@@ -254,6 +254,6 @@ def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _:
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
-    from verify.profile.run import profile as profile_folder  # torch
+    from reshard.verify.profile.run import profile as profile_folder  # torch
 
     return profile_folder(folder, request, progress)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
-from formats.errors import CheckpointError, brief
-from formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
-from formats.quantization.methods import quantization_settings, without_quantization
-from formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
+from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
+from reshard.formats.errors import CheckpointError, brief
+from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
+from reshard.formats.quantization.methods import quantization_settings, without_quantization
+from reshard.formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -319,7 +319,7 @@ def read_weights(path: FilePath) -> Weights:
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header
-    from formats.files.torch_archive import read_bin  # rarely needed
+    from reshard.formats.files.torch_archive import read_bin  # rarely needed
 
     return (*read_bin(path), None)
 

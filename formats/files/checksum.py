@@ -27,10 +27,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import LARGEST, whole
-from formats.errors import MismatchError
-from formats.hub_cache import etag_of
-from formats.store import FilePath, StoredPath, local_path, name_in, open_file, unreadable, walk
+from reshard.formats.documents import LARGEST, whole
+from reshard.formats.errors import MismatchError
+from reshard.formats.hub_cache import etag_of
+from reshard.formats.store import FilePath, StoredPath, local_path, name_in, open_file, unreadable, walk
 
 WIDTH = 1021
 WORD = 8

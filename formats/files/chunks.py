@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from formats.documents import Record, Unfit, items, mapping, size, strict_json
-from formats.errors import CheckpointError, MismatchError
-from formats.files.safetensors import TensorInfo
-from formats.notation.axes import Run, product_boxes
-from formats.store import FilePath
+from reshard.formats.documents import Record, Unfit, items, mapping, size, strict_json
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.notation.axes import Run, product_boxes
+from reshard.formats.store import FilePath
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 """The key of a header's metadata under which a file says where its chunks begin."""

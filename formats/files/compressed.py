@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, require
-from formats.store import Range, RangeFile
+from reshard.formats.errors import CheckpointError, require
+from reshard.formats.store import Range, RangeFile
 
 if TYPE_CHECKING:
     import zstandard

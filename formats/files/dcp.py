@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from formats.documents import is_inside
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import METADATA
-from formats.files.chunks import Chunk, Sharded, check_tiling
-from formats.files.pickles import (
+from reshard.formats.documents import is_inside
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checkpoint import METADATA
+from reshard.formats.files.chunks import Chunk, Sharded, check_tiling
+from reshard.formats.files.pickles import (
     DTYPES,
     LARGEST_PICKLE,
     TENSORS,
@@ -40,9 +40,9 @@ from formats.files.pickles import (
     size_of,
     write_pickle,
 )
-from formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
-from formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
-from formats.store import FilePath, open_file, prefetch, read_file, read_ranges, unreadable
+from reshard.formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
+from reshard.formats.files.torch_archive import Archive, Crc, archive_of, open_archive, tensor_archive
+from reshard.formats.store import FilePath, open_file, prefetch, read_file, read_ranges, unreadable
 
 VERSION = "1.0.0"
 

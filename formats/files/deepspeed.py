@@ -27,13 +27,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
-from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings, object_bytes
-from formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
-from formats.files.safetensors import TensorInfo
-from formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
-from formats.store import FilePath, glob, read_ranges
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
+from reshard.formats.files.dcp import (
+    STATE,
+    TOGETHER,
+    Distributed,
+    Entries,
+    check_steps,
+    gathered,
+    group_settings,
+    object_bytes,
+)
+from reshard.formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
+from reshard.formats.store import FilePath, glob, read_ranges
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

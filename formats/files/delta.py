@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from formats.documents import (
+from reshard.formats.documents import (
     MAX_INDEX,
     MAX_MANIFEST,
     WRITERS,
@@ -50,11 +50,18 @@ from formats.documents import (
     text,
     whole,
 )
-from formats.errors import CheckpointError
-from formats.files.checkpoint import DELTA
-from formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
-from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, read_header, tensor_bytes, unit_of
-from formats.store import FilePath
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import DELTA
+from reshard.formats.files.compressed import ADLER, BLAKE, OVERWRITE, XOR, XXH
+from reshard.formats.files.safetensors import (
+    DTYPE_BITS,
+    SourceFileRecord,
+    TensorInfo,
+    read_header,
+    tensor_bytes,
+    unit_of,
+)
+from reshard.formats.store import FilePath
 
 CONTENT = "delta.safetensors"
 INDICES, VALUES = ".delta_indices", ".delta_values"

@@ -20,15 +20,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
-from formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings
-from formats.files.pickles import DTENSORS, SHARDED_TENSOR, SHARDS, Inert, Tensor, are_sizes, attribute, kind_of, quote
-from formats.files.safetensors import TensorInfo
-from formats.files.torch_archive import BESIDE, TorchArchive, torch_file
-from formats.mesh import MOST_RANKS
-from formats.notation.placements import Cut, runs_of
-from formats.store import FilePath
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
+from reshard.formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings
+from reshard.formats.files.pickles import (
+    DTENSORS,
+    SHARDED_TENSOR,
+    SHARDS,
+    Inert,
+    Tensor,
+    are_sizes,
+    attribute,
+    kind_of,
+    quote,
+)
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.torch_archive import BESIDE, TorchArchive, torch_file
+from reshard.formats.mesh import MOST_RANKS
+from reshard.formats.notation.placements import Cut, runs_of
+from reshard.formats.store import FilePath
 
 _NAMES = SHARDS.with_classes(*BESIDE)
 

@@ -22,9 +22,9 @@ from functools import partial
 from io import BytesIO
 from typing import Any
 
-from formats.documents import DEEPEST, LARGEST
-from formats.errors import CheckpointError
-from formats.files.safetensors import DAMAGED, MAX_DIMS, TORCH_NAMES
+from reshard.formats.documents import DEEPEST, LARGEST
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import DAMAGED, MAX_DIMS, TORCH_NAMES
 
 LARGEST_PICKLE = 256 << 20
 """Bytes of a pickle that is followed. What it makes takes at most some 60 times as many."""

@@ -21,9 +21,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from formats.documents import LARGEST, file_name, strict_json, utf8
-from formats.errors import CheckpointError, brief
-from formats.store import FilePath, open_file, unreadable
+from reshard.formats.documents import LARGEST, file_name, strict_json, utf8
+from reshard.formats.errors import CheckpointError, brief
+from reshard.formats.store import FilePath, open_file, unreadable
 
 DTYPE_BITS = {"BOOL": 8} | {
     dtype: int(re.findall("[0-9]+", dtype)[0])

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from formats.documents import (
+from reshard.formats.documents import (
     LARGEST,
     MAX_MANIFEST,
     Reader,
@@ -37,12 +37,12 @@ from formats.documents import (
     utf8,
     whole,
 )
-from formats.errors import CheckpointError, brief
-from formats.files.checksum import Stamp
-from formats.files.safetensors import SourceFileRecord
-from formats.mesh import RANK_FOLDER, Mesh, read_mesh
-from formats.notation.axes import Run, merge_runs
-from formats.store import FilePath, sorted_paths
+from reshard.formats.errors import CheckpointError, brief
+from reshard.formats.files.checksum import Stamp
+from reshard.formats.files.safetensors import SourceFileRecord
+from reshard.formats.mesh import RANK_FOLDER, Mesh, read_mesh
+from reshard.formats.notation.axes import Run, merge_runs
+from reshard.formats.store import FilePath, sorted_paths
 
 MANIFEST = "reshard.json"
 INTACT_FILE = "reshard-kept.safetensors"

@@ -25,8 +25,8 @@ from functools import lru_cache
 from typing import IO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.pickles import (
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.pickles import (
     LARGEST_PICKLE,
     STORAGES,
     TENSORS,
@@ -41,8 +41,8 @@ from formats.files.pickles import (
     read_pickle,
     write_pickle,
 )  # fmt: skip
-from formats.files.safetensors import DAMAGED, DTYPE_BITS, TORCH_NAMES, TensorInfo
-from formats.store import FilePath, Range, RangeFile, open_file, prefetch, unreadable
+from reshard.formats.files.safetensors import DAMAGED, DTYPE_BITS, TORCH_NAMES, TensorInfo
+from reshard.formats.store import FilePath, Range, RangeFile, open_file, prefetch, unreadable
 
 MAX_DIRECTORY = 64 << 20
 """Bytes of a zip archive's directory; an entry has some 70."""

@@ -12,15 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from formats.documents import Record, optional, read_document, whole
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import CONFIG, METADATA, TRACKERS, find_side_files, step_of
-from formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
-from formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
-from formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
-from formats.files.safetensors import TensorInfo, read_header
-from formats.mesh import MOST_RANKS
-from formats.store import FilePath, glob, name_in, read_file
+from reshard.formats.documents import Record, optional, read_document, whole
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checkpoint import CONFIG, METADATA, TRACKERS, find_side_files, step_of
+from reshard.formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
+from reshard.formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
+from reshard.formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
+from reshard.formats.files.safetensors import TensorInfo, read_header
+from reshard.formats.mesh import MOST_RANKS
+from reshard.formats.store import FilePath, glob, name_in, read_file
 
 
 class Training(NamedTuple):
@@ -156,7 +156,7 @@ def _read_accelerate(folder: FilePath, names: list[str]) -> Distributed:
         raise CheckpointError(
             f"{folder} has the states of an optimizer, and no model", "bring pytorch_model_fsdp_0 back"
         )
-    from formats.files.fsdp_ranks import read_fsdp  # rarely needed
+    from reshard.formats.files.fsdp_ranks import read_fsdp  # rarely needed
 
     optimizers = (folder / name for name in ("optimizer_0", "optimizer.bin"))
     optimizer = next((file for file in optimizers if file.is_file()), None)
@@ -169,7 +169,7 @@ def _world_size(value: object, where: str) -> int | None:
 
 def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
     """Files of ranks, by the names of which the number of all ranks is known, or that of the last."""
-    from formats.files.fsdp_ranks import read_fsdp  # rarely needed
+    from reshard.formats.files.fsdp_ranks import read_fsdp  # rarely needed
 
     models, optimizers, worlds = dict[int, FilePath](), dict[int, FilePath](), dict[int, str]()
     for match in matches:

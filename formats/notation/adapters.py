@@ -20,20 +20,20 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
 from typing import Any, NamedTuple, TypeVar
 
-from formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
-from formats.errors import PlanError, brief
-from formats.notation.architecture import (
+from reshard.formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
+from reshard.formats.errors import PlanError, brief
+from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     Rule,
     with_experts,
     with_first_indices,
 )
-from formats.notation.axes import Dim, Shape, Summand, parse
-from formats.notation.components import components, linear, unfused
-from formats.notation.expressions import Expression
-from formats.notation.format import Pattern, Use
-from formats.notation.format_file import (
+from reshard.formats.notation.axes import Dim, Shape, Summand, parse
+from reshard.formats.notation.components import components, linear, unfused
+from reshard.formats.notation.expressions import Expression
+from reshard.formats.notation.format import Pattern, Use
+from reshard.formats.notation.format_file import (
     AdapterFormat,
     Factor,
     adapter_format,

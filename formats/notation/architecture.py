@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from formats.documents import (
+from reshard.formats.documents import (
     READERS,
     WRITERS,
     Reader,
@@ -33,10 +33,10 @@ from formats.documents import (
     text,
     unfit,
 )
-from formats.errors import NotationError, PlanError
-from formats.notation.axes import Shape, parse
-from formats.notation.components import linear, unfused
-from formats.notation.expressions import Expression, read_expression
+from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.axes import Shape, parse
+from reshard.formats.notation.components import linear, unfused
+from reshard.formats.notation.expressions import Expression, read_expression
 
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
 """What transformers' configuration classes say where a ``config.json`` says nothing."""

@@ -15,15 +15,15 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError, PlanError, brief
-from formats.notation.architecture import (
+from reshard.formats.errors import CheckpointError, PlanError, brief
+from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     architecture_from_document,
     one_or_all,
     to_document,
 )
-from formats.store import FilePath, read_file
+from reshard.formats.store import FilePath, read_file
 
 MAX_PLAN = 16 << 20
 """Bytes of a plan file."""
@@ -242,7 +242,7 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
     architecture = _built_in(path, inside.file.stem if inside else None)
     if SETTINGS not in config:
         return architecture
-    from formats.notation.adapters import adapter_architecture  # rarely needed
+    from reshard.formats.notation.adapters import adapter_architecture  # rarely needed
 
     return adapter_architecture(architecture, config, where)
 

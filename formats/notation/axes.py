@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, Union
 
-from formats.errors import NotationError
+from reshard.formats.errors import NotationError
 
 Factor = Union[str, int, "Dim"]
 Split = Literal["whole", "vector", "column", "row"]

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from formats.errors import NotationError
-from formats.notation.axes import Dim, Factor, Shape, Summand, parse
+from reshard.formats.errors import NotationError
+from reshard.formats.notation.axes import Dim, Factor, Shape, Summand, parse
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from formats.documents import LARGEST, READERS, WRITERS, notation
-from formats.errors import NotationError, brief
+from reshard.formats.documents import LARGEST, READERS, WRITERS, notation
+from reshard.formats.errors import NotationError, brief
 
 Lookup = Callable[[str], Any]
 

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar
 
-from formats.documents import (
+from reshard.formats.documents import (
     READERS,
     Reader,
     items,
@@ -30,9 +30,9 @@ from formats.documents import (
     unfit,
     whole,
 )
-from formats.errors import NotationError, brief
-from formats.mesh import Mesh
-from formats.notation.expressions import Expression, read_expression
+from reshard.formats.errors import NotationError, brief
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.expressions import Expression, read_expression
 
 T = TypeVar("T")
 

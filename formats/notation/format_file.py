@@ -33,7 +33,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from formats.documents import (
+from reshard.formats.documents import (
     READERS,
     Record,
     Unfit,
@@ -45,9 +45,20 @@ from formats.documents import (
     structure,
     text,
 )
-from formats.errors import NotationError, PlanError
-from formats.notation.expressions import read_expression
-from formats.notation.format import LINES, RULES, Constant, Dropped, Format, Line, Pattern, Rules, Types, of_types
+from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.expressions import read_expression
+from reshard.formats.notation.format import (
+    LINES,
+    RULES,
+    Constant,
+    Dropped,
+    Format,
+    Line,
+    Pattern,
+    Rules,
+    Types,
+    of_types,
+)
 
 FOLDER = Path(__file__).parents[1] / "adapters"
 
@@ -151,7 +162,7 @@ def format_of(name: str) -> Format:
         if name in adapter_format_names():
             raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
         if name not in format_names():
-            from formats.hints import nearest, with_hint  # for an error alone
+            from reshard.formats.hints import nearest, with_hint  # for an error alone
 
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")

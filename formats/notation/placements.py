@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from formats.errors import PlanError
-from formats.notation.axes import Run, merge_runs
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Run, merge_runs
 
 Runs = tuple[Run, ...]
 

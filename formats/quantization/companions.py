@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
-from formats.documents import lenient_json
-from formats.errors import CheckpointError, PlanError
-from formats.notation.axes import Dim, Shape, Summand, parse
+from reshard.formats.documents import lenient_json
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.notation.axes import Dim, Shape, Summand, parse
 
 _NO_DTYPES: Mapping[str, str] = {}
 OF_ACTIVATIONS = (

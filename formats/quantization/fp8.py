@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import NotationError, PlanError
-from formats.notation.axes import parse
-from formats.numbers import CODES, as_float32, round_to
-from formats.quantization.companions import OF_ATTENTION, is_of_activations, shape_of
-from formats.quantization.methods import method_of, quantization_settings, scheme_of
+from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.axes import parse
+from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.quantization.companions import OF_ATTENTION, is_of_activations, shape_of
+from reshard.formats.quantization.methods import method_of, quantization_settings, scheme_of
 
 PACKED = "F8_E4M3"
 DTYPE = "BF16"

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from formats.documents import (
+from reshard.formats.documents import (
     Reader,
     Unfit,
     anything,
@@ -27,9 +27,9 @@ from formats.documents import (
     unfit,
     whole,
 )
-from formats.errors import NotationError, PlanError
-from formats.notation.expressions import Expression
-from formats.quantization.companions import (
+from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.expressions import Expression
+from reshard.formats.quantization.companions import (
     OF_ACTIVATIONS,
     OF_KEYS,
     OF_QUERIES,

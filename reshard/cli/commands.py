@@ -13,10 +13,10 @@ from importlib import import_module
 
 import click
 
-from formats.errors import ReshardError, SettingError
-from reshard import __version__, check_not_hidden
+from reshard import __version__
 from reshard.cli.options import debug_option, with_option_names
-from reshard.cli.printing import FAILED, print_error, run_to_exit_code
+from reshard.cli.printing import run_to_exit_code
+from reshard.formats.errors import ReshardError, SettingError
 
 COMMANDS = {
     "demo": ("reshard.cli.demo:demo_command", "Split, re-split and merge a tiny model, and compare."),
@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the first word names. Raises ReshardError that says what any other may mean."""
         if args and not args[0].startswith("-") and args[0] not in self._lazy:
-            from formats.hints import nearest, with_hint  # for an error alone
+            from reshard.formats.hints import nearest, with_hint  # for an error alone
 
             hint = with_hint(nearest(args[0], self._lazy), "see 'reshard --help'")
             raise ReshardError(f"No such command '{args[0]}'", hint)
@@ -106,10 +106,5 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    try:
-        check_not_hidden("verify")
-    except ImportError as error:
-        print_error(str(error))
-        raise SystemExit(FAILED) from None
     gc.set_threshold(100_000, 50, 100)  # the headers of a large checkpoint are a million objects, and none is garbage
     raise SystemExit(run_to_exit_code(cli, sys.argv[1:] if arguments is None else arguments))

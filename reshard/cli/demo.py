@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import CheckpointError
-from formats.files.safetensors import build_header
 from reshard.cli.options import PATH, Command
 from reshard.cli.printing import print_answer, print_lines
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import build_header
 from reshard.text import align
 
 if TYPE_CHECKING:

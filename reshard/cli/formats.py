@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import ReshardError
-from formats.notation.format_file import HUGGING_FACE, adapter_format, adapter_format_names
 from reshard.cli.options import ACCESS, PLACE, Command, changed, given_options, request_of
 from reshard.cli.printing import pair_lines, print_answer, terminal_width
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.format_file import HUGGING_FACE, adapter_format, adapter_format_names
 from reshard.text import align
 
 if TYPE_CHECKING:
-    from formats.notation.format import Format
+    from reshard.formats.notation.format import Format
     from reshard.source.source import Source
 
 
@@ -40,8 +40,8 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
 
     With SOURCE: which of them it can be written in, and which tensor is in the way of the others.
     """
-    from formats.files.checkpoint import ADAPTER
-    from formats.notation.format_file import all_formats, format_names, format_of, names_to_write
+    from reshard.formats.files.checkpoint import ADAPTER
+    from reshard.formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
     def row(entry: Format) -> Row:
         return entry.name, entry.loading.program, entry.files.name, entry.loading.command
@@ -72,9 +72,9 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
 
 def _why_not(source: Source, name: str) -> str | None:
     """Why a source cannot be written in a format; None if it can."""
-    from formats.mesh import Mesh
-    from formats.notation.architecture import SETTINGS
-    from formats.notation.format_file import format_of
+    from reshard.formats.mesh import Mesh
+    from reshard.formats.notation.architecture import SETTINGS
+    from reshard.formats.notation.format_file import format_of
     from reshard.placement.portions import uses_of
     from reshard.placement.program_plan import check_demands
     from reshard.transforms.convert import convert

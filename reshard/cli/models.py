@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from formats.errors import PlanError
-from formats.hints import nearest, with_hint
-from formats.notation.architecture_files import built_in_architectures, load_architecture
 from reshard.cli.options import Command, Value, model_types
 from reshard.cli.printing import pair_lines, print_json, print_lines
+from reshard.formats.errors import PlanError
+from reshard.formats.hints import nearest, with_hint
+from reshard.formats.notation.architecture_files import built_in_architectures, load_architecture
 from reshard.text import align, plural
 
 _VERIFIED = {
@@ -63,7 +63,7 @@ def models_command(name: str | None, as_json: bool) -> None:
 
 def _tested(name: str) -> dict[str, Any]:
     """A model type, the name of its rules, and what the tests verify of it (None: only types of the same rules)."""
-    from verify.coverage import coverage
+    from reshard.verify.coverage import coverage
 
     tested = coverage().get(name)
     verified = None if tested is None else "forward" if tested.forward else "bytes"

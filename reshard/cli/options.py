@@ -16,8 +16,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from formats.errors import ReshardError, SettingError
 from reshard.cli.printing import show_tracebacks
+from reshard.formats.errors import ReshardError, SettingError
 from reshard.text import size_of
 
 if TYPE_CHECKING:
@@ -185,21 +185,21 @@ def part_of(text: str) -> Share:
 
 def format_names() -> Iterable[str]:
     """The names of the formats that are written, also those of adapters."""
-    from formats.notation.format_file import names_to_write
+    from reshard.formats.notation.format_file import names_to_write
 
     return names_to_write()
 
 
 def dtypes() -> Iterable[str]:
     """The dtypes to which weights are cast."""
-    from formats.files.safetensors import CASTS
+    from reshard.formats.files.safetensors import CASTS
 
     return CASTS
 
 
 def model_types() -> Iterable[str]:
     """The model types that have rules."""
-    from formats.notation.architecture_files import built_in_architectures
+    from reshard.formats.notation.architecture_files import built_in_architectures
 
     return built_in_architectures()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.errors import CheckpointError, PlanError, require_transformers
 from reshard.cli.options import (
     ACCESS,
     MESH,
@@ -39,14 +38,15 @@ from reshard.cli.printing import (
     terminal_width,
     write_report,
 )
+from reshard.formats.errors import CheckpointError, PlanError, require_transformers
 from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text, speed_of
 
 if TYPE_CHECKING:
-    from formats.errors import Refusal
-    from formats.notation.architecture import Architecture
-    from formats.notation.format import Format
     from reshard.commands.split import PlanRequest
+    from reshard.formats.errors import Refusal
+    from reshard.formats.notation.architecture import Architecture
+    from reshard.formats.notation.format import Format
     from reshard.mesh.plan import Plan
     from reshard.model.model import Model
     from reshard.source.source import Source
@@ -186,7 +186,7 @@ def _plan_push(
 
 
 def _save(architecture: Architecture, file: Path) -> None:
-    from formats.notation.architecture_files import to_toml
+    from reshard.formats.notation.architecture_files import to_toml
 
     _write_new(file, to_toml(architecture), "--save")
     count = plural(len(architecture.tensors), "rule")
@@ -220,7 +220,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     """Print what each rank owns."""
-    from formats.notation.format_file import OWN
+    from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.moves import download_of
     from reshard.placement.arrangement import arrangement_of
@@ -265,7 +265,7 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
 
 def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
     """Print the dict on stdout, and on stderr where transformers does something else than the rules say."""
-    from formats.mesh import Mesh
+    from reshard.formats.mesh import Mesh
     from reshard.mesh.degrees import check_degrees
 
     require_transformers("--tp-plan")
@@ -324,7 +324,7 @@ def _rows(model: Model, attempts: Mapping[int, Refusal | None], request: PlanReq
     """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
     unevenly, what is padded.
     """
-    from formats.notation.format_file import OWN
+    from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of, uneven_lines
     from reshard.placement.program_plan import plan_for
 

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import click
 
-from formats.errors import MismatchError, ReshardError, one_line, printable, redacted
+from reshard.formats.errors import MismatchError, ReshardError, one_line, printable, redacted
 from reshard.text import human_bytes, human_seconds, plural
 
 DONE, NO, FAILED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
@@ -286,7 +286,7 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> 
 
 def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:
     """Say which option was meant: by one with a single dash, too (``-tp 2``), of which click knows the first letter."""
-    from formats.hints import meaning, nearest, synonym, with_hint  # for an error alone
+    from reshard.formats.hints import meaning, nearest, synonym, with_hint  # for an error alone
 
     assert error.ctx is not None
     names = [name for param in error.ctx.command.params for name in param.opts if name.startswith("-")]

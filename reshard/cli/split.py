@@ -111,7 +111,7 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     says which ranks or part.
     """
     check_degrees(options)
-    from formats.notation.format_file import adapter_format_names, format_of
+    from reshard.formats.notation.format_file import adapter_format_names, format_of
 
     any_mesh, name = {"huggingface", *adapter_format_names()}, options["format"]
     if not has_degree(options) and not (name in any_mesh or (name and format_of(name).container.chunks)):

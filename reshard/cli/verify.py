@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from formats.errors import CheckpointError, ReshardError
 from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import (
     bars_are_wanted,
@@ -29,10 +28,11 @@ from reshard.cli.printing import (
     tracebacks_are_wanted,
     write_report,
 )
+from reshard.formats.errors import CheckpointError, ReshardError
 
 if TYPE_CHECKING:
-    from verify.command import VerifyRequest
-    from verify.report.answer import Answer
+    from reshard.verify.command import VerifyRequest
+    from reshard.verify.report.answer import Answer
 
 
 @click.command(
@@ -76,13 +76,14 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     formats' lists. Either is a folder, a Hub id or a URL. With --exact-only, what is not on this machine is read where
     it is; otherwise it is downloaded into the cache first.
 
-    With a launcher of your own: torchrun --nproc-per-node N -m verify ORIGINAL SHARDS. Only the first rank prints.
+    With a launcher of your own: torchrun --nproc-per-node N -m reshard.verify ORIGINAL SHARDS. Only the first rank
+    prints.
 
     Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
     for every code but 0.)
     """
-    from verify.command import SILENT, Display, VerifyRequest, attempt, needs
-    from verify.ending import one_line_when_interrupted
+    from reshard.verify.command import SILENT, Display, VerifyRequest, attempt, needs
+    from reshard.verify.ending import one_line_when_interrupted
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads of a rank that waits are not to spin
     is_dry = options.pop("dry_run")
@@ -112,8 +113,8 @@ def _interrupted() -> str:
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> NoReturn:
     """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
-    from verify.command import SILENT, Display, attempt
-    from verify.forward.launch import Crew
+    from reshard.verify.command import SILENT, Display, attempt
+    from reshard.verify.forward.launch import Crew
 
     crew = Crew()
 
@@ -142,7 +143,7 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         print_error(answer.error.message, answer.error.hint)
     code = answer.exit_code
     if report is not None:
-        from verify.report.page import page
+        from reshard.verify.report.page import page
 
         try:
             write_report(report, page(answer.to_document()))

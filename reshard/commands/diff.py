@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
-from formats.errors import CheckpointError, MismatchError, refused
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
+from reshard.formats.errors import CheckpointError, MismatchError, refused
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_name
 from reshard.source.opening import Access, Place, find

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from formats.errors import refused
-from formats.store import opened
+from reshard.formats.errors import refused
+from reshard.formats.store import opened
 from reshard.system import Share, share_of_launcher, system_errors
 from reshard.text import size_of, speed_of
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, PlanError, ReshardError, listed
-from formats.files.checkpoint import (
+from reshard.formats.documents import read_config
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, listed
+from reshard.formats.files.checkpoint import (
     CONFIG,
     DELTA,
     Checkpoint,
@@ -26,15 +26,15 @@ from formats.files.checkpoint import (
     open_checkpoint,
     refuse_foreign,
 )
-from formats.files.chunks import Sharded
-from formats.files.safetensors import Header, TensorInfo, read_header
-from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, read_shard
-from formats.files.training import find_training, read_training
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture_files import built_in_file
-from formats.notation.format import Format
-from formats.notation.format_file import OWN
-from formats.store import FilePath, StoredPath, glob
+from reshard.formats.files.chunks import Sharded
+from reshard.formats.files.safetensors import Header, TensorInfo, read_header
+from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Identity, read_shard
+from reshard.formats.files.training import find_training, read_training
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture_files import built_in_file
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import OWN
+from reshard.formats.store import FilePath, StoredPath, glob
 from reshard.model.model import Kind
 from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.opening import Place, find, open_folder

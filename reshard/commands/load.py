@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from formats.errors import CheckpointError, refused
-from formats.files.safetensors import tensor_bytes
-from formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
+from reshard.formats.errors import CheckpointError, refused
+from reshard.formats.files.safetensors import tensor_bytes
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.engine import Steps, fill, requested
@@ -62,7 +62,7 @@ def load_rank(
 
 def _tensors_of(target: Arrangement, rank: int) -> Tensors:
     """The dtypes and shapes of a rank's tensors, by name. Raises CheckpointError for a dtype that torch lacks."""
-    from formats.torch_internals import TORCH_DTYPES
+    from reshard.formats.torch_internals import TORCH_DTYPES
 
     tensors = {stored.name_on(rank): (stored.dtype, shape) for stored, shape in target.tensors_of(rank)}
     for name, (dtype, _) in tensors.items():
@@ -79,7 +79,7 @@ def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    from formats.torch_internals import TORCH_DTYPES
+    from reshard.formats.torch_internals import TORCH_DTYPES
 
     if data.size == 0:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])

@@ -7,11 +7,11 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError, PlanError, refused
-from formats.files.sharded import MANIFEST, read_manifest
-from formats.notation.architecture import SETTINGS
-from formats.notation.format import Format
-from formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
+from reshard.formats.errors import CheckpointError, PlanError, refused
+from reshard.formats.files.sharded import MANIFEST, read_manifest
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.arrangement import arrangement_of

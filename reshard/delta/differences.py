@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import listed
-from formats.files.safetensors import tensor_bytes, unit_of
-from formats.notation.architecture import numbers_in, without_numbers
-from formats.notation.axes import Run, merge_runs
-from formats.quantization.fp8 import E4M3_VALUES
+from reshard.formats.errors import listed
+from reshard.formats.files.safetensors import tensor_bytes, unit_of
+from reshard.formats.notation.architecture import numbers_in, without_numbers
+from reshard.formats.notation.axes import Run, merge_runs
+from reshard.formats.quantization.fp8 import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes

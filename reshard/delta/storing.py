@@ -12,11 +12,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from formats.errors import CheckpointError
-from formats.files.checkpoint import DELTA
-from formats.files.checksum import PartialSum, sum_part
-from formats.files.compressed import STEP, XOR, compressor, require_zstd
-from formats.files.delta import (
+from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
+from reshard.delta.differences import SAME as UNCHANGED
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import DELTA
+from reshard.formats.files.checksum import PartialSum, sum_part
+from reshard.formats.files.compressed import STEP, XOR, compressor, require_zstd
+from reshard.formats.files.delta import (
     COMPRESSED,
     CONTENT,
     GONE,
@@ -31,7 +33,7 @@ from formats.files.delta import (
     stored_as,
     version_of,
 )
-from formats.files.safetensors import (
+from reshard.formats.files.safetensors import (
     DTYPE_BITS,
     SourceFileRecord,
     TensorInfo,
@@ -40,9 +42,7 @@ from formats.files.safetensors import (
     tensor_bytes,
     unit_of,
 )
-from formats.notation.format_file import HUGGING_FACE
-from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
-from reshard.delta.differences import SAME as UNCHANGED
+from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place

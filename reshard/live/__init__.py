@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from formats.errors import LiveError as LiveError
+    from reshard.formats.errors import LiveError as LiveError
     from reshard.live.meshes import Target as Target
     from reshard.live.meshes import placements as placements
     from reshard.live.process import pull as pull
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.live.vllm import update as update
 
 _PLACES = {
-    "LiveError": "formats.errors",
+    "LiveError": "reshard.formats.errors",
     **dict.fromkeys(("Target", "placements"), "reshard.live.meshes"),
     **dict.fromkeys(("document", "routes"), "reshard.live.routing"),
     **dict.fromkeys(("pull", "push"), "reshard.live.process"),

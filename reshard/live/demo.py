@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from formats.errors import LiveError
 from reshard.commands.load import LoadRequest, load, load_rank
+from reshard.formats.errors import LiveError
 from reshard.live.meshes import arranged, target_of
 from reshard.live.process import pull, push
 from reshard.source.opening import open_source

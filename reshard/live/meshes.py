@@ -9,12 +9,12 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from formats.errors import PlanError
-from formats.mesh import MOST_RANKS
-from formats.notation.format import Format
-from formats.notation.format_file import format_of
-from formats.notation.placements import Cut, cut, in_order
 from reshard.commands.fields import values_of
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import MOST_RANKS
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.placements import Cut, cut, in_order
 from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from formats.documents import read_config
-from formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
-from formats.files.checkpoint import CONFIG
-from formats.notation.format_file import format_of
-from formats.torch_internals import TORCH_DTYPES
+from reshard.formats.documents import read_config
+from reshard.formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
+from reshard.formats.files.checkpoint import CONFIG
+from reshard.formats.notation.format_file import format_of
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of

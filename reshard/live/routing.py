@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import PlanError, listed
-from formats.files.safetensors import DTYPE_BITS
 from reshard import __version__
+from reshard.formats.errors import PlanError, listed
+from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.live.meshes import TRAINERS, Target, arranged, headers_of, target_of, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model

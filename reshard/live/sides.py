@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import MismatchError, PlanError
-from formats.files.safetensors import TensorInfo
-from formats.notation.architecture_files import find_architecture
-from formats.notation.axes import Run
-from formats.notation.format import Format
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.format import Format
 from reshard.model.binding import bind
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh

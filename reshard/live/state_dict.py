@@ -12,12 +12,12 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from formats.documents import json_bytes
-from formats.errors import MismatchError, PlanError
-from formats.files.checkpoint import CONFIG
-from formats.files.chunks import chunks_metadata
-from formats.files.safetensors import build_header
-from formats.store import StoredPath
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.files.checkpoint import CONFIG
+from reshard.formats.files.chunks import chunks_metadata
+from reshard.formats.files.safetensors import build_header
+from reshard.formats.store import StoredPath
 from reshard.live.parameters import slices_of, unwrapped
 from reshard.store.range_store import Content, RangeStore
 from reshard.store.remote import Remote

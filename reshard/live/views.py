@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from formats.errors import LiveError
-from formats.torch_internals import TORCH_DTYPES
+from reshard.formats.errors import LiveError
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live.routing import Part, Routes, View, view_of
 from reshard.move.moves import Change
 

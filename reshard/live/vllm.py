@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 
 if TYPE_CHECKING:
     from reshard.live.process import Push

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.documents import json_bytes
-from formats.errors import LiveError
-from formats.files.checkpoint import CONFIG
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import LiveError
+from reshard.formats.files.checkpoint import CONFIG
 from reshard.live.meshes import Target, arranged, target_of
 from reshard.source.opening import Access
 from reshard.store.selection import Weights
@@ -123,8 +123,8 @@ def built(path: str, rank: int, meeting: str, target: Target, dtype: torch.dtype
 
 def main() -> None:
     """Be one rank: print how vLLM's loader and our rules differ on it. The config.json is in the folder CONFIG."""
-    from formats.files.safetensors import stated_dtype
-    from formats.torch_internals import TORCH_DTYPES
+    from reshard.formats.files.safetensors import stated_dtype
+    from reshard.formats.torch_internals import TORCH_DTYPES
     from reshard.live.witness import compare, probed, recorded, unlike
 
     source, config, number, meeting, goal = sys.argv[1:]

@@ -20,7 +20,7 @@ from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.logger import init_logger
 
-from formats.errors import LiveError, ReshardError
+from reshard.formats.errors import LiveError, ReshardError
 from reshard.live import vllm_reload
 from reshard.live.witness import compare, recorded
 from reshard.placement.arrangement import Arrangement

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from formats.errors import LiveError
-from formats.torch_internals import unsaved_buffers
+from reshard.formats.errors import LiveError
+from reshard.formats.torch_internals import unsaved_buffers
 
 TRIED = "0.32"
 """The version of vLLM with which this was tried. Another is taken if it has all of ``SYMBOLS``, ``prove`` passes, and

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from formats.documents import json_bytes
-from formats.errors import PlanError, ReshardError
-from formats.torch_internals import PrefixStore, is_timeout, share_memory, shared_memory
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import PlanError, ReshardError
+from reshard.formats.torch_internals import PrefixStore, is_timeout, share_memory, shared_memory
 from reshard.live.fence import Fence
 
 

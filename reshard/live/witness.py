@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from formats.errors import LiveError
-from formats.notation.format_file import HUGGING_FACE
-from formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, tree_leaves
+from reshard.formats.errors import LiveError
+from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, tree_leaves
 from reshard.live import sides
 from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from formats.errors import NotationError, PlanError, Refusal, SettingError, refused
-from formats.files.safetensors import DTYPE_BITS
-from formats.mesh import Mesh
-from formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
-from formats.quantization.methods import block_size, with_block_size
+from reshard.formats.errors import NotationError, PlanError, Refusal, SettingError, refused
+from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
+from reshard.formats.quantization.methods import block_size, with_block_size
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model, padded_sizes, padding_for, shares_of
 

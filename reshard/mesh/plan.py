@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from formats.errors import NotationError, PlanError, refused
-from formats.files.safetensors import DTYPE_BITS
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture, is_index
-from formats.notation.axes import Dim, Run, Shape, Share, Split, owned
+from reshard.formats.errors import NotationError, PlanError, refused
+from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture import Architecture, is_index
+from reshard.formats.notation.axes import Dim, Run, Shape, Share, Split, owned
 from reshard.mesh.degrees import check_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind

@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from formats.errors import PlanError, brief, refused
-from formats.mesh import Mesh
-from formats.notation.expressions import Expression
+from reshard.formats.errors import PlanError, brief, refused
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.expressions import Expression
 from reshard.model.model import BoundTensor, Kind, Model
 
 _Key = TypeVar("_Key")

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
-from formats.notation.axes import Share, segments
+from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
+from reshard.formats.notation.axes import Share, segments
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import Kind, Model

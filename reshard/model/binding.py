@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from formats.errors import NotationError, PlanError
-from formats.mesh import Mesh
-from formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
-from formats.notation.axes import Shape
-from formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
-from formats.quantization.methods import unknown_method
+from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
+from reshard.formats.notation.axes import Shape
+from reshard.formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
+from reshard.formats.quantization.methods import unknown_method
 from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import tomli_w
 
-from formats.errors import PlanError, ReshardError
-from formats.notation.architecture import Architecture, Rule, without_numbers
-from formats.notation.architecture_files import architecture_of, built_in_architectures
-from formats.quantization.methods import scheme_of
+from reshard.formats.errors import PlanError, ReshardError
+from reshard.formats.notation.architecture import Architecture, Rule, without_numbers
+from reshard.formats.notation.architecture_files import architecture_of, built_in_architectures
+from reshard.formats.quantization.methods import scheme_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from formats.documents import LARGEST
-from formats.errors import CheckpointError, NotationError, PlanError, brief
-from formats.files.safetensors import DTYPE_BITS
-from formats.mesh import Mesh
-from formats.notation.architecture import Architecture, Match, Rule
-from formats.notation.axes import Shape, Share, deal, encloses, share
-from formats.notation.expressions import Expression
-from formats.quantization.companions import Scheme
-from formats.quantization.methods import scheme_of
+from reshard.formats.documents import LARGEST
+from reshard.formats.errors import CheckpointError, NotationError, PlanError, brief
+from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import Architecture, Match, Rule
+from reshard.formats.notation.axes import Shape, Share, deal, encloses, share
+from reshard.formats.notation.expressions import Expression
+from reshard.formats.quantization.companions import Scheme
+from reshard.formats.quantization.methods import scheme_of
 
 _DEEPEST, _MOST_STEPS = 30, 10_000
 """Limits for sizes that refer to other sizes: the length of a chain, and the number of look-ups. Built-in plans need 2

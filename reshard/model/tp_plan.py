@@ -29,10 +29,10 @@ import transformers
 from torch import nn
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard as generic
 
-from formats.errors import PlanError
-from formats.notation.axes import Dim, Split, deal
-from formats.quantization.methods import quantization_settings
-from formats.transformers_internals import (
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Dim, Split, deal
+from reshard.formats.quantization.methods import quantization_settings
+from reshard.formats.transformers_internals import (
     get_model_conversion_mapping,
     is_auto,
     model_class,

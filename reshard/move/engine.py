@@ -28,9 +28,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from isal.isal_zlib import crc32
 
-from formats.errors import MismatchError
-from formats.files.checksum import Part, PartialSum, sum_part
-from formats.store import joined
+from reshard.formats.errors import MismatchError
+from reshard.formats.files.checksum import Part, PartialSum, sum_part
+from reshard.formats.store import joined
 from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within, value_of
 from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab

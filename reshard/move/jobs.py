@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from formats.files.checksum import PIECE, PartialSum
+from reshard.formats.files.checksum import PIECE, PartialSum
 from reshard.move.slabs import Route
 from reshard.source.source import SourcePlace
 
 if TYPE_CHECKING:
-    from formats.files.torch_archive import Crc
+    from reshard.formats.files.torch_archive import Crc
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""

@@ -16,15 +16,15 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
-from formats.files.sharded import INTACT_FILE
-from formats.notation.architecture import without_numbers
-from formats.notation.axes import Run
-from formats.notation.format_file import HUGGING_FACE
-from formats.numbers import CODES, as_float32, round_to
-from formats.quantization.companions import restated
-from formats.store import Range, joined
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
+from reshard.formats.files.sharded import INTACT_FILE
+from reshard.formats.notation.architecture import without_numbers
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.quantization.companions import restated
+from reshard.formats.store import Range, joined
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.reading import GAP, ranges_of

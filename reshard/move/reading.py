@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.files.checksum import PartialSum, file_checksum, sum_part
-from formats.files.safetensors import TensorInfo
-from formats.store import NEAR, Range, joined, local_path, read_into, unreadable
+from reshard.formats.files.checksum import PartialSum, file_checksum, sum_part
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.store import NEAR, Range, joined, local_path, read_into, unreadable
 from reshard.move.jobs import TargetFile
 from reshard.move.slabs import Region
 from reshard.source.source import Source, SourceFile, SourcePlace

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from formats.errors import PlanError
-from formats.notation.axes import Run, merge_runs
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Run, merge_runs
 from reshard.placement.pieces import Cuts, Piece, Runs, Segment, Spread, local_index
 
 if TYPE_CHECKING:

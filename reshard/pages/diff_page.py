@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from formats.notation.architecture import numbers_in, without_numbers
 from reshard.delta.differences import CHANGED, HEAD, SAME, Diff, TensorDiff, percent_text, rows_of, share_of
+from reshard.formats.notation.architecture import numbers_in, without_numbers
 from reshard.pages.markup import Cell, Html, groups, html_page, matrix
 from reshard.text import human_bytes, plural
 

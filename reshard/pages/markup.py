@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from formats.errors import printable
+from reshard.formats.errors import printable
 from reshard.text import human_bytes, human_time, number, percent, ratio, shorten
 
 Html = Markup

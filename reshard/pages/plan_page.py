@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from formats.errors import NotationError
-from formats.notation.axes import Dim, Run, merge_runs, segments
+from reshard.formats.errors import NotationError
+from reshard.formats.notation.axes import Dim, Run, merge_runs, segments
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered, layers_at
 from reshard.mesh.totals import (

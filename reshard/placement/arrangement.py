@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from formats.errors import MismatchError, PlanError
-from formats.files.chunks import Chunk
-from formats.files.safetensors import stated_dtype, tensor_bytes
-from formats.notation.architecture import filled, numbers_in, without_numbers
-from formats.notation.axes import Dim, Shape, Summand
-from formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.safetensors import stated_dtype, tensor_bytes
+from reshard.formats.notation.architecture import filled, numbers_in, without_numbers
+from reshard.formats.notation.axes import Dim, Shape, Summand
+from reshard.formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of

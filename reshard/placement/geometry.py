@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from formats.files.chunks import Chunk
-from formats.notation.axes import Run, merge_runs, product_boxes, product_runs, segments
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.notation.axes import Run, merge_runs, product_boxes, product_runs, segments
 from reshard.mesh.plan import Layout
 from reshard.placement.pieces import Piece, Runs, Spread, local_index
 from reshard.placement.portions import Portion

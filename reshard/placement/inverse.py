@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from formats.errors import CheckpointError, PlanError
-from formats.notation.architecture import Architecture, filled
-from formats.notation.components import component_names
-from formats.notation.format import Format, Line, Renaming
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.notation.architecture import Architecture, filled
+from reshard.formats.notation.components import component_names
+from reshard.formats.notation.format import Format, Line, Renaming
 from reshard.model.model import AxisSizes, check_members
 
 

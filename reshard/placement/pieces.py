@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
-from formats.notation.axes import Run, segments
+from reshard.formats.notation.axes import Run, segments
 
 Runs = tuple[Run, ...]
 

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from formats.errors import PlanError
-from formats.notation.architecture import filled
-from formats.notation.components import Component, component_names, components, whole
-from formats.notation.format import Format, Line, Pattern, Use
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture import filled
+from reshard.formats.notation.components import Component, component_names, components, whole
+from reshard.formats.notation.format import Format, Line, Pattern, Use
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from formats.errors import NotationError, PlanError, refused
-from formats.files.safetensors import DTYPE_NAMES, TensorInfo
-from formats.mesh import Mesh
-from formats.notation.architecture import SETTINGS
-from formats.notation.expressions import Expression, Lookup
-from formats.notation.format import Format, Settings
-from formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.formats.errors import NotationError, PlanError, refused
+from reshard.formats.files.safetensors import DTYPE_NAMES, TensorInfo
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.expressions import Expression, Lookup
+from reshard.formats.notation.format import Format, Settings
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.degrees import unevenly
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.model.model import Model, padding_for
@@ -121,7 +121,7 @@ def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = Tr
 def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = True) -> None:
     """Raise PlanError if a program cannot take a model on these ranks, in files or in its modules."""
     if (not format.files.is_distributed or format.files.is_single) and SETTINGS in model.config:
-        from formats.notation.adapters import MERGE_IT
+        from reshard.formats.notation.adapters import MERGE_IT
 
         raise PlanError(f"an adapter has no place in the format '{format.name}'", MERGE_IT)
     check_model_type(model, format, files=files)

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from formats.files.chunks import Chunk
-from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.notation.format import Constant, Renaming
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
+from reshard.formats.notation.format import Constant, Renaming
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Spread

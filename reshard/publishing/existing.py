@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.errors import CheckpointError
-from formats.files.checkpoint import ADAPTER_CONFIG, METADATA
-from formats.files.sharded import INTACT_FILE, MANIFEST
-from formats.mesh import RANK_FOLDER
-from formats.store import read_file
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import ADAPTER_CONFIG, METADATA
+from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
+from reshard.formats.mesh import RANK_FOLDER
+from reshard.formats.store import read_file
 from reshard.store.selection import INDICES, named_files
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
 
 if TYPE_CHECKING:
-    from formats.notation.format import Format
+    from reshard.formats.notation.format import Format
 
 LAST = (ADAPTER_CONFIG, "config.json", "model.safetensors.index.json", MANIFEST)
 """The files that make a place a checkpoint: when files are written one by one, these are written last and removed
@@ -105,7 +105,7 @@ class Existing:
         accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
         manifest = json_of(self.read(MANIFEST))
         remaining = self.names - accounted - {MANIFEST, *named_files(self.read, [MANIFEST])}
-        from formats.notation.format_file import all_formats  # rarely needed
+        from reshard.formats.notation.format_file import all_formats  # rarely needed
 
         if manifest.get("format") == "reshard" and not self._is_unfinished:
             formats = [format for name, format in all_formats().items() if name == manifest.get("layout")]
@@ -165,7 +165,7 @@ def check_place(out: Path, sources: Sequence[Path]) -> None:
     for place in (out, staging_of(out)):
         _check_apart(out, place, sources)
     if not out.parent.is_dir():
-        from formats.hints import meaning, with_hint  # for an error alone
+        from reshard.formats.hints import meaning, with_hint  # for an error alone
 
         hub = meaning("upload", ()) if len(out.parts) == 2 else ""  # it may be meant as ORG/NAME
         raise CheckpointError(f"{out.parent}: no such folder", with_hint("make it first", hub))

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from formats.documents import Record, document_of, structure
-from formats.files.sharded import FileRecord
+from reshard.formats.documents import Record, document_of, structure
+from reshard.formats.files.sharded import FileRecord
 from reshard.store.staging_names import JOURNAL, SUFFIX, not_begun
 
 

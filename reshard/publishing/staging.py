@@ -35,9 +35,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import IO, Any
 
-from formats.documents import Record, document_of, items, reader_of, structure
-from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.checksum import Stamp, file_checksum
+from reshard.formats.documents import Record, document_of, items, reader_of, structure
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.formats.files.checksum import Stamp, file_checksum
 from reshard.publishing.existing import Existing, existing_in
 from reshard.publishing.journal import (
     WHOLE,

@@ -26,9 +26,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.files.checksum import Stamp
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError
+from reshard.formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging

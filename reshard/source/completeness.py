@@ -28,14 +28,14 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from formats.errors import CheckpointError, MismatchError, NotationError
-from formats.files.chunks import check_tiling
-from formats.files.safetensors import TensorInfo
-from formats.notation.architecture import Match, filled
-from formats.notation.architecture_files import built_in_file, language_model
-from formats.notation.format import Types
-from formats.quantization.companions import is_of_activations
-from formats.store import FilePath
+from reshard.formats.errors import CheckpointError, MismatchError, NotationError
+from reshard.formats.files.chunks import check_tiling
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.notation.architecture import Match, filled
+from reshard.formats.notation.architecture_files import built_in_file, language_model
+from reshard.formats.notation.format import Types
+from reshard.formats.quantization.companions import is_of_activations
+from reshard.formats.store import FilePath
 from reshard.mesh.stages import HEADED, predicts_further
 from reshard.model.model import BoundTensor, Kind, Model, check_members
 from reshard.placement.arrangement import Arrangement

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.checkpoint import (
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
@@ -21,11 +21,11 @@ from formats.files.checkpoint import (
     open_checkpoint,
     read_model_config,
 )  # fmt: skip
-from formats.files.safetensors import TensorInfo
-from formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
-from formats.notation.architecture import SETTINGS, Architecture
-from formats.notation.format_file import HUGGING_FACE, OWN
-from formats.store import FilePath, StoredPath
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
+from reshard.formats.notation.architecture import SETTINGS, Architecture
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.formats.store import FilePath, StoredPath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
@@ -180,7 +180,7 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     if is_adapter:
         _check_adapter(config[SETTINGS], checkpoint)
     if adapted is not None:
-        from formats.notation.adapters import adapter_architecture  # rarely needed
+        from reshard.formats.notation.adapters import adapter_architecture  # rarely needed
 
         architecture = adapter_architecture(adapted.architecture, config, path)
     else:
@@ -201,7 +201,7 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
 
 def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:
     """Raise PlanError if an adapter has no tensors, or an A or B that is of no module it names, or no float."""
-    from formats.notation.adapters import module_of, settings_of  # rarely needed
+    from reshard.formats.notation.adapters import module_of, settings_of  # rarely needed
 
     lora, dtypes = settings_of(settings, checkpoint.path), ("BF16", "F16", "F32", "F64")
     if not checkpoint.tensors:

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from formats.documents import json_bytes, read_config
-from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, find_side_files, read_model_config
-from formats.files.chunks import Chunk, whole_shape
-from formats.files.dcp import Distributed
-from formats.files.safetensors import TensorInfo
-from formats.files.sharded import INTACT_FILE, MANIFEST
-from formats.files.training import model_files, read_training
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import Architecture
-from formats.notation.format import Format
-from formats.store import FilePath, name_in, read_file
+from reshard.formats.documents import json_bytes, read_config
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.files.checkpoint import CONFIG, find_side_files, read_model_config
+from reshard.formats.files.chunks import Chunk, whole_shape
+from reshard.formats.files.dcp import Distributed
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
+from reshard.formats.files.training import model_files, read_training
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.format import Format
+from reshard.formats.store import FilePath, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model

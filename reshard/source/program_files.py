@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from formats.errors import CheckpointError, MismatchError, brief
-from formats.files.checkpoint import step_of
-from formats.files.chunks import Chunk, read_chunks
-from formats.files.dcp import Blob, Distributed, object_bytes
-from formats.files.safetensors import TensorInfo
-from formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
-from formats.files.torch_archive import pickled_tensor, read_saved
-from formats.files.training import find_training
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import without_wrappers
-from formats.notation.format import Format, Pattern, numbered_names
-from formats.notation.format_file import OWN
-from formats.store import FilePath, glob, name_in, read_file, read_ranges
+from reshard.formats.errors import CheckpointError, MismatchError, brief
+from reshard.formats.files.checkpoint import step_of
+from reshard.formats.files.chunks import Chunk, read_chunks
+from reshard.formats.files.dcp import Blob, Distributed, object_bytes
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
+from reshard.formats.files.torch_archive import pickled_tensor, read_saved
+from reshard.formats.files.training import find_training
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture import without_wrappers
+from reshard.formats.notation.format import Format, Pattern, numbered_names
+from reshard.formats.notation.format_file import OWN
+from reshard.formats.store import FilePath, glob, name_in, read_file, read_ranges
 from reshard.source.source import Folder
 
 LAYER = "layer"

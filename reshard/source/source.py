@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import (
+from reshard.formats.documents import read_config
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.files.checkpoint import (
     CONFIG,
     Checkpoint,
     Weights,
@@ -23,9 +23,9 @@ from formats.files.checkpoint import (
     has_usual_weights,
     read_weights,
 )
-from formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
-from formats.files.safetensors import TensorInfo
-from formats.files.sharded import (
+from reshard.formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.sharded import (
     MANIFEST,
     Identity,
     Index,
@@ -35,13 +35,13 @@ from formats.files.sharded import (
     plan_digest,
     read_manifest,
 )
-from formats.mesh import Mesh
-from formats.notation.architecture import Architecture, architecture_from_document, to_document
-from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.notation.format import Format
-from formats.notation.format_file import HUGGING_FACE, all_formats, format_of
-from formats.quantization.methods import block_size
-from formats.store import FilePath, StoredPath, joined, local_path, location_of, name_in, read_file, read_ranges
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import Architecture, architecture_from_document, to_document
+from reshard.formats.notation.architecture_files import find_architecture, load_architecture
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
+from reshard.formats.quantization.methods import block_size
+from reshard.formats.store import FilePath, StoredPath, joined, local_path, location_of, name_in, read_file, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of

@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, redacted
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, redacted
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import INDICES, NAMING, Weights, is_url, named_files, select

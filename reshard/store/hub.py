@@ -21,8 +21,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from formats.errors import CheckpointError
-from formats.hub_cache import begun_bytes, cache_of
+from reshard.formats.errors import CheckpointError
+from reshard.formats.hub_cache import begun_bytes, cache_of
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
 from reshard.store.remote import RefusedError, Remote, first_line, open_store, patience, patiently, read_range

@@ -15,11 +15,11 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-from formats.errors import CheckpointError
-from formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
-from formats.files.safetensors import MAX_HEADER
-from formats.files.sharded import is_sharded
-from formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
+from reshard.formats.files.safetensors import MAX_HEADER
+from reshard.formats.files.sharded import is_sharded
+from reshard.formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges
 from reshard.store.remote import Remote
 from reshard.store.threads import Threads
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from formats.errors import CheckpointError, MismatchError, ReshardError, redacted
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError, redacted
 from reshard.store.threads import interruptible
 
 if TYPE_CHECKING:

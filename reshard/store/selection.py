@@ -9,12 +9,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from formats.documents import MAX_INDEX
-from formats.errors import CheckpointError
-from formats.files.checkpoint import DELTA, METADATA, TRACKERS, WEIGHT_SUFFIXES, is_usable, refuse_foreign, step_of
-from formats.files.sharded import MANIFEST
-from formats.mesh import RANK_FOLDER
-from formats.store import FilePath, read_file
+from reshard.formats.documents import MAX_INDEX
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import (
+    DELTA,
+    METADATA,
+    TRACKERS,
+    WEIGHT_SUFFIXES,
+    is_usable,
+    refuse_foreign,
+    step_of,
+)
+from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.mesh import RANK_FOLDER
+from reshard.formats.store import FilePath, read_file
 from reshard.store.staging_names import json_of
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -115,7 +123,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
 
 def _saved(listing: Iterable[str], step: str = "") -> list[str]:
     """What a training program saved in the folder of a step."""
-    from formats.files.training import SAVED  # rarely needed
+    from reshard.formats.files.training import SAVED  # rarely needed
 
     return sorted(name for name in listing if name.startswith(step) and SAVED.fullmatch(name, len(step)))
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
-from formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError
 
 STATE = ".reshard-"
 """The names of what says how far an output is begin so."""

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
-from formats.files.safetensors import DTYPE_BITS, tensor_bytes
-from formats.numbers import CODES, as_float32, round_to
-from formats.store import FilePath, location_of
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
+from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
+from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.store import FilePath, location_of
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError, PlanError, refused
-from formats.notation.architecture import SETTINGS
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, refused
+from reshard.formats.notation.architecture import SETTINGS
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (

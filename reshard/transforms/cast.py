@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.documents import json_bytes
-from formats.errors import listed, refused
-from formats.files.checkpoint import CONFIG, open_adapter, open_checkpoint
-from formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
-from formats.files.sharded import SourceRecord
-from formats.hints import synonym
-from formats.notation.architecture import SETTINGS
-from formats.store import StoredPath
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import listed, refused
+from reshard.formats.files.checkpoint import CONFIG, open_adapter, open_checkpoint
+from reshard.formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
+from reshard.formats.files.sharded import SourceRecord
+from reshard.formats.hints import synonym
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.store import StoredPath
 from reshard.model.model import AxisSizes, Kind
 from reshard.source.source import Cast, Source
 from reshard.text import plural

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG
-from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, build_header, tensor_bytes
-from formats.notation.adapters import (
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG
+from reshard.formats.files.safetensors import DTYPE_BITS, SourceFileRecord, build_header, tensor_bytes
+from reshard.formats.notation.adapters import (
     PREFIX,
     Adapted,
     ModuleTensor,
@@ -38,10 +38,10 @@ from formats.notation.adapters import (
     settings_of,
     wrapped,
 )
-from formats.notation.architecture import SETTINGS, Architecture, filled
-from formats.notation.architecture_files import find_architecture
-from formats.notation.format import Pattern
-from formats.notation.format_file import AdapterFormat, Factor
+from reshard.formats.notation.architecture import SETTINGS, Architecture, filled
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.format import Pattern
+from reshard.formats.notation.format_file import AdapterFormat, Factor
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore

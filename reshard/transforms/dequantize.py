@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError
-from formats.files.checkpoint import CONFIG, MODELOPT
-from formats.files.safetensors import tensor_bytes
-from formats.notation.architecture import Architecture
-from formats.quantization.fp8 import DTYPE, Grid, Stored, scaled_weights
-from formats.quantization.methods import without_quantization
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.checkpoint import CONFIG, MODELOPT
+from reshard.formats.files.safetensors import tensor_bytes
+from reshard.formats.notation.architecture import Architecture
+from reshard.formats.quantization.fp8 import DTYPE, Grid, Stored, scaled_weights
+from reshard.formats.quantization.methods import without_quantization
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import MismatchError, PlanError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
-from formats.notation.adapters import (
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
+from reshard.formats.notation.adapters import (
     Adapted,
     FactorLayout,
     ModuleTensor,
@@ -29,12 +29,12 @@ from formats.notation.adapters import (
     settings_of,
     unlabelled,
 )
-from formats.notation.architecture import SETTINGS, Architecture
-from formats.notation.axes import Shape
-from formats.notation.components import indices_of
-from formats.notation.expressions import Expression
-from formats.notation.format import Pattern
-from formats.notation.format_file import Factor
+from reshard.formats.notation.architecture import SETTINGS, Architecture
+from reshard.formats.notation.axes import Shape
+from reshard.formats.notation.components import indices_of
+from reshard.formats.notation.expressions import Expression
+from reshard.formats.notation.format import Pattern
+from reshard.formats.notation.format_file import Factor
 from reshard.model.model import BoundTensor, Model
 from reshard.transforms.tensors import Tensor
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from formats.errors import CheckpointError
-from formats.notation.architecture import SETTINGS, without_numbers
-from formats.notation.format_file import adapter_format
-from formats.store import FilePath, StoredPath
+from reshard.formats.errors import CheckpointError
+from reshard.formats.notation.architecture import SETTINGS, without_numbers
+from reshard.formats.notation.format_file import adapter_format
+from reshard.formats.store import FilePath, StoredPath
 from reshard.model.model import Model
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
 from reshard.store.selection import HubAccess, Weights
 
 if TYPE_CHECKING:
-    from formats.files.safetensors import TensorInfo
+    from reshard.formats.files.safetensors import TensorInfo
     from reshard.store.range_store import RangeStore
 
 

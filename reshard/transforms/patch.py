@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checksum import PIECE, check_unchanged, checksum, stamps_in, stamps_of
-from formats.files.compressed import OVERWRITE, XOR, Changes, Frame, checksum_of, require_zstd
-from formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
-from formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
-from formats.notation.architecture import SETTINGS
-from formats.store import FilePath, location_of
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checksum import PIECE, check_unchanged, checksum, stamps_in, stamps_of
+from reshard.formats.files.compressed import OVERWRITE, XOR, Changes, Frame, checksum_of, require_zstd
+from reshard.formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
+from reshard.formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.store import FilePath, location_of
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.remote import Remote

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, MismatchError, PlanError, refused
-from formats.files.checkpoint import CONFIG
-from formats.files.safetensors import DTYPE_BITS
-from formats.notation.architecture import SETTINGS as ADAPTER
-from formats.numbers import CODES
-from formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, refused
+from reshard.formats.files.checkpoint import CONFIG
+from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.notation.architecture import SETTINGS as ADAPTER
+from reshard.formats.numbers import CODES
+from reshard.formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache

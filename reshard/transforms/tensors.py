@@ -22,13 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.documents import json_bytes
-from formats.files.checksum import Stamp, check_unchanged
-from formats.files.safetensors import DTYPE_BITS, SourceFileRecord, TensorInfo, build_header, parse_header, tensor_bytes
-from formats.notation.format_file import HUGGING_FACE
-from formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
-from formats.quantization.methods import quantization_settings
-from formats.store import FilePath, local_path, opened, read_into
+from reshard.formats.documents import json_bytes
+from reshard.formats.files.checksum import Stamp, check_unchanged
+from reshard.formats.files.safetensors import (
+    DTYPE_BITS,
+    SourceFileRecord,
+    TensorInfo,
+    build_header,
+    parse_header,
+    tensor_bytes,
+)
+from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
+from reshard.formats.quantization.methods import quantization_settings
+from reshard.formats.store import FilePath, local_path, opened, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.engine import fill
 from reshard.move.jobs import Job, TargetFile, TargetPlace

@@ -17,13 +17,13 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.documents import json_bytes
-from formats.errors import CheckpointError, PlanError, brief
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
-from formats.files.checksum import checksum
-from formats.files.chunks import Chunk, chunks_metadata, whole_shape
-from formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
-from formats.files.sharded import (
+from reshard.formats.documents import json_bytes
+from reshard.formats.errors import CheckpointError, PlanError, brief
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
+from reshard.formats.files.checksum import checksum
+from reshard.formats.files.chunks import Chunk, chunks_metadata, whole_shape
+from reshard.formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
+from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
     FileRecord,
@@ -33,9 +33,9 @@ from formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
-from formats.notation.architecture import without_numbers
-from formats.notation.format import Format, Settings
-from formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.formats.notation.architecture import without_numbers
+from reshard.formats.notation.format import Format, Settings
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.move.jobs import TargetFile, Tensor
@@ -51,7 +51,7 @@ from reshard.source.source import Source
 from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
-    from formats.files.dcp import Blob
+    from reshard.formats.files.dcp import Blob
     from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -189,7 +189,7 @@ class Output:
         if name.endswith(".distcp"):
             return self._chunk_file(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
-            from formats.files.torch_archive import build_archive  # rarely needed
+            from reshard.formats.files.torch_archive import build_archive  # rarely needed
 
             inside, entries = self.format.container.inside, self.format.container.entries
             archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
@@ -232,7 +232,7 @@ class Output:
         """What the source has besides the model, and this output has not."""
         if not self.source.left_behind:
             return ()
-        from formats.files.deepspeed import is_setting  # rarely needed
+        from reshard.formats.files.deepspeed import is_setting  # rarely needed
 
         if self.format.files.is_single and self._training is not None:
             parts = self._training.parts
@@ -261,7 +261,7 @@ class Output:
 
     def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> TargetFile:
         """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
-        from formats.files.dcp import Blob, build_chunks  # rarely needed
+        from reshard.formats.files.dcp import Blob, build_chunks  # rarely needed
 
         training, state, chunks, contents = self._training, self._state, [], dict[str, bytes]()
         entries = list[tuple[str, str, Chunk | None]]()
@@ -292,7 +292,7 @@ class Output:
 
     def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
         """What stands for the states of modules that have none: a list of None for each module."""
-        from formats.files.dcp import object_bytes  # rarely needed
+        from reshard.formats.files.dcp import object_bytes  # rarely needed
 
         indices: dict[str, list[tuple[int, ...]]] = {}
         for stored in self.arrangement.stored:
@@ -338,7 +338,7 @@ class Output:
             else:
                 self._check_own(settings, content)
         if files.is_single:
-            from formats.files.deepspeed import universal_documents  # rarely needed
+            from reshard.formats.files.deepspeed import universal_documents  # rarely needed
 
             shapes = {stored.name: shape for stored, shape in self.arrangement.tensors_of(0)}
             states = {tensor.name for output in self.states for file in output.files for tensor in file.tensors}
@@ -348,12 +348,12 @@ class Output:
                 yield files.place + name, content
         else:
             for name, document in self.format.container.documents.items():
-                from formats.files.dcp import object_bytes  # rarely needed
+                from reshard.formats.files.dcp import object_bytes  # rarely needed
 
                 content = object_bytes(document) if name.endswith(".pt") else json_bytes(document) + b"\n"
                 yield files.place + name, content
         if self._chunks:
-            from formats.files.dcp import build_metadata  # rarely needed
+            from reshard.formats.files.dcp import build_metadata  # rarely needed
 
             tensors = {
                 key: (dtype, whole_shape(at for at, _ in chunks), chunks)

@@ -13,11 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checksum import PartialSum, sum_part
-from formats.files.sharded import MANIFEST, read_manifest
-from formats.mesh import Mesh
 from reshard import __version__
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checksum import PartialSum, sum_part
+from reshard.formats.files.sharded import MANIFEST, read_manifest
+from reshard.formats.mesh import Mesh
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
@@ -222,7 +222,7 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
         check_name(out)
         return Path(out), None
     if not is_url(out):
-        from formats.hints import meaning, with_hint  # for an error alone
+        from reshard.formats.hints import meaning, with_hint  # for an error alone
 
         hub = meaning("upload", ()) if out.startswith("hf://") else ""
         raise CheckpointError(f"{out}: no such kind of store", with_hint(hub, "give s3://, gs://, az:// or a folder"))

@@ -15,10 +15,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.compressed import OVERWRITE, XOR, Changes, Frame
-from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.formats.files.compressed import OVERWRITE, XOR, Changes, Frame
+from reshard.formats.files.safetensors import build_header, read_header
 from tests import store, zoo
 from tests.delta.test_patch import EMBED, NORM, ONE, signed, tuned
 from tests.support import LLAMA, command, contents, write_checkpoint

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError
-from formats.files.safetensors import build_header, tensor_bytes
 from reshard.api import diff, split
 from reshard.delta.differences import SAME, Diff, TensorDiff, rows_of
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import build_header, tensor_bytes
 from reshard.pages.diff_page import diff_page
 from tests.golden import source
 from tests.marks import one_of_each

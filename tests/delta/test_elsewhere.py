@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import CheckpointError
 from reshard.api import diff, split
 from reshard.delta import storing
+from reshard.formats.errors import CheckpointError
 from tests import store
 from tests.marks import thorough
 from tests.reshard.store_server import StoreServer, upload

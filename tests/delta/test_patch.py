@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.delta import digest
-from formats.files.safetensors import build_header, read_header
 from reshard.api import diff, patch, split
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.formats.files.delta import digest
+from reshard.formats.files.safetensors import build_header, read_header
 from reshard.source.opening import open_source
 from reshard.text import human_bytes
 from reshard.transforms import patch as patching
 from reshard.transforms.tensors import ComputedFile
+from reshard.verify.api import verify
 from tests import peft_adapters, store
 from tests.marks import examples, one_of_each
 from tests.support import change_tensor, command, contents, write_checkpoint
-from verify.api import verify
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 ONE = {"workers": 1, "fsync": False}
@@ -248,7 +248,7 @@ def test_any_range_of_a_patched_file(
     base: Path, tmp_path: Path, count: int, compress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranges begin and end within elements and stretches of places; those of a frame come in any order."""
-    monkeypatch.setattr("formats.files.compressed.STEP", 100)
+    monkeypatch.setattr("reshard.formats.files.compressed.STEP", 100)
     monkeypatch.setattr("reshard.transforms.patch.STRETCH", 64)
     places = np.random.default_rng(0).permutation(740)[: count // 3]
     after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
-from formats.mesh import Mesh
-from formats.notation.expressions import read_expression
-from formats.notation.format import Format
+from reshard.formats.errors import CheckpointError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.expressions import read_expression
+from reshard.formats.notation.format import Format
 from reshard.mesh.stages import with_stages
 from reshard.model.model import Model
 from reshard.source.source import Source
-from verify.engine.compare import (
+from reshard.verify.engine.compare import (
     Baseline,
     EngineOptions,
     EngineReport,

@@ -31,8 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from formats.mesh import mesh_of
 from reshard.api import split
+from reshard.formats.mesh import mesh_of
 from reshard.live.meshes import Target, arranged, target_of
 from reshard.mesh.stages import with_stages
 from reshard.source.opening import open_source

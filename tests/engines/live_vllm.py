@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import LiveError
 from reshard.api import split
+from reshard.formats.errors import LiveError
 from reshard.live.vllm import Server, update
 from tests import zoo
 from tests.engines import serve

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from reshard.live import vllm_engine, vllm_reload, witness
 from reshard.live.meshes import Target, arranged
 from reshard.source.opening import open_source

@@ -31,18 +31,18 @@ from typing import Any
 import transformers
 
 from benchmarks.faults import write
-from formats.errors import ReshardError
-from formats.mesh import Mesh, mesh_of
 from reshard.api import merge, split
+from reshard.formats.errors import ReshardError
+from reshard.formats.mesh import Mesh, mesh_of
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.bytes.exact import open_shards, verify_exact
+from reshard.verify.engine import compare as in_vllm
+from reshard.verify.engine.compare import Baseline, EngineOptions, EngineReport
 from tests import zoo
 from tests.engines import in_megatron
 from tests.verify import megatron_faults, program_faults
 from tests.verify.program_faults import inject
-from verify.bytes.exact import open_shards, verify_exact
-from verify.engine import compare as in_vllm
-from verify.engine.compare import Baseline, EngineOptions, EngineReport
 
 FAULTS = program_faults.FAULTS | megatron_faults.FAULTS
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from formats.files.safetensors import read_header
 from reshard.api import diff, patch
+from reshard.formats.files.safetensors import read_header
 from tests.support import contents, write_checkpoint
 
 PATCH = "docker/patch/latest/sglang-pull_weights.patch"

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError
-from formats.mesh import mesh_of
-from formats.notation.format_file import format_of
 from reshard.api import split
+from reshard.formats.errors import CheckpointError
+from reshard.formats.mesh import mesh_of
+from reshard.formats.notation.format_file import format_of
 from reshard.source.opening import open_source
+from reshard.verify.engine.compare import EngineOptions
 from tests import store
 from tests.engines import in_megatron
 from tests.engines.in_megatron import run_original, run_shards, settings_for
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
 from tests.verify.test_engine import STAND_IN
-from verify.engine.compare import EngineOptions
 
 RUNNER = (
     STAND_IN

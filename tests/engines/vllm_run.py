@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from reshard.live.vllm import Offline, update
-from verify.engine.compare import reason_of
-from verify.engine.vllm_run import DEFAULTS
+from reshard.verify.engine.compare import reason_of
+from reshard.verify.engine.vllm_run import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {**DEFAULTS, "OMP_NUM_THREADS": "1"}

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError
-from formats.notation.architecture import architecture_from_document, to_document
-from formats.notation.architecture_files import built_in_architectures, find_architecture, load_architecture, to_toml
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture import architecture_from_document, to_document
+from reshard.formats.notation.architecture_files import (
+    built_in_architectures,
+    find_architecture,
+    load_architecture,
+    to_toml,
+)
 
 FILE = """
 model_types = ["tiny"]

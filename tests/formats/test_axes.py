@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from formats.errors import NotationError
-from formats.notation.axes import (
+from reshard.formats.errors import NotationError
+from reshard.formats.notation.axes import (
     Dim,
     Run,
     Shape,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError
-from formats.notation.architecture import Architecture
-from formats.notation.architecture_files import BASES, BUILT_IN, load_architecture, to_toml
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.architecture_files import BASES, BUILT_IN, load_architecture, to_toml
 
 LLAMA = load_architecture(BUILT_IN / "llama.toml")
 
@@ -85,7 +85,7 @@ def test_a_wrong_base_is_one_clear_error(tmp_path: Path, text: str, message: str
 
 def test_bases_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
-    monkeypatch.setattr("formats.notation.architecture_files._base_files", lambda: files)
+    monkeypatch.setattr("reshard.formats.notation.architecture_files._base_files", lambda: files)
     files["one"].write_text('base = ["two"]')
     files["two"].write_text('base = ["one"]')
     with pytest.raises(PlanError, match="circle: one -> two -> one"):

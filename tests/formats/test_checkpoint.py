@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from formats.errors import CheckpointError
-from formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint
-from formats.files.safetensors import build_header
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint
+from reshard.formats.files.safetensors import build_header
 
 SAFE_INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

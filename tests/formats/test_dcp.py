@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from formats.errors import ReshardError
-from formats.files.chunks import Chunk
-from formats.files.dcp import (
+from reshard.formats.errors import ReshardError
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.dcp import (
     METADATA,
     Blob,
     build_chunks,
@@ -26,7 +26,7 @@ from formats.files.dcp import (
     object_bytes,
     read_distributed,
 )
-from formats.files.torch_archive import Crc
+from reshard.formats.files.torch_archive import Crc
 from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

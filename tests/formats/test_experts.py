@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
-from formats.notation.axes import parse
-from formats.notation.components import linear, unfused
+from reshard.formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
+from reshard.formats.notation.axes import parse
+from reshard.formats.notation.components import linear, unfused
 
 
 @pytest.mark.parametrize(

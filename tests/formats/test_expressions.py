@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from formats.errors import NotationError
-from formats.notation.expressions import read_expression
+from reshard.formats.errors import NotationError
+from reshard.formats.notation.expressions import read_expression
 
 NAMES = {
     "hidden_size": 64, "heads": 4, "kinds": ["full", "linear", "full"], "layer": 1, "rope": {"factor": 2},

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.checkpoint import refuse_foreign
 from reshard.api import inspect, plan, split
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.checkpoint import refuse_foreign
 from tests.support import LLAMA, write_checkpoint, write_file
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError
-from formats.mesh import Mesh
-from formats.notation.format import Cut, Format, Pattern
-from formats.notation.format_file import format_of, read_format
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.format import Cut, Format, Pattern
+from reshard.formats.notation.format_file import format_of, read_format
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
 RIGHT = [

@@ -15,8 +15,8 @@ from huggingface_hub import scan_cache_dir
 from obstore import get
 from obstore.store import from_url
 
-from formats import hub_cache, torch_internals
-from formats import transformers_internals as internals
+from reshard.formats import hub_cache, torch_internals
+from reshard.formats import transformers_internals as internals
 from reshard.store import remote
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2, "intermediate_size": 8}

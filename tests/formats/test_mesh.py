@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from formats.documents import Unfit
-from formats.mesh import Mesh, read_mesh
+from reshard.formats.documents import Unfit
+from reshard.formats.mesh import Mesh, read_mesh
 
 PLANE = Mesh((("ep", 2), ("tp", 3)))
 SAME = Mesh((("tp", 4), ("ep", 4)), same_ranks=True)

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from formats.errors import PlanError
-from formats.notation.axes import parse
-from formats.quantization.companions import Scheme, shape_of, stated_shape
-from formats.quantization.methods import block_size, quantization_settings, scheme_of, with_block_size
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import parse
+from reshard.formats.quantization.companions import Scheme, shape_of, stated_shape
+from reshard.formats.quantization.methods import block_size, quantization_settings, scheme_of, with_block_size
 
 SIZES = {"out": 4096, "in": 2048, "e": 8, "groups_in": 16}
 

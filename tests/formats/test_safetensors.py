@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.torch import save, save_file
 
-from formats.documents import strict_json
-from formats.errors import CheckpointError
-from formats.files.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
+from reshard.formats.documents import strict_json
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
 from tests.marks import examples
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError
-from formats.quantization.companions import restated
+from reshard.formats.errors import CheckpointError
+from reshard.formats.quantization.companions import restated
 
 lengths = st.integers(1, 10**6)
 pairs = st.tuples(lengths, lengths).flatmap(

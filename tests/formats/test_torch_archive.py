@@ -18,9 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError
-from formats.files.safetensors import TensorInfo
-from formats.files.torch_archive import read_bin
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.torch_archive import read_bin
 from tests.marks import examples
 
 DTYPES = {
@@ -352,7 +352,7 @@ def test_directories_that_are_too_long_or_name_a_record_twice(tmp_path: Path, mo
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(archive.namelist()[0], b"")
     assert "a record of the zip archive appears twice" in refusal(path)
-    monkeypatch.setattr("formats.files.torch_archive.MAX_DIRECTORY", 100)
+    monkeypatch.setattr("reshard.formats.files.torch_archive.MAX_DIRECTORY", 100)
     assert "bytes is too long" in refusal(path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from tests.live.processes import free_port, run
 from tests.marks import of_ranks
 from tests.store import checkpoint

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from reshard.source.opening import open_source
+from reshard.verify.forward.compare import ForwardOptions, run_forward
 from tests import store
 from tests.verify.faults import inject
-from verify.forward.compare import ForwardOptions, run_forward
 
 MODELS = ("llama", "gpt_oss", "mixtral", "mamba2", "bamba", "deepseek_v3", "t5")
 SAFE = 2.0

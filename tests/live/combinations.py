@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import ReshardError
-from formats.notation.axes import Run
-from formats.torch_internals import TORCH_DTYPES
 from reshard.api import split
 from reshard.commands.load import load_rank
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.axes import Run
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import Routes, plan_push
 from reshard.live.sides import LiveState, bound

@@ -130,7 +130,7 @@ def stop_with_parent(parent: int) -> None:
 def _be(rank: int, store: str, plot: Plot, pipe: Connection) -> None:
     import torch
 
-    from formats.errors import LiveError
+    from reshard.formats.errors import LiveError
 
     stop_with_parent(os.getppid())  # the fork server, which ends with the tests
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from reshard.live import pull, push, routes
 from reshard.live.process import Pull, Push
 from reshard.live.views import Parcel

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import MismatchError, PlanError, ReshardError
-from formats.notation.axes import Run
-from formats.notation.format_file import format_of
+from reshard.formats.errors import MismatchError, PlanError, ReshardError
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.format_file import format_of
 from reshard.live import document, placements, routes
 from reshard.live.meshes import target_of, trainer_state
 from reshard.live.routing import plan_push

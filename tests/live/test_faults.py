@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import LiveError
 from reshard.cli.demo import CONFIG, write_model
 from reshard.commands.load import LoadRequest, load, load_rank
+from reshard.formats.errors import LiveError
 from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from reshard.live import fence as fence_module
 from reshard.live.fence import Fence
 from tests.live.processes import free_port

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from formats.errors import PlanError
-from formats.notation.axes import Run
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Run
 from reshard.live.parameters import slices_of_megatron
 from reshard.live.sides import Slice
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from formats.errors import LiveError, PlanError
-from formats.notation.axes import Run
+from reshard.formats.errors import LiveError, PlanError
+from reshard.formats.notation.axes import Run
 from reshard.live.parameters import check_unchanged, slices_of
 from reshard.live.sides import Slice
 from tests import zoo

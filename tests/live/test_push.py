@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from tests import zoo
 from tests.live.processes import free_port, run
 from tests.marks import of_ranks, thorough

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from formats.errors import LiveError
-from formats.notation.format_file import format_of
+from reshard.formats.errors import LiveError
+from reshard.formats.notation.format_file import format_of
 from reshard.live import pull, push
 from reshard.live.demo import Weights
 from reshard.live.meshes import arranged, target_of, trainer_state

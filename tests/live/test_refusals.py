@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from formats.errors import LiveError, PlanError
+from reshard.formats.errors import LiveError, PlanError
 from reshard.live import pull, push
 from tests import zoo
 from tests.live.processes import free_port

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
-from formats.notation.axes import Run
-from formats.notation.placements import Cut, Placements, Runs, cut, runs_of
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.placements import Cut, Placements, Runs, cut, runs_of
 from tests.marks import thorough
 
 

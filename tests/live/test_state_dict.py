@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import reshard
-from formats.errors import MismatchError, PlanError, ReshardError
+from reshard.formats.errors import MismatchError, PlanError, ReshardError
 from tests import store
 from tests.live.processes import run
 from tests.marks import of_ranks, one_of_each

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from formats.errors import LiveError
+from reshard.formats.errors import LiveError
 from reshard.live import process, vllm, vllm_reload
 from reshard.live.process import Meeting, Push
 from tests.live import layerwise

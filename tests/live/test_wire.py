@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from formats.errors import LiveError, PlanError
+from reshard.formats.errors import LiveError, PlanError
 from reshard.live import wire as wire_module
 from reshard.live.fence import Fence
 from reshard.live.wire import Message, Stats, Wire

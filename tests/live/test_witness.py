@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from formats.errors import LiveError
-from formats.notation.format import Format
-from formats.notation.format_file import PROGRAMS, format_of, read_format
+from reshard.formats.errors import LiveError
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import PROGRAMS, format_of, read_format
 from reshard.live import vllm_check
 from reshard.live.routing import View
 from reshard.live.witness import Copied, by_rules, compare, joined, probed, ranges, recorded, unlike

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.files.safetensors import build_header, read_header
+from reshard.formats.files.safetensors import build_header, read_header
 from tests.dequantize import _FLOAT, _INPUT, _INT8, Method, Stored, _awq, _gptq, _groups, _packed, _scaled
 from tests.programs.oracles import ORACLES
 

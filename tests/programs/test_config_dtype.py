@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from formats.documents import json_bytes
-from formats.files.safetensors import TensorInfo, read_header
 from reshard.api import split
+from reshard.formats.documents import json_bytes
+from reshard.formats.files.safetensors import TensorInfo, read_header
 from reshard.placement.program_plan import dtype_of, with_dtype
 from tests import store
 from tests.support import command

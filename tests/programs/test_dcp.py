@@ -16,14 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import METADATA
-from formats.files.dcp import read_distributed
-from formats.files.safetensors import read_header
-from formats.notation.format_file import format_of
 from reshard.api import inspect, merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checkpoint import METADATA
+from reshard.formats.files.dcp import read_distributed
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.format_file import format_of
 from reshard.placement import geometry
 from reshard.source.program_files import Affix, parts_of
+from reshard.verify.profile.processes import run_processes
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.marks import of_ranks, one_of_each
@@ -31,7 +32,6 @@ from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.reshard.store_server import StoreServer
 from tests.routes import SOURCES
 from tests.support import command, contents, write_checkpoint
-from verify.profile.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 

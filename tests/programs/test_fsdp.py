@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import PlanError
-from formats.files.chunks import Chunk
-from formats.files.safetensors import read_header
 from reshard.api import split
+from reshard.formats.errors import PlanError
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.safetensors import read_header
 from tests import store
 from tests.formats.test_dcp import Pieces, save
 from tests.marks import thorough

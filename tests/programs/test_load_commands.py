@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.mesh import mesh_of
-from formats.notation.format_file import all_formats, format_of
+from reshard.formats.mesh import mesh_of
+from reshard.formats.notation.format_file import all_formats, format_of
 from tests import store
 from tests.support import command, write_checkpoint
 

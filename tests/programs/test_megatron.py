@@ -15,18 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import PlanError, ReshardError
-from formats.files.chunks import Chunk
-from formats.files.dcp import Blob, build_chunks, build_metadata, read_distributed
-from formats.files.safetensors import read_header
-from formats.notation.format_file import all_formats
 from reshard.api import inspect, merge, split
+from reshard.formats.errors import PlanError, ReshardError
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.dcp import Blob, build_chunks, build_metadata, read_distributed
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.format_file import all_formats
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
 from tests.support import LLAMA, command, contents, write_checkpoint
-from verify.bytes.exact import verify_exact
 
 CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
 FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.files.dcp import read_distributed
-from formats.notation.format_file import format_of
 from reshard.api import merge, split
+from reshard.formats.files.dcp import read_distributed
+from reshard.formats.notation.format_file import format_of
 from reshard.source.opening import open_source
 from tests import store
 from tests.engines.in_megatron import settings_for

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.safetensors import read_header
-from formats.files.torch_archive import build_archive, read_bin
-from formats.notation.format_file import HUGGING_FACE
 from reshard.api import merge, plan, split
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.files.torch_archive import build_archive, read_bin
+from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.source.opening import open_source
 from reshard.store.hub import weight_files
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
@@ -342,7 +342,7 @@ def test_scaled_positions_come_back(tmp_path: Path) -> None:
     ("hidden", "ff"), [(4096, 11008), (5120, 13824), (4096, 14336), (8192, 28672), (64, 80), (96, 31)]
 )
 def test_readers_compute_the_width_of_the_mlp(hidden: int, ff: int) -> None:
-    from formats.notation.format_file import format_of
+    from reshard.formats.notation.format_file import format_of
 
     settings = format_of("meta").settings
     assert settings is not None

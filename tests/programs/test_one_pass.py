@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.safetensors import read_header
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.safetensors import read_header
 from reshard.source.opening import open_source
 from tests import store
 from tests.support import change_tensor

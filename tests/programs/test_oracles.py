@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.safetensors import build_header, read_header
 from tests import store
 from tests.marks import one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module, problem

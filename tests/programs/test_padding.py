@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from formats.errors import MismatchError
-from formats.notation.expressions import read_expression
-from formats.notation.format import Padding
-from formats.notation.format_file import READ, format_of
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError
+from reshard.formats.notation.expressions import read_expression
+from reshard.formats.notation.format import Padding
+from reshard.formats.notation.format_file import READ, format_of
 from tests.programs.oracles import checkpoint
 from tests.programs.test_oracles import tensors_of
 from tests.support import change_tensor

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError
-from formats.files.safetensors import TensorInfo, read_header
-from formats.files.sharded import INTACT_FILE
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from reshard.formats.files.safetensors import TensorInfo, read_header
+from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
 from tests.support import command, contents
 from tests.verify.faults import sign
-from verify.bytes.exact import verify_exact
 
 RECORDED = recorded()
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import CheckpointError, PlanError
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, PlanError
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
 from tests.marks import one_of_each

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from formats.errors import MismatchError, PlanError
-from formats.notation.format import Format
-from formats.notation.format_file import format_of, read_format
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import format_of, read_format
 from reshard.source.opening import open_source
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
@@ -142,7 +142,7 @@ def _padded(vocab: int, tp: int, path: Path) -> int:
 
 def _ranks_raw(folder: Path) -> list[dict[str, list[int]]]:
     """The rows of each rank's tensors, by their headers (numpy has no bfloat16)."""
-    from formats.files.safetensors import read_header
+    from reshard.formats.files.safetensors import read_header
 
     headers = [read_header(file) for file in sorted(folder.glob("model-rank-*"))]
     return [{name: [0] * info.shape[0] for name, info in header.tensors.items()} for header in headers]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from formats.errors import MismatchError
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import thorough
 from tests.support import change_tensor, contents, without_manifest
-from verify.bytes.exact import verify_exact
 
 pytestmark = thorough
 

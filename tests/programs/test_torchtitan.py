@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from formats.errors import PlanError
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.formats.test_dcp import save
 from tests.marks import one_of_each
 from tests.programs.test_dcp import bits, merge_with_config, raw, recorded
-from verify.bytes.exact import verify_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 

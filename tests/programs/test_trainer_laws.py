@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.chunks import flat_chunks
-from formats.files.safetensors import TensorInfo
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.formats.files.chunks import flat_chunks
+from reshard.formats.files.safetensors import TensorInfo
 from tests import store
 from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp

@@ -16,15 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.dcp import Distributed
-from formats.files.deepspeed import universal_documents
-from formats.files.pickles import Global, Inert
-from formats.files.sharded import MANIFEST
-from formats.files.torch_archive import archive_of, pickled_tensor
-from formats.files.training import read_training
 from reshard.api import inspect, merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.dcp import Distributed
+from reshard.formats.files.deepspeed import universal_documents
+from reshard.formats.files.pickles import Global, Inert
+from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.files.torch_archive import archive_of, pickled_tensor
+from reshard.formats.files.training import read_training
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
@@ -32,7 +33,6 @@ from tests.programs.oracles import ORACLES
 from tests.programs.test_dcp import raw
 from tests.reshard.store_server import StoreServer, upload
 from tests.support import command, contents, write_checkpoint
-from verify.bytes.exact import verify_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -504,7 +504,7 @@ def test_settings_that_unfold_without_end_are_left_behind(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few kB of a pickle may be a list of terabytes, of lists that come again."""
-    monkeypatch.setattr("formats.files.pickles._MOST_PLAIN", 1000)
+    monkeypatch.setattr("reshard.formats.files.pickles._MOST_PLAIN", 1000)
     value: list[Any] = unfolding(40) if kind == "doubled" else [1]
     for _ in range({"deep": 200, "broad": 6}.get(kind, 0)):
         value = [value] * (500 if kind == "broad" else 1)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.safetensors import read_header
-from formats.notation.format_file import format_of
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.format_file import format_of
+from reshard.verify.bytes.exact import verify_exact
+from reshard.verify.profile.processes import run_processes
 from tests import store
 from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command, contents
 from tests.zoo import class_of
-from verify.bytes.exact import verify_exact
-from verify.profile.processes import run_processes
 
 FORMAT = format_of("transformers")
 MESHES = [

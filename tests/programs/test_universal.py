@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from formats.errors import CheckpointError, MismatchError, SettingError
-from formats.files.training import read_training
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, SettingError
+from reshard.formats.files.training import read_training
 from reshard.publishing.staging import Staging
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.golden import source
 from tests.marks import one_of_each, thorough
@@ -27,7 +28,6 @@ from tests.programs.test_trainer_laws import save_zero, state_of
 from tests.programs.test_trainers import CASES, config_of, fixtures, given, numbers, weights
 from tests.reshard.store_server import StoreServer
 from tests.support import command, contents
-from verify.bytes.exact import verify_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 

@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from formats.errors import PlanError
-from formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from tests import store, zoo
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint

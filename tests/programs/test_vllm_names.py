@@ -10,11 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from formats.errors import PlanError
-from formats.files.safetensors import build_header
-from formats.notation.format_file import READ
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from reshard.formats.files.safetensors import build_header
+from reshard.formats.notation.format_file import READ
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.support import contents
 from tools.vllm_names import (
@@ -36,7 +37,6 @@ from tools.vllm_names import (
     to_documents,
 )
 from tools.vllm_names import Verdict as Known
-from verify.bytes.exact import verify_exact
 
 NARROW = ("alpha_n", "alpha_p")
 """Tensors of one element each, which vLLM holds in bfloat16."""

@@ -24,7 +24,7 @@ import obstore
 import pytest
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from formats.errors import ReshardError
+from reshard.formats.errors import ReshardError
 from reshard.publishing import upload
 from reshard.publishing.journal import Finished
 from reshard.publishing.staging import Staging

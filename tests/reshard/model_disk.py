@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from formats.errors import ReshardError
+from reshard.formats.errors import ReshardError
 from reshard.publishing import staging
 from reshard.publishing.existing import Existing
 from reshard.store import staging_names

@@ -12,16 +12,16 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.safetensors import read_header
-from formats.notation.architecture import SETTINGS
-from formats.notation.architecture_files import find_architecture
-from formats.notation.format_file import adapter_format_names
 from reshard.api import inspect, merge, split
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.format_file import adapter_format_names
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.support import LLAMA, command, contents, write_checkpoint
-from verify.bytes.exact import verify_exact
 
 PREFIX = "base_model.model."
 WEIGHTS = {
@@ -87,7 +87,7 @@ def load_one(folder: Path, rank: int, tp: int, file: str) -> dict[str, Any]:
     path = folder / folder_of(rank, tp) / file
     if file.startswith("adapter"):
         return load_file(path)
-    from formats.files.safetensors import read_header
+    from reshard.formats.files.safetensors import read_header
 
     return {name: info.shape for name, info in read_header(path).tensors.items() if len(info.shape) == 2}
 

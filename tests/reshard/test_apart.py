@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from formats.errors import MismatchError
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError
 from reshard.move.jobs import Sizes
 from tests.reshard.test_output import journals, noted
 from tests.slow import Turns

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import reshard
-from formats.errors import ReshardError
-from formats.notation.adapters import SETTINGS
 from reshard.api import average, merge, split
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.adapters import SETTINGS
 from reshard.source.opening import open_source
 from reshard.transforms.average import average as mean
 from reshard.transforms.average import mean_of

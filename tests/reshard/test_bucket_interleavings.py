@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished
 from reshard.publishing.upload import Uploading

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import build_glob_alternation
 
-from formats.errors import MismatchError
-from formats.files.safetensors import CASTS, read_header
-from formats.notation.architecture_files import find_architecture
-from formats.transformers_internals import placements
 from reshard.api import diff, load, merge, split
+from reshard.formats.errors import MismatchError
+from reshard.formats.files.safetensors import CASTS, read_header
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.transformers_internals import placements
 from reshard.move.moves import Change
 from reshard.source.opening import Access
 from reshard.transforms.opening import open_any
+from reshard.verify.api import verify
+from reshard.verify.bytes.reading import cast as proof
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint
-from verify.api import verify
-from verify.bytes.reading import cast as proof
 
 ONE = {"workers": 1}
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from formats.files.checksum import PIECE, WIDTH, PartialSum, checksum, file_checksum, sum_part
+from reshard.formats.files.checksum import PIECE, WIDTH, PartialSum, checksum, file_checksum, sum_part
 
 
 def definition(content: bytes) -> str:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import MismatchError
-from formats.files.chunks import Chunk, check_tiling, whole_shape
-from formats.notation.axes import Run, product_runs
+from reshard.formats.errors import MismatchError
+from reshard.formats.files.chunks import Chunk, check_tiling, whole_shape
+from reshard.formats.notation.axes import Run, product_runs
 
 
 @st.composite

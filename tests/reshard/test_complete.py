@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.models import MODELS, bound_model, published_tensors, read_config
-from formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.api import inspect, merge, plan, split
 from reshard.cli.commands import main
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.source.completeness import missing
 from reshard.source.opening import open_source
 from reshard.system import Share
@@ -303,7 +303,7 @@ def test_a_config_of_other_experts_than_a_program_stores_is_refused_at_once(tmp_
 
 
 def test_inspect_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from formats.files import safetensors
+    from reshard.formats.files import safetensors
 
     read, plain = [], safetensors._read_entries
     monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(given[1]) or plain(*given))

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from formats.errors import ReshardError, SettingError
-from formats.notation.format_file import Factor, adapter_format, adapter_format_names
 from reshard.api import merge, split
+from reshard.formats.errors import ReshardError, SettingError
+from reshard.formats.notation.format_file import Factor, adapter_format, adapter_format_names
 from reshard.transforms.low_rank import by_expert
 from tests import peft_adapters, store, zoo
 from tests.marks import one_of_each

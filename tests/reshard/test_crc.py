@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.files.torch_archive import Crc
 from reshard.api import split
+from reshard.formats.files.torch_archive import Crc
 from reshard.move import jobs as crcs
 from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, parts_within, value_of
 from tests.marks import thorough

@@ -17,15 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats import store as storage_files
-from formats.documents import document_of, json_bytes, reader_of
-from formats.errors import MismatchError, ReshardError
-from formats.files.checksum import Stamp
-from formats.files.safetensors import build_header, read_header
-from formats.notation.architecture_files import find_architecture
-from formats.quantization.fp8 import Grid, dequantize, scaled_weights, scales_from
-from formats.quantization.fp8 import Stored as Weight
 from reshard.api import load, merge, split
+from reshard.formats import store as storage_files
+from reshard.formats.documents import document_of, json_bytes, reader_of
+from reshard.formats.errors import MismatchError, ReshardError
+from reshard.formats.files.checksum import Stamp
+from reshard.formats.files.safetensors import build_header, read_header
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.quantization.fp8 import Grid, dequantize, scaled_weights, scales_from
+from reshard.formats.quantization.fp8 import Stored as Weight
 from reshard.model.model import AxisSizes
 from reshard.source import opening
 from reshard.source.opening import Access
@@ -33,6 +33,7 @@ from reshard.source.source import Source
 from reshard.transforms import dequantize as storage
 from reshard.transforms.opening import open_any
 from reshard.transforms.tensors import ComputedFile
+from reshard.verify.bytes import reading as proof
 from tests import store
 from tests.dequantize import METHODS, Stored
 from tests.marks import one_of_each, thorough
@@ -40,7 +41,6 @@ from tests.reshard.store_server import StoreServer
 from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
 from tests.reshard.test_quantized import dequantize as by_definition
 from tests.support import command, contents
-from verify.bytes import reading as proof
 
 ONE = {"workers": 1}
 BLOCK = 16, 32

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
-from formats.mesh import Mesh
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh
 from reshard.mesh.plan import make_plan
 from reshard.model.draft import draft
 from reshard.model.model import FullTensor, Model

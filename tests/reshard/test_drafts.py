@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import CheckpointError
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import remote, store
 from tests.support import contents
-from verify.bytes.exact import verify_exact
 
 Rename = Callable[[str], str | None]
 NEXTN = {"num_hidden_layers": 1, "architectures": ["DeepseekV3ForCausalLMNextN"]}

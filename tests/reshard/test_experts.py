@@ -7,9 +7,9 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
 from tests import zoo
 from tests.marks import thorough

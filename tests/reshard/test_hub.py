@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from formats.errors import CheckpointError
-from formats.files.safetensors import read_header
-from formats.store import FilePath
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.store import FilePath
 from reshard.source.opening import find
 from reshard.store.hub import fetch
 from reshard.store.selection import HubAccess, Weights, side_files, weight_files

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from formats.errors import ReshardError
 from reshard.api import inspect, split
+from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from tests.programs.oracles import checkpoint
 from tests.support import LLAMA, command, write_checkpoint

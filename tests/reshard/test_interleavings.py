@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished, Moved
 from reshard.publishing.staging import Staging

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from formats.mesh import Mesh, mesh_of
-from formats.notation.architecture import filled
-from formats.notation.format_file import format_of
+from reshard.formats.mesh import Mesh, mesh_of
+from reshard.formats.notation.architecture import filled
+from reshard.formats.notation.format_file import format_of
 from reshard.mesh.plan import make_plan
 from reshard.placement.arrangement import arrangement_of
 from tests import store

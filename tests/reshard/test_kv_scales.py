@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.mesh import Mesh
-from formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
-from formats.quantization.companions import takes_heads
 from reshard.api import merge, split
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
+from reshard.formats.quantization.companions import takes_heads
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor

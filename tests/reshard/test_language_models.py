@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from formats.errors import PlanError
-from formats.mesh import mesh_of
-from formats.notation.architecture_files import built_in_architectures, find_architecture, language_model
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import mesh_of
+from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture, language_model
 from reshard.mesh.plan import make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.completeness import missing
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions
 from tests import zoo
 from tests.marks import thorough
 from tests.support import contents
 from tests.verify.forwards import run_forwards
 from tools.required import built, written
-from verify.forward.compare import ForwardOptions
 
 # each model with towers, with the types of text that it is published with
 pytestmark = thorough

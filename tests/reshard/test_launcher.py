@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
+from reshard.formats.errors import PlanError
 from reshard.system import Share, share_of_launcher
 from tests.marks import thorough
 from tests.support import LLAMA, command, contents, write_checkpoint

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checksum import Stamp, stamp_of
-from formats.files.safetensors import read_header
 from reshard.api import inspect, load, merge, split
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checksum import Stamp, stamp_of
+from reshard.formats.files.safetensors import read_header
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import STATE
 from reshard.writing import rewrite as writing

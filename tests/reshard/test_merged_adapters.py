@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import MismatchError, PlanError, ReshardError
-from formats.notation.adapters import adapter_architecture, settings_of
-from formats.notation.architecture import SETTINGS
-from formats.notation.architecture_files import find_architecture
-from formats.store import StoredPath
 from reshard.api import merge, split
+from reshard.formats.errors import MismatchError, PlanError, ReshardError
+from reshard.formats.notation.adapters import adapter_architecture, settings_of
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.store import StoredPath
 from reshard.source.opening import open_source
 from reshard.store.range_store import remote_of
 from reshard.transforms.adapter import add_adapter

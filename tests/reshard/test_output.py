@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.move.jobs import Sizes
 from reshard.publishing import staging as output
 from reshard.publishing.staging import Staging

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from formats.errors import LONGEST_LINE, CheckpointError, brief, listed, one_line
-from formats.files.safetensors import build_header, read_header
-from formats.quantization.methods import block_size
-from formats.store import open_file
 from reshard.api import split
+from reshard.formats.errors import LONGEST_LINE, CheckpointError, brief, listed, one_line
+from reshard.formats.files.safetensors import build_header, read_header
+from reshard.formats.quantization.methods import block_size
+from reshard.formats.store import open_file
 from tests.fuzz import Outcome, most_memory, run
 from tests.marks import one_of_each
 from tests.support import LLAMA, contents, llama_tensors, write_checkpoint, write_file

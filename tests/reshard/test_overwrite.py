@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.sharded import MANIFEST
-from formats.notation.format_file import all_formats
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.notation.format_file import all_formats
 from reshard.publishing.existing import Existing, Read
 from reshard.store.staging_names import UNFINISHED
 from tests import store

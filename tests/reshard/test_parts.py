@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
-from formats.files.safetensors import read_header
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
+from reshard.formats.files.safetensors import read_header
 from reshard.publishing import staging as output
 from reshard.publishing.journal import WHOLE, FileShare, Run
 from reshard.publishing.staging import Staging

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
-from formats.files.chunks import Chunk
-from formats.notation.axes import Run, parse, product_boxes
-from formats.notation.format import Line, Pattern
+from reshard.formats.errors import PlanError
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.notation.axes import Run, parse, product_boxes
+from reshard.formats.notation.format import Line, Pattern
 from reshard.mesh.plan import Box, Layout
 from reshard.move.slabs import Region, Transfer, rows_of
 from reshard.placement.geometry import Geometry, contiguous

@@ -10,9 +10,9 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file, save_file
 
-from formats.errors import PlanError
-from formats.mesh import Mesh
-from formats.notation.architecture_files import find_architecture
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.mesh.degrees import finer_blocks, valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind

@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import ReshardError
-from formats.notation.adapters import SETTINGS
-from formats.quantization.fp8 import codes_of, scales_of, what_stays
 from reshard.api import diff, load, merge, split
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.adapters import SETTINGS
+from reshard.formats.quantization.fp8 import codes_of, scales_of, what_stays
 from reshard.source.opening import Access, open_source
 from reshard.transforms.opening import open_any
 from reshard.transforms.quantize import quantize
+from reshard.verify.api import verify
+from reshard.verify.bytes import reading as proof
 from tests import store
 from tests.marks import one_of_each, thorough
 from tests.published import PUBLISHED, full_tensors
 from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint
-from verify.api import verify
-from verify.bytes import reading as proof
 
 ONE = {"workers": 1}
 FP8 = {"quantize": "fp8-block", **ONE}

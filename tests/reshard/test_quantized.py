@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.safetensors import build_header, read_header
-from formats.mesh import Mesh
-from formats.notation.architecture_files import find_architecture
 from reshard.api import load, merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.safetensors import build_header, read_header
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.mesh.degrees import valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import compare
 from tests.dequantize import METHODS, NUMPY, Method, Stored, pack, unpack, values
 from tests.marks import one_of_each, thorough
 from tests.support import contents, without_manifest
-from verify.bytes.exact import compare
 
 FAST = {"fsync": False}
 Weights = dict[str, tuple[int, ...]]

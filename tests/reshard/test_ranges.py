@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from formats.errors import CheckpointError, MismatchError
-from formats.files.checkpoint import CONFIG
-from formats.store import joined
+from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.files.checkpoint import CONFIG
+from reshard.formats.store import joined
 from reshard.publishing import upload as uploads
 from reshard.store.bucket import Bucket, StoredFile, fetch_stored
 from reshard.store.hub import HubFile

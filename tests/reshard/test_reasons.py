@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from formats.notation.architecture_files import BUILT_IN, load_architecture
-from formats.notation.axes import Share, deal, parse, share
+from reshard.formats.notation.architecture_files import BUILT_IN, load_architecture
+from reshard.formats.notation.axes import Share, deal, parse, share
 from reshard.mesh.degrees import cuts_blocks, does_not_divide
 
 

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
-from formats.files.safetensors import build_header, read_header
 from reshard.api import load, merge, plan, split
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
+from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
 from tests.support import LLAMA, change_tensor, contents, llama_tensors, write_checkpoint, write_file
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from formats.mesh import Mesh
-from formats.notation.architecture_files import built_in_architectures, built_in_file
 from reshard.api import merge, split
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import built_in_architectures, built_in_file
 from reshard.mesh.degrees import valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.source.opening import open_source

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.staging import Documents

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError
-from formats.notation.architecture_files import _built_in, built_in_file, find_architecture
 from reshard.cli.commands import main
+from reshard.formats.errors import CheckpointError
+from reshard.formats.notation.architecture_files import _built_in, built_in_file, find_architecture
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.completeness import REQUIRED, KnownLines, known_lines, missing

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.checkpoints import DEEPSEEK_V3, deepseek_v3_tensors, write_sparse
-from formats.mesh import Mesh
 from reshard.api import plan
+from reshard.formats.mesh import Mesh
 from reshard.mesh.degrees import refusal, valid_degrees
 from tests.marks import thorough
 from tests.support import LLAMA, change_tensor, contents, write_checkpoint

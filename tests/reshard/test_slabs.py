@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
-from formats.mesh import Mesh
-from formats.notation.architecture import architecture_from_document
-from formats.notation.axes import parse
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import architecture_from_document
+from reshard.formats.notation.axes import parse
 from reshard.mesh.plan import Box, Layout, make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from formats.errors import MismatchError, PlanError
-from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.api import load, merge, split
+from reshard.formats.errors import MismatchError, PlanError
+from reshard.formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.move.jobs import Sizes
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import zoo
 from tests.marks import thorough
 from tests.support import (
@@ -33,7 +34,6 @@ from tests.support import (
     write_checkpoint,
     write_file,
 )
-from verify.bytes.exact import verify_exact
 
 
 def test_shards_are_those_of_hand_written_slices(tmp_path):

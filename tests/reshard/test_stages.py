@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import PlanError
-from formats.files.safetensors import read_header
-from formats.mesh import mesh_of
 from reshard.api import inspect, load, merge, plan, split
+from reshard.formats.errors import PlanError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.stages import even_stages, is_layered, layers_at
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import remote, store
 from tests.marks import one_of_each
 from tests.support import LLAMA, command, contents, llama_tensors, without_manifest, write_checkpoint, write_file
-from verify.bytes.exact import verify_exact
 
 FIVE = {**LLAMA, "num_hidden_layers": 5}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.errors import PlanError
-from formats.notation import format_file
-from formats.notation.format_file import all_formats, format_of
+from reshard.formats.errors import PlanError
+from reshard.formats.notation import format_file
+from reshard.formats.notation.format_file import all_formats, format_of
 
 
 def test_a_format_reads_no_file_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from formats.mesh import Mesh
-from formats.notation.architecture_files import find_architecture
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.mesh.degrees import TRIED, check_degrees, refusal, sweep, valid_degrees
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from formats.errors import CheckpointError
 from reshard.api import split
+from reshard.formats.errors import CheckpointError
 from reshard.system import reserve
 from tests.support import contents, write_checkpoint
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from formats.errors import MismatchError, ReshardError
 from reshard.api import load, rank_config, split, tensors
+from reshard.formats.errors import MismatchError, ReshardError
 from reshard.move import jobs
 from tests import store, zoo
 from tests.marks import one_of_each

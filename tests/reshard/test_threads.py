@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from formats.errors import MismatchError
+from reshard.formats.errors import MismatchError
 from reshard.store.threads import ArrayCache, Shared, StoppedError, work_together
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from formats.errors import ReshardError
 from reshard import verify
 from reshard.api import diff, load, merge, patch, split
+from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each
 from tests.support import LLAMA, change_tensor, contents, write_file, write_tied_twice
-from verify.bytes.exact import verify_exact
 
 CONFIG = LLAMA | {
     "hidden_size": 64, "intermediate_size": 32, "vocab_size": 36, "num_hidden_layers": 1, "head_dim": 8,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import PlanError
+from reshard.formats.errors import PlanError
 from reshard.model.tp_plan import _USE, TransformersPlan, transformers_plan
 from reshard.source.opening import Access
 from reshard.store.selection import Weights
@@ -46,7 +46,7 @@ def logits(model: Any) -> torch.Tensor:
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 
-    from formats.transformers_internals import model_class
+    from reshard.formats.transformers_internals import model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -72,7 +72,7 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
 @pytest.mark.parametrize("degree", NAMES)
 @thorough
 def test_transformers_computes_the_same_with_the_plan(degree: int) -> None:
-    from verify.profile.processes import run_processes
+    from reshard.verify.profile.processes import run_processes
 
     folders = [checkpoint(name) for name in NAMES[degree]]
     jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder in folders]

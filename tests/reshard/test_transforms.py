@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import MismatchError, ReshardError
 from reshard.api import diff, load, merge, split
+from reshard.formats.errors import MismatchError, ReshardError
 from reshard.source.opening import Access
 from reshard.store.range_store import remote_of
 from reshard.transforms.opening import open_any

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.errors import CheckpointError, MismatchError, PlanError
-from formats.files.safetensors import read_header
-from formats.mesh import Mesh
 from reshard.api import load, merge, plan, split
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.mesh import Mesh
 from reshard.mesh.degrees import refusal, sweep, unevenly, valid_degrees
 from reshard.mesh.plan import make_plan, rank_config
 from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of, uneven_lines
@@ -21,6 +21,7 @@ from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.bytes.exact import compare, verify_exact
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.marks import one_of_each, thorough
@@ -35,7 +36,6 @@ from tests.support import (
     without_sums,
     write_checkpoint,
 )  # fmt: skip
-from verify.bytes.exact import compare, verify_exact
 
 FAST = {"fsync": False}
 ODD = {**LLAMA, "intermediate_size": 22}  # tp 4: 6, 6, 6, 4; tp 8: 3, and 1 on the last; tp 2: 11 each

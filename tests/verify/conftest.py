@@ -15,7 +15,7 @@ def one_rank() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from verify.rank.group import ProcessGroup, being
+    from reshard.verify.rank.group import ProcessGroup, being
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with being(ProcessGroup(torch.device("cpu"), 60.0)):

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.files.checksum import file_checksum
-from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.files.sharded import MANIFEST
-from formats.notation.axes import Dim
+from reshard.formats.files.checksum import file_checksum
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
+from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.notation.axes import Dim
 from reshard.mesh.plan import Layout
 from reshard.source.opening import open_source
 from reshard.source.source import Source

@@ -9,14 +9,14 @@ from unittest import mock
 
 import torch
 
-from formats.store import local_folder
+from reshard.formats.store import local_folder
 from reshard.source.source import Source
-from verify.forward import original, shards
-from verify.forward.compare import DEFAULTS, Progress, run_forward
-from verify.forward.job import ForwardOptions, Job, Reference
-from verify.forward.report import ForwardReport
-from verify.rank.roles import roles
-from verify.run_settings import Unmerged
+from reshard.verify.forward import original, shards
+from reshard.verify.forward.compare import DEFAULTS, Progress, run_forward
+from reshard.verify.forward.job import ForwardOptions, Job, Reference
+from reshard.verify.forward.report import ForwardReport
+from reshard.verify.rank.roles import roles
+from reshard.verify.run_settings import Unmerged
 
 
 def run_forwards(

@@ -17,8 +17,8 @@ import numpy as np
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Stored
 from reshard.source.source import Source
+from reshard.verify.bytes.exact import open_shards
 from tests.verify.faults import Array, Damaged, read, sign
-from verify.bytes.exact import open_shards
 
 
 class ProgramShards(Damaged):

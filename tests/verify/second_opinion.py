@@ -26,10 +26,10 @@ def logits_by_transformers(folders: list[Path], ids: torch.Tensor) -> list[torch
 def logits_of_shards(paths: list[tuple[Path, Path]], ids: torch.Tensor) -> list[torch.Tensor]:
     """What a rank's own folder makes of the same tokens."""
     from reshard.source.opening import open_source
-    from verify.rank.collectives import Groups
-    from verify.rank.group import world
-    from verify.rank.model import load_rank
-    from verify.rank.roles import Rank
+    from reshard.verify.rank.collectives import Groups
+    from reshard.verify.rank.group import world
+    from reshard.verify.rank.model import load_rank
+    from reshard.verify.rank.roles import Rank
 
     found = []
     for original, shards in paths:

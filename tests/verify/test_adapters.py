@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.api import merge, split
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.source.opening import open_source
+from reshard.verify.forward.compare import ForwardOptions, ForwardReport
+from reshard.verify.run_settings import Unmerged
 from tests import peft_adapters, store
 from tests.marks import one_of_each, thorough
 from tests.support import command
 from tests.verify.forwards import run_forwards
-from verify.forward.compare import ForwardOptions, ForwardReport
-from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=16, draws=1)
 STABILISED = {"use_rslora": True, "rank_pattern": {"q_proj": 2, "down_proj": 4}, "alpha_pattern": {"q_proj": 3}}

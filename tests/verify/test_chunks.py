@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.api import split
+from reshard.formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.bytes import blocks
+from reshard.verify.bytes.blocks import View, ranges_between
+from reshard.verify.bytes.exact import open_shards, verify_exact
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.report.answer import exact_summary
 from tests import store
 from tests.marks import one_of_each, thorough
 from tests.support import change_tensor, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
-from verify.bytes import blocks
-from verify.bytes.blocks import View, ranges_between
-from verify.bytes.exact import open_shards, verify_exact
-from verify.bytes.exact_report import ExactReport
-from verify.report.answer import exact_summary
 
 KEY = "DCP_SHARDING_INFO"
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))

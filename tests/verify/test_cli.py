@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats.files.safetensors import read_header
 from reshard.api import split
+from reshard.formats.files.safetensors import read_header
 from reshard.source.opening import open_source
 from reshard.text import human_bytes
 from tests import zoo

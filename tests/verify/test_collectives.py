@@ -10,12 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.mesh import mesh_of
+from reshard.formats.mesh import mesh_of
+from reshard.verify.forward.launch import run_ranks
+from reshard.verify.profile.processes import run_processes
+from reshard.verify.rank.collectives import (
+    Groups,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+from reshard.verify.rank.group import RankError, world
 from tests.marks import examples, of_ranks, thorough
-from verify.forward.launch import run_ranks
-from verify.profile.processes import run_processes
-from verify.rank.collectives import Groups, copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-from verify.rank.group import RankError, world
 
 pytestmark = [thorough, of_ranks]
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from reshard.api import split
 from reshard.move.jobs import Tensor
 from reshard.source.opening import open_source
+from reshard.verify.bytes import blocks, reading
+from reshard.verify.bytes.comparison import no_progress
+from reshard.verify.bytes.exact import compare, open_shards, verify_exact
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.bytes.folder import ends_of_files
 from reshard.writing.output import partition
 from tests import store
 from tests.marks import one_of_each
 from tests.reshard.test_split import write_fp8
-from verify.bytes import blocks, reading
-from verify.bytes.comparison import no_progress
-from verify.bytes.exact import compare, open_shards, verify_exact
-from verify.bytes.exact_report import ExactReport
-from verify.bytes.folder import ends_of_files
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12))

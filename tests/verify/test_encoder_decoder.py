@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions
+from reshard.verify.rank.layers import vocab_parallel
+from reshard.verify.rank.trace import Places, inputs_of, random_ids, run, running
 from tests import store, zoo
 from tests.marks import thorough
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
-from verify.forward.compare import ForwardOptions
-from verify.rank.layers import vocab_parallel
-from verify.rank.trace import Places, inputs_of, random_ids, run, running
 
 pytestmark = thorough
 

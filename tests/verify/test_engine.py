@@ -188,7 +188,7 @@ def test_only_what_the_engine_loads(tmp_path: Path) -> None:
 def test_wrong_shards_are_seen(engine: Path, tmp_path: Path) -> None:
     """The bytes alone would see it, too; here only the engine looks."""
     from reshard.source.opening import open_source
-    from verify.engine.compare import EngineOptions, run_engine
+    from reshard.verify.engine.compare import EngineOptions, run_engine
 
     original, out = _shards(tmp_path)
     (out / "reshard.json").unlink()

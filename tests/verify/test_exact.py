@@ -18,28 +18,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.safetensors import build_header, parse_header, read_header
-from formats.mesh import Mesh
-from formats.notation.architecture import architecture_from_document
-from formats.notation.axes import Run
-from formats.notation.format_file import OWN
 from reshard.api import merge, split
 from reshard.cli.commands import main
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.safetensors import build_header, parse_header, read_header
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import architecture_from_document
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.format_file import OWN
 from reshard.mesh.plan import Box, Layout, Plan, make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
+from reshard.verify.bytes import blocks, exact_report
+from reshard.verify.bytes.blocks import check_all_owned
+from reshard.verify.bytes.comparison import Comparison
+from reshard.verify.bytes.exact import verify_exact
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.bytes.reading import Files
 from tests import store, zoo
 from tests.marks import examples, one_of_each, thorough
 from tests.verify.faults import FAULTS, inject
-from verify.bytes import blocks, exact_report
-from verify.bytes.blocks import check_all_owned
-from verify.bytes.comparison import Comparison
-from verify.bytes.exact import verify_exact
-from verify.bytes.exact_report import ExactReport
-from verify.bytes.reading import Files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODELS = ("llama", "phi3", "gpt_neox", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
@@ -554,7 +554,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from reshard.source.opening import open_source
-from verify.bytes.exact import verify_exact
+from reshard.verify.bytes.exact import verify_exact
 assert verify_exact(open_source(Path(sys.argv[1])), Path(sys.argv[2])).verdict == 'same'
 assert 'torch' not in sys.modules
 status = Path('/proc/self/status')

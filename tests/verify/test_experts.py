@@ -10,13 +10,13 @@ import pytest
 
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_forward
+from reshard.verify.rank.group import RankError
 from tests import store
 from tests.marks import thorough
 from tests.verify.faults import LAYER, Shards, inject
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import run_all
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
-from verify.rank.group import RankError
 
 pytestmark = thorough
 

@@ -12,14 +12,14 @@ import pytest
 
 from benchmarks.faults import ALL, check, damaged, largest, pair_of, place_of_row
 from benchmarks.zoo_forward import result, to_markdown
-from formats.errors import ReshardError
+from reshard.formats.errors import ReshardError
+from reshard.verify.forward.compare import ForwardOptions
+from reshard.verify.forward.noise import LIMIT
 from tests.marks import one_of_each, thorough
 from tests.verify.faults import FAULTS
 from tests.verify.forwards import run_forwards
 from tests.verify.test_exact import EXEMPT
 from tests.verify.test_forward import QUICK
-from verify.forward.compare import ForwardOptions
-from verify.forward.noise import LIMIT
 
 MODELS = ("llama", "gpt2", "mixtral")
 CLEAR = 50.0  # what the faults measure at least, in float32: no one of them is seen by luck

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import ReshardError
-from formats.files.checksum import file_checksum
-from formats.files.chunks import OFFSETS_KEY
-from formats.files.safetensors import build_header, read_header
 from reshard.api import merge, split
 from reshard.cli.commands import main
+from reshard.formats.errors import ReshardError
+from reshard.formats.files.checksum import file_checksum
+from reshard.formats.files.chunks import OFFSETS_KEY
+from reshard.formats.files.safetensors import build_header, read_header
 from reshard.source.opening import open_source
+from reshard.verify.bytes import blocks, folder
+from reshard.verify.bytes.exact import verify_exact
+from reshard.verify.bytes.exact_report import ExactReport
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
-from verify.bytes import blocks, folder
-from verify.bytes.exact import verify_exact
-from verify.bytes.exact_report import ExactReport
 
 RANK = "rank-01-of-02"
 

@@ -14,21 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.errors import CheckpointError, ReshardError
-from formats.notation.architecture_files import find_architecture
 from reshard.api import split
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_forward
+from reshard.verify.forward.launch import run_ranks
+from reshard.verify.forward.noise import SURE
+from reshard.verify.profile.processes import run_processes
+from reshard.verify.rank.group import RankError
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.verify.faults import inject
 from tests.verify.forwards import run_forwards
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
-from verify.forward.launch import run_ranks
-from verify.forward.noise import SURE
-from verify.profile.processes import run_processes
-from verify.rank.group import RankError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -22,31 +22,31 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reshard
-from formats.errors import CheckpointError, ReshardError
 from reshard.api import split
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.verify.forward import compare, original, shards
+from reshard.verify.forward.compare import ForwardOptions, run_forward
+from reshard.verify.forward.job import Result, needs_of
+from reshard.verify.forward.launch import join_group, rank_device, run_ranks
+from reshard.verify.forward.report import report_of
+from reshard.verify.forward.shards import is_of_model
+from reshard.verify.rank import layers
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.device import has_float64, names, resolve
+from reshard.verify.rank.gradients import loss_of
+from reshard.verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
+from reshard.verify.rank.loading import compute_on, from_pretrained, on_disk, quiet_transformers
+from reshard.verify.rank.model import load_rank
+from reshard.verify.rank.roles import Rank
+from reshard.verify.rank.trace import inputs_of, random_ids
+from reshard.verify.rank.trace import run as trace_run
+from reshard.verify.report.answer import forward_summary
+from reshard.verify.run_settings import Unmerged
 from tests import peft_adapters, store
 from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from tests.verify.conftest import Gpus
-from verify.forward import compare, original, shards
-from verify.forward.compare import ForwardOptions, run_forward
-from verify.forward.job import Result, needs_of
-from verify.forward.launch import join_group, rank_device, run_ranks
-from verify.forward.report import report_of
-from verify.forward.shards import is_of_model
-from verify.rank import layers
-from verify.rank.collectives import Groups
-from verify.rank.device import has_float64, names, resolve
-from verify.rank.gradients import loss_of
-from verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
-from verify.rank.loading import compute_on, from_pretrained, on_disk, quiet_transformers
-from verify.rank.model import load_rank
-from verify.rank.roles import Rank
-from verify.rank.trace import inputs_of, random_ids
-from verify.rank.trace import run as trace_run
-from verify.report.answer import forward_summary
-from verify.run_settings import Unmerged
 
 QUICK = ForwardOptions(seq=8, draws=1)
 OF_GPUS = [

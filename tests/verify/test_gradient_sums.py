@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify.rank import gradients
-from verify.rank.gradients import sum_where_ranks_part
+from reshard.verify.rank import gradients
+from reshard.verify.rank.gradients import sum_where_ranks_part
 
 TP = frozenset({"tp"})
 

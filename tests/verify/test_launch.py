@@ -21,14 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from formats.errors import CheckpointError, ReshardError
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
+from reshard.verify.profile import processes
+from reshard.verify.profile.processes import run_processes
+from reshard.verify.rank.collectives import copy_to_group
+from reshard.verify.rank.group import RankAnswer, RankError, say, world
 from tests.marks import of_ranks, thorough
 from tests.verify.by_hand import by_hand
-from verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
-from verify.profile import processes
-from verify.profile.processes import run_processes
-from verify.rank.collectives import copy_to_group
-from verify.rank.group import RankAnswer, RankError, say, world
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,7 +224,7 @@ def test_ranks_in_different_collectives_are_told_apart(how: Callable[[], None], 
 ANEW = """
 import os, threading
 from contextlib import suppress
-from verify.ending import one_line_when_interrupted, temporary_folder
+from reshard.verify.ending import one_line_when_interrupted, temporary_folder
 
 def work():
     while True:
@@ -252,9 +252,9 @@ def test_a_thread_that_makes_folders_anew_leaves_none_behind(tmp_path: Path) -> 
 
 SCRIPT = """
 import sys, time
-from verify.ending import temporary_folder
-from verify.forward.launch import run_ranks
-from verify.rank.group import world
+from reshard.verify.ending import temporary_folder
+from reshard.verify.forward.launch import run_ranks
+from reshard.verify.rank.group import world
 
 def work():
     with temporary_folder("reshard-of-a-rank-"):
@@ -338,7 +338,7 @@ def work(folder):
 """
 OF_PROCESSES = """
 import sys
-from verify.profile.processes import run_processes
+from reshard.verify.profile.processes import run_processes
 from work_of_a_rank import work
 
 run_processes(work, 2, sys.argv[1])

@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from formats.mesh import mesh_of
-from tests.marks import examples, thorough
-from verify.forward.launch import run_ranks
-from verify.rank.collectives import Groups
-from verify.rank.group import Group, RankError, world
-from verify.rank.layers import (
+from reshard.formats.mesh import mesh_of
+from reshard.verify.forward.launch import run_ranks
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.group import Group, RankError, world
+from reshard.verify.rank.layers import (
     column_parallel,
     gather_logits,
     parallel_norm,
@@ -28,6 +27,7 @@ from verify.rank.layers import (
     vocab_parallel,
     without_padding,
 )
+from tests.marks import examples, thorough
 
 pytestmark = thorough
 

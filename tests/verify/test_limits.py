@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions, run_forward
+from reshard.verify.forward.noise import LIMIT
+from reshard.verify.rank.group import RankError
+from reshard.verify.report.answer import power_in_words
 from tests import zoo
 from tests.marks import thorough
 from tests.support import command
 from tests.verify.faults import Shards
 from tests.verify.forwards import run_forwards
-from verify.forward.compare import ForwardOptions, run_forward
-from verify.forward.noise import LIMIT
-from verify.rank.group import RankError
-from verify.report.answer import power_in_words
 
 pytestmark = thorough
 

@@ -9,10 +9,10 @@ import pytest
 
 from reshard.api import split
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import open_shards, verify_exact
 from tests.marks import one_of_each
 from tests.programs.oracles import checkpoint
 from tests.programs.test_megatron import CASES, DISTINCT, DISTRIBUTED, FORMS, golden, in_chunks, mesh_of_case
-from verify.bytes.exact import open_shards, verify_exact
 
 
 @pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case.split("-")[1]))

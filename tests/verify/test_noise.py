@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from verify.forward.noise import LIMIT, Distance, measure, noise_of, yardstick
-from verify.rank.trace import Places, run
+from reshard.verify.forward.noise import LIMIT, Distance, measure, noise_of, yardstick
+from reshard.verify.rank.trace import Places, run
 
 
 class _Casts(torch.nn.Module):

@@ -20,16 +20,16 @@ from reshard.api import split
 from reshard.source.opening import Access, open_source
 from reshard.source.source import Source
 from reshard.transforms.opening import open_any
+from reshard.verify.bytes.exact import compare
+from reshard.verify.bytes.rules import own_rules, with_sound_config
+from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_forward
+from reshard.verify.rank.group import RankError
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.forwards import run_forwards
-from verify.bytes.exact import compare
-from verify.bytes.rules import own_rules, with_sound_config
-from verify.forward.compare import ForwardOptions, ForwardReport, run_forward
-from verify.rank.group import RankError
 
 pytestmark = [thorough, of_ranks]
 

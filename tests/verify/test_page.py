@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import CheckpointError, printable
 from reshard.api import split
 from reshard.cli.printing import write_report
+from reshard.formats.errors import CheckpointError, printable
 from reshard.text import number, ratio
+from reshard.verify.report.page import COLUMNS, page
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import command
 from tests.verify import browser
 from tests.verify.browser import Browser
-from verify.report.page import COLUMNS, page
 
 pytestmark = [thorough, of_ranks]
 

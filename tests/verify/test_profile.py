@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,23 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from formats.errors import CheckpointError
-from formats.mesh import mesh_of
+from reshard.formats.errors import CheckpointError
+from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
+from reshard.verify.profile.blocks import skeleton
+from reshard.verify.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
+from reshard.verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
+from reshard.verify.profile.page import page
+from reshard.verify.profile.processes import RESERVE
+from reshard.verify.profile.run import node_of
+from reshard.verify.rank.group import RankError
 from tests import zoo
 from tests.marks import thorough
 from tests.support import LLAMA, command
 from tests.verify import browser
 from tests.verify.browser import Browser
 from tests.verify.conftest import Gpus
-from verify.profile.blocks import skeleton
-from verify.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
-from verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
-from verify.profile.page import page
-from verify.profile.processes import RESERVE
-from verify.profile.run import node_of
-from verify.rank.group import RankError
 
 pytestmark = thorough
 
@@ -423,7 +424,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
         measured = Measured((step,), dict.fromkeys(parts, (1.0, 1.0)), {}, 0, {})
         return [RankResult(dict.fromkeys(job.workloads, measured), {}, "gloo", "cpu")] * degree
 
-    monkeypatch.setattr("verify.profile.run.run_processes", run)
+    monkeypatch.setattr(import_module("reshard.verify.profile.run"), "run_processes", run)
     return asked
 
 

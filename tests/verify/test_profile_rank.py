@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from formats.errors import ReshardError
-from formats.mesh import mesh_of
+from reshard.formats.errors import ReshardError
+from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
+from reshard.verify.profile.blocks import skeleton
+from reshard.verify.profile.cost import memory_of
+from reshard.verify.profile.job import Job, Span, Workload, layer_kinds, with_layers
+from reshard.verify.profile.rank import Account, Meter, is_enough, run_job
 from tests import zoo
 from tests.support import LLAMA
-from verify.profile.blocks import skeleton
-from verify.profile.cost import memory_of
-from verify.profile.job import Job, Span, Workload, layer_kinds, with_layers
-from verify.profile.rank import Account, Meter, is_enough, run_job
 
 
 def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
@@ -140,7 +141,7 @@ class FakeEvent:
 def test_a_step_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans are cut where the device comes to the marks; nothing waits before the step is over."""
     gpu = FakeGpu()
-    monkeypatch.setattr("verify.profile.rank.stream", lambda kind: (gpu.event, gpu.wait))
+    monkeypatch.setattr(import_module("reshard.verify.profile.rank"), "stream", lambda kind: (gpu.event, gpu.wait))
     meter = Meter(torch.device("cuda"))
     for _ in range(2):
         meter.enter("embedding")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from formats.errors import CheckpointError
-from formats.files.safetensors import build_header, read_header, tensor_bytes
-from formats.files.sharded import INTACT_FILE
 from reshard.api import split
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
+from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.bytes.exact import compare, open_shards, verify_exact
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.forward.noise import LIMIT
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint
@@ -30,9 +34,6 @@ from tests.verify.faults import read, sign
 from tests.verify.program_faults import FAULTS, ProgramShards, inject
 from tests.verify.test_exact import MEASURE
 from tests.verify.test_forward import QUICK, run_all
-from verify.bytes.exact import compare, open_shards, verify_exact
-from verify.bytes.exact_report import ExactReport
-from verify.forward.noise import LIMIT
 
 VLLM = [
     path.stem
@@ -488,7 +489,7 @@ def test_too_little_space_for_folders_of_the_ranks(monkeypatch: pytest.MonkeyPat
     assert error.value.hint == "free some space, or set TMPDIR to a folder of another disk"
     needed = int(error.value.message.rpartition(": ")[2].split()[0].replace(",", ""))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=needed - 1))
-    monkeypatch.setattr("verify.forward.compare.run_ranks", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(import_module("reshard.verify.forward.compare"), "run_ranks", lambda *_, **__: 1 / 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other rank is on another machine
     with pytest.raises(ZeroDivisionError):
         run_all([shards], QUICK)

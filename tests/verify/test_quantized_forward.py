@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from formats.errors import ReshardError
 from reshard.api import split
+from reshard.formats.errors import ReshardError
 from reshard.mesh.plan import dequantized
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions, run_forward
+from reshard.verify.rank.group import RankError
+from reshard.verify.rank.loading import load_original
 from tests import zoo
 from tests.dequantize import METHODS, Stored
 from tests.marks import thorough
@@ -26,9 +29,6 @@ from tests.reshard.test_quantized import names_of, read, write
 from tests.support import change_tensor
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import QUICK
-from verify.forward.compare import ForwardOptions, run_forward
-from verify.rank.group import RankError
-from verify.rank.loading import load_original
 
 pytestmark = thorough
 

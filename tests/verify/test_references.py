@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 from reshard.source.opening import open_source
+from reshard.verify.forward.compare import ForwardOptions
+from reshard.verify.forward.job import Reference
 from tests import store
 from tests.marks import thorough
 from tests.verify.faults import inject
 from tests.verify.forwards import run_forwards
 from tests.verify.test_limits import changed
-from verify.forward.compare import ForwardOptions
-from verify.forward.job import Reference
 
 pytestmark = thorough
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from reshard.api import split
 from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
+from reshard.verify.forward.compare import ForwardOptions, run_forward
 from tests import store, zoo
 from tests.marks import thorough
 from tests.support import command
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
-from verify.bytes.exact import verify_exact
-from verify.forward.compare import ForwardOptions, run_forward
 
 pytestmark = thorough
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 import reshard.placement.program_plan
-from formats.mesh import Mesh
 from reshard.api import split
+from reshard.formats.mesh import Mesh
 from reshard.model.model import Model
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.forward.compare import ForwardOptions
 from tests import store
 from tests.marks import thorough
 from tests.verify import test_quantized_forward
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import WITH_GRADIENTS, run_all
-from verify.forward.compare import ForwardOptions
 
 pytestmark = thorough
 

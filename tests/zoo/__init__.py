@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.notation.architecture_files import built_in_architectures
+from reshard.formats.notation.architecture_files import built_in_architectures
 from tests.settings import Settings, numbered, read, whole
 
 if TYPE_CHECKING:

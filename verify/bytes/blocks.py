@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from formats.errors import PlanError
-from formats.notation.axes import Run, Shape
-from formats.notation.components import components
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.axes import Run, Shape
+from reshard.formats.notation.components import components
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry, row_major
 from reshard.placement.portions import Portion

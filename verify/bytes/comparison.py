@@ -17,19 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from formats.errors import PlanError
-from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.notation.axes import Run
-from formats.store import FilePath, sorted_paths
+from reshard.formats.errors import PlanError
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
+from reshard.formats.notation.axes import Run
+from reshard.formats.store import FilePath, sorted_paths
 from reshard.model.model import Kind
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Atom, Location, Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
-from verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
-from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating, widened
-from verify.bytes.structure import ranks_of
+from reshard.verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
+from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from reshard.verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating, widened
+from reshard.verify.bytes.structure import ranks_of
 
 Progress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""

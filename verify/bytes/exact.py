@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from formats.errors import CheckpointError, PlanError, ReshardError
-from formats.notation.format_file import OWN
-from formats.store import FilePath
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError
+from reshard.formats.notation.format_file import OWN
+from reshard.formats.store import FilePath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
 from reshard.source.source import Folder, Source
-from verify.bytes import folder
-from verify.bytes.comparison import Comparison, Progress, no_progress
-from verify.bytes.exact_report import ExactReport
-from verify.bytes.reading import Files
-from verify.bytes.structure import Structure
+from reshard.verify.bytes import folder
+from reshard.verify.bytes.comparison import Comparison, Progress, no_progress
+from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.bytes.reading import Files
+from reshard.verify.bytes.structure import Structure
 
 
 def verify_exact(

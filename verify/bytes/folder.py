@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.errors import brief
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
-from formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
-from formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
-from formats.files.dcp import object_bytes
-from formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
-from formats.files.sharded import (
+from reshard.formats.errors import brief
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
+from reshard.formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
+from reshard.formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
+from reshard.formats.files.dcp import object_bytes
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
+from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
     METADATA_KEY,
@@ -30,8 +30,8 @@ from formats.files.sharded import (
     manifest_text,
     read_shard,
 )
-from formats.mesh import RANK_FOLDER, Mesh
-from formats.store import FilePath, glob, is_in, name_in
+from reshard.formats.mesh import RANK_FOLDER, Mesh
+from reshard.formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
@@ -39,9 +39,9 @@ from reshard.placement.program_plan import program_config
 from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile
 from reshard.store.staging_names import STATE
-from verify.bytes.exact_report import ConfigDifference, config_differences
-from verify.bytes.reading import Files
-from verify.bytes.rules import with_sound_config
+from reshard.verify.bytes.exact_report import ConfigDifference, config_differences
+from reshard.verify.bytes.reading import Files
+from reshard.verify.bytes.rules import with_sound_config
 
 INDEX = "model.safetensors.index.json"
 

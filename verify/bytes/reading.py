@@ -16,14 +16,14 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError, PlanError
-from formats.files.checksum import PartialSum, sum_part
-from formats.files.safetensors import DTYPE_BITS, TensorInfo
-from formats.quantization.fp8 import Error, Grid
-from formats.store import FilePath, open_file, unreadable
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.checksum import PartialSum, sum_part
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
+from reshard.formats.quantization.fp8 import Error, Grid
+from reshard.formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.threads import ArrayCache
-from verify.bytes.blocks import Array
+from reshard.verify.bytes.blocks import Array
 
 OPEN = 64
 """So many files stay open."""

@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from formats.errors import ReshardError
-from formats.files.checkpoint import CONFIG
-from formats.notation.architecture import Architecture, one_or_all
-from formats.notation.architecture_files import find_architecture
-from formats.notation.expressions import Expression
+from reshard.formats.errors import ReshardError
+from reshard.formats.files.checkpoint import CONFIG
+from reshard.formats.notation.architecture import Architecture, one_or_all
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.expressions import Expression
 from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.source import UNSPLIT
-from verify.bytes.exact_report import config_differences
+from reshard.verify.bytes.exact_report import config_differences
 
 
 def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:

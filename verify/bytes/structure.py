@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from formats.documents import MAX_MANIFEST, json_object, read_config, read_document
-from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import CONFIG, METADATA
-from formats.files.chunks import Chunk
-from formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
-from formats.notation.axes import Run
-from formats.notation.format_file import HUGGING_FACE
-from formats.store import read_file
+from reshard.formats.documents import MAX_MANIFEST, json_object, read_config, read_document
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.files.checkpoint import CONFIG, METADATA
+from reshard.formats.files.chunks import Chunk
+from reshard.formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
+from reshard.formats.notation.axes import Run
+from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
 from reshard.source.source import Source
-from verify.bytes import folder
-from verify.bytes.blocks import owners
-from verify.bytes.exact_report import ConfigDifference, config_differences
+from reshard.verify.bytes import folder
+from reshard.verify.bytes.blocks import owners
+from reshard.verify.bytes.exact_report import ConfigDifference, config_differences
 
 
 @dataclass

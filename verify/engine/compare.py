@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError, refused, require_transformers
-from formats.mesh import Mesh
-from formats.store import local_folder
+from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
+from reshard.formats.mesh import Mesh
+from reshard.formats.store import local_folder
 from reshard.source.source import Source
-from verify.ending import temporary_folder, undone
-from verify.forward.noise import LIMIT
+from reshard.verify.ending import temporary_folder, undone
+from reshard.verify.forward.noise import LIMIT
 
 RUNNER = Path(__file__).with_name("vllm_run.py")
 LARGEST_VOCABULARY = 300_000
@@ -191,8 +191,8 @@ def in_transformers(original: Source, tokens: Tokens, dtype: torch.dtype) -> tor
     """The original's log-probabilities: ``[positions, tokens]``, those of the first token left out."""
     from transformers import AutoModelForCausalLM
 
-    from verify.rank.loading import from_pretrained
-    from verify.rank.trace import NoLessThanFloat64
+    from reshard.verify.rank.loading import from_pretrained
+    from reshard.verify.rank.trace import NoLessThanFloat64
 
     with torch.no_grad(), NoLessThanFloat64() if dtype == torch.float64 else contextlib.nullcontext():
         model = from_pretrained(AutoModelForCausalLM, local_folder(original.path), dtype, {}).model

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError
-from formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
-from formats.files.safetensors import read_header
-from formats.notation.adapters import settings_of
-from formats.notation.architecture import SETTINGS
-from formats.notation.format_file import version_of
+from reshard.formats.documents import read_config
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
+from reshard.formats.files.safetensors import read_header
+from reshard.formats.notation.adapters import settings_of
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.format_file import version_of
 from reshard.mesh.plan import Plan
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.adapter import add_adapter
-from verify.forward.foreign import write_rank
-from verify.run_settings import BYTES_ALONE
+from reshard.verify.forward.foreign import write_rank
+from reshard.verify.run_settings import BYTES_ALONE
 
 _CHUNK = 64 << 20
 _WRAPPED = ".base_layer"

@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError, ReshardError, refused, require_transformers
-from formats.notation.architecture import SETTINGS
-from formats.store import local_folder
-from formats.torch_internals import TORCH_DTYPES
+from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.store import local_folder
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
 from reshard.source.source import Source
 from reshard.system import check_space
 from reshard.text import plural
-from verify.bytes.rules import own_rules
-from verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
-from verify.forward.launch import run_ranks
-from verify.forward.report import ForwardReport, report_of
-from verify.rank.device import resolve
-from verify.rank.group import RankAnswer
-from verify.rank.roles import positions_of
-from verify.run_settings import BYTES_ALONE, Unmerged
+from reshard.verify.bytes.rules import own_rules
+from reshard.verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
+from reshard.verify.forward.launch import run_ranks
+from reshard.verify.forward.report import ForwardReport, report_of
+from reshard.verify.rank.device import resolve
+from reshard.verify.rank.group import RankAnswer
+from reshard.verify.rank.roles import positions_of
+from reshard.verify.run_settings import BYTES_ALONE, Unmerged
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
@@ -54,8 +54,8 @@ def run_forward(
     check_space(Path(gettempdir()), of_this_machine, "the ranks' folders", "set TMPDIR to a folder of another disk")
     progress(f"starting {plural(world, 'rank')}, {device}: {needed.headline}")
     # They import transformers.
-    from verify.forward.shards import run_job
-    from verify.rank.loading import quiet_transformers
+    from reshard.verify.forward.shards import run_job
+    from reshard.verify.rank.loading import quiet_transformers
 
     try:
         with quiet_transformers(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False), ExitStack() as stack:
@@ -128,7 +128,7 @@ def _check_kinds(original: Source, shards: Source) -> None:
 
 def _check_dequantizing(original: Source, options: ForwardOptions) -> None:
     """Raise ReshardError unless transformers can load a quantized checkpoint with plain weights."""
-    from verify.rank.loading import dequantizing
+    from reshard.verify.rank.loading import dequantizing
 
     if options.backward:
         raise refused("backward", None, f"{original.path} is quantized, and such weights have no gradients")

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from formats.errors import CheckpointError
-from formats.files.checkpoint import CONFIG, MODEL
-from formats.files.safetensors import DTYPE_BITS, build_header
-from formats.notation.format_file import HUGGING_FACE
-from formats.torch_internals import TORCH_DTYPES
+from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import CONFIG, MODEL
+from reshard.formats.files.safetensors import DTYPE_BITS, build_header
+from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Location
 from reshard.source.source import Source
-from verify.bytes.blocks import Line
-from verify.bytes.reading import Files
-from verify.bytes.rules import with_sound_config
+from reshard.verify.bytes.blocks import Line
+from reshard.verify.bytes.reading import Files
+from reshard.verify.bytes.rules import with_sound_config
 
 
 def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:

@@ -17,9 +17,9 @@ from reshard.model.model import Kind
 from reshard.source.source import UNSPLIT, Source
 from reshard.text import Result as Printed
 from reshard.text import human_bytes
-from verify.forward.noise import Distance, Yardstick
-from verify.rank.device import backend, count, names
-from verify.run_settings import RunSettings
+from reshard.verify.forward.noise import Distance, Yardstick
+from reshard.verify.rank.device import backend, count, names
+from reshard.verify.run_settings import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from formats.errors import ReshardError, SettingError
-from formats.torch_internals import PrefixStore
-from verify.rank.device import backend, device_of, use
-from verify.rank.group import ProcessGroup, RankAnswer, Turns, being, explained
+from reshard.formats.errors import ReshardError, SettingError
+from reshard.formats.torch_internals import PrefixStore
+from reshard.verify.rank.device import backend, device_of, use
+from reshard.verify.rank.group import ProcessGroup, RankAnswer, Turns, being, explained
 
 T = TypeVar("T")
 

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from formats.errors import CheckpointError
-from formats.store import local_folder
+from reshard.formats.errors import CheckpointError
+from reshard.formats.store import local_folder
 from reshard.mesh.plan import Plan
-from verify.ending import temporary_folder
-from verify.forward import adapters
-from verify.forward.job import Job, Reference, Run, dtype_name
-from verify.forward.noise import Noise, measure, noise_of, yardstick
-from verify.rank.device import CPU, empty, free, has_float64, is_noisy
-from verify.rank.gradients import gradients_on_disk, loss_of
-from verify.rank.group import machine_fault, say
-from verify.rank.loading import Loaded, compute_on, load_original, on_disk
-from verify.rank.roles import Role, roles
-from verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_choice, random_ids, run
-from verify.run_settings import BYTES_ALONE
+from reshard.verify.ending import temporary_folder
+from reshard.verify.forward import adapters
+from reshard.verify.forward.job import Job, Reference, Run, dtype_name
+from reshard.verify.forward.noise import Noise, measure, noise_of, yardstick
+from reshard.verify.rank.device import CPU, empty, free, has_float64, is_noisy
+from reshard.verify.rank.gradients import gradients_on_disk, loss_of
+from reshard.verify.rank.group import machine_fault, say
+from reshard.verify.rank.loading import Loaded, compute_on, load_original, on_disk
+from reshard.verify.rank.roles import Role, roles
+from reshard.verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_choice, random_ids, run
+from reshard.verify.run_settings import BYTES_ALONE
 
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from reshard.text import plural
-from verify.forward.job import Failure, Job, Result, Run, dtype_name
-from verify.forward.noise import FLOOR, LIMIT, Distance
-from verify.rank.device import count, names
+from reshard.verify.forward.job import Failure, Job, Result, Run, dtype_name
+from reshard.verify.forward.noise import FLOOR, LIMIT, Distance
+from reshard.verify.rank.device import count, names
 
 POOR = 0.25
 """The power of a run is called poor if a fault may change this part of the values unseen."""

@@ -11,24 +11,24 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from formats.errors import CheckpointError, ReshardError
-from formats.store import local_folder
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.store import local_folder
 from reshard.mesh.plan import Plan
 from reshard.text import plural
-from verify.ending import temporary_folder
-from verify.forward.adapters import as_adapter, write_adapted_rank
-from verify.forward.foreign import write_rank
-from verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
-from verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
-from verify.forward.original import places_of, reference_of
-from verify.rank.collectives import Groups
-from verify.rank.gradients import gradients_on_disk, loss_of, together
-from verify.rank.group import RankAnswer, is_of_collective, machine_fault, say, world
-from verify.rank.loading import Loaded, UnfitError
-from verify.rank.model import load_rank
-from verify.rank.roles import Rank, roles
-from verify.rank.stages import Pipeline, plan_of_stage
-from verify.rank.trace import Places, Trace, run
+from reshard.verify.ending import temporary_folder
+from reshard.verify.forward.adapters import as_adapter, write_adapted_rank
+from reshard.verify.forward.foreign import write_rank
+from reshard.verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
+from reshard.verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
+from reshard.verify.forward.original import places_of, reference_of
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.gradients import gradients_on_disk, loss_of, together
+from reshard.verify.rank.group import RankAnswer, is_of_collective, machine_fault, say, world
+from reshard.verify.rank.loading import Loaded, UnfitError
+from reshard.verify.rank.model import load_rank
+from reshard.verify.rank.roles import Rank, roles
+from reshard.verify.rank.stages import Pipeline, plan_of_stage
+from reshard.verify.rank.trace import Places, Trace, run
 
 _MORE = 4  # times the draws of the rounding, when an alarm is looked at again
 

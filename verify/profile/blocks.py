@@ -23,14 +23,14 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from formats.documents import read_config
-from formats.errors import CheckpointError, ReshardError, refused
-from formats.files.safetensors import DTYPE_NAMES, stated_dtype
-from formats.notation.architecture_files import find_architecture, load_architecture
-from formats.quantization.methods import without_quantization
-from formats.store import FilePath
-from formats.torch_internals import own_buffers, own_parameters
-from formats.transformers_internals import (
+from reshard.formats.documents import read_config
+from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.formats.files.safetensors import DTYPE_NAMES, stated_dtype
+from reshard.formats.notation.architecture_files import find_architecture, load_architecture
+from reshard.formats.quantization.methods import without_quantization
+from reshard.formats.store import FilePath
+from reshard.formats.torch_internals import own_buffers, own_parameters
+from reshard.formats.transformers_internals import (
     concrete_class,
     model_class,
     not_saved,
@@ -43,14 +43,14 @@ from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
 from reshard.model.binding import bind
 from reshard.model.model import AxisSizes, FullTensor, Model, check_members
-from verify.profile.job import LayerKind
-from verify.rank.collectives import Groups
-from verify.rank.layers import parallelise
-from verify.rank.loading import Loaded, quiet_transformers
-from verify.rank.model import for_input, localised
-from verify.rank.module_table import ModuleTable
-from verify.rank.roles import Rank
-from verify.rank.trace import blocks_of
+from reshard.verify.profile.job import LayerKind
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.layers import parallelise
+from reshard.verify.rank.loading import Loaded, quiet_transformers
+from reshard.verify.rank.model import for_input, localised
+from reshard.verify.rank.module_table import ModuleTable
+from reshard.verify.rank.roles import Rank
+from reshard.verify.rank.trace import blocks_of
 
 _CHUNK = 1 << 20  # random numbers that a large weight repeats
 

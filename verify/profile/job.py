@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
-from formats.errors import refused
+from reshard.formats.errors import refused
 from reshard.mesh.plan import Plan
 from reshard.mesh.stages import is_layered
 from reshard.model.model import Kind, Model

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from formats.errors import ReshardError
-from verify.ending import undone
-from verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
-from verify.rank.device import memory
-from verify.rank.group import RankError, is_of_collective
+from reshard.formats.errors import ReshardError
+from reshard.verify.ending import undone
+from reshard.verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
+from reshard.verify.rank.device import memory
+from reshard.verify.rank.group import RankError, is_of_collective
 
 RESERVE = 1_500_000_000
 """The memory of a GPU that tensors cannot use, about: CUDA's context, NCCL's buffers and cuBLAS's workspace."""
@@ -65,7 +65,7 @@ _HINTS: dict[int, str] = {
     signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
 }
 _SETTLE = 2.0  # seconds
-_IMPORTED = ["verify.profile.rank", "transformers.models.auto.modeling_auto"]
+_IMPORTED = ["reshard.verify.profile.rank", "transformers.models.auto.modeling_auto"]
 
 
 def run_processes(

@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from transformers import StaticCache
 
-from formats.errors import ReshardError
-from formats.torch_internals import TorchDispatchMode, tree_leaves
+from reshard.formats.errors import ReshardError
+from reshard.formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.text import human_time
-from verify.profile.blocks import Blocks, build
-from verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
-from verify.rank.collectives import Carrier, Groups, Sent, carried_by
-from verify.rank.device import names, stream
-from verify.rank.gradients import sum_where_ranks_part
-from verify.rank.group import say, world
-from verify.rank.loading import quiet_transformers
-from verify.rank.roles import Rank
-from verify.rank.trace import running
+from reshard.verify.profile.blocks import Blocks, build
+from reshard.verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
+from reshard.verify.rank.collectives import Carrier, Groups, Sent, carried_by
+from reshard.verify.rank.device import names, stream
+from reshard.verify.rank.gradients import sum_where_ranks_part
+from reshard.verify.rank.group import say, world
+from reshard.verify.rank.loading import quiet_transformers
+from reshard.verify.rank.roles import Rank
+from reshard.verify.rank.trace import running
 
 
 class Meter(Carrier):

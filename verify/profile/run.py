@@ -7,22 +7,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
-from formats.files.safetensors import DTYPE_BITS
-from formats.mesh import mesh_of
-from formats.store import FilePath
+from reshard.formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
+from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.mesh import mesh_of
+from reshard.formats.store import FilePath
 from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.text import human_bytes
-from verify.profile.cost import NotRun, recommend, whole_model
-from verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
-from verify.profile.processes import Node, run_processes
-from verify.profile.words import Profile
-from verify.rank.device import count, has_bfloat16, resolve
-from verify.rank.group import MEMORY, RankError, machine_fault
-from verify.rank.roles import positions_of
+from reshard.verify.profile.cost import NotRun, recommend, whole_model
+from reshard.verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
+from reshard.verify.profile.processes import Node, run_processes
+from reshard.verify.profile.words import Profile
+from reshard.verify.rank.device import count, has_bfloat16, resolve
+from reshard.verify.rank.group import MEMORY, RankError, machine_fault
+from reshard.verify.rank.roles import positions_of
 
 _LESS = "give a smaller batch or seq, or another degree"
 
@@ -31,7 +31,7 @@ def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str],
     """Profile the model of the config.json in a folder. Raises ReshardError."""
     require_transformers("profile")
     node = node_of(request)
-    from verify.profile.blocks import skeleton
+    from reshard.verify.profile.blocks import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):
@@ -126,7 +126,7 @@ def _run_what_fits(
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
-    from verify.profile.rank import run_job
+    from reshard.verify.profile.rank import run_job
 
     degree, missing = plan.mesh.size, dict[Workload, NotRun]()
     for workload in request.workloads:

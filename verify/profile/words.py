@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
 from reshard.text import Result, align, human_bytes, human_time, plural
-from verify.profile.cost import Link, Recommendation, Row, Time
+from reshard.verify.profile.cost import Link, Recommendation, Row, Time
 
 if TYPE_CHECKING:
-    from verify.profile.job import LayerKind
-    from verify.profile.processes import Node
+    from reshard.verify.profile.job import LayerKind
+    from reshard.verify.profile.processes import Node
 
 STEP = {
     "decode": "one token of each sequence",

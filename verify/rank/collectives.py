@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from formats.mesh import Mesh
-from verify.rank.group import Group, world
+from reshard.formats.mesh import Mesh
+from reshard.verify.rank.group import Group, world
 
 Sent = TypeVar("Sent")
 Change = Callable[[Tensor], Tensor]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from formats.errors import refused
+from reshard.formats.errors import refused
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from formats.transformers_internals import revert_weight_conversion
+from reshard.formats.transformers_internals import revert_weight_conversion
 from reshard.mesh.plan import Layout
-from verify.rank.collectives import Groups, reduce_from_group
-from verify.rank.loading import Part
+from reshard.verify.rank.collectives import Groups, reduce_from_group
+from reshard.verify.rank.loading import Part
 
 
 def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:

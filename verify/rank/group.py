@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from formats.errors import ReshardError
-from formats.torch_internals import collective_of
-from verify.rank.device import use
+from reshard.formats.errors import ReshardError
+from reshard.formats.torch_internals import collective_of
+from reshard.verify.rank.device import use
 
 _PATIENCE = timedelta(hours=24)  # for the original's run, in which the other ranks have nothing to do
 
@@ -214,7 +214,7 @@ def _line(frame: FrameType | None) -> str:
     return "an unknown line"
 
 
-_CARRY = (__name__, "verify.rank.collectives", "verify.rank.layers")
+_CARRY = (__name__, "reshard.verify.rank.collectives", "reshard.verify.rank.layers")
 _ALL, _SUM = -1, -2  # keys of what a meeting has beside each member's value: that all have come, and their sum
 
 

@@ -40,11 +40,11 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from formats.errors import PlanError
-from formats.notation.architecture import ModuleRule
-from formats.torch_internals import own_buffers, own_parameters, with_tensors
-from formats.transformers_internals import placements, tied_weights
-from verify.rank.collectives import (
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture import ModuleRule
+from reshard.formats.torch_internals import own_buffers, own_parameters, with_tensors
+from reshard.formats.transformers_internals import placements, tied_weights
+from reshard.verify.rank.collectives import (
     Groups,
     copy_to_group,
     gather_from_group,
@@ -53,10 +53,10 @@ from verify.rank.collectives import (
     reduce_from_group,
     scatter_to_group,
 )
-from verify.rank.group import Group
-from verify.rank.loading import Loaded, Part
-from verify.rank.module_table import ModuleTable
-from verify.rank.roles import Rank, Role, expert_shares, roles
+from reshard.verify.rank.group import Group
+from reshard.verify.rank.loading import Loaded, Part
+from reshard.verify.rank.module_table import ModuleTable
+from reshard.verify.rank.roles import Rank, Role, expert_shares, roles
 
 Module = TypeVar("Module", bound=nn.Module)
 Forward = Callable[..., Any]

@@ -20,12 +20,12 @@ from accelerate.hooks import AlignDevicesHook
 from huggingface_hub.errors import StrictDataclassError
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
-from formats.errors import CheckpointError, ReshardError
-from formats.quantization.companions import is_of_activations
-from formats.quantization.methods import quantization_settings, scheme_of
-from formats.transformers_internals import model_class, placements
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.quantization.companions import is_of_activations
+from reshard.formats.quantization.methods import quantization_settings, scheme_of
+from reshard.formats.transformers_internals import model_class, placements
 from reshard.mesh.plan import Plan
-from verify.rank.group import machine_fault
+from reshard.verify.rank.group import machine_fault
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from formats.errors import CheckpointError
-from formats.torch_internals import own_buffers, own_parameters, unsaved_buffers
-from formats.transformers_internals import (
+from reshard.formats.errors import CheckpointError
+from reshard.formats.torch_internals import own_buffers, own_parameters, unsaved_buffers
+from reshard.formats.transformers_internals import (
     concrete_class,
     has_first_values,
     model_class,
@@ -27,12 +27,12 @@ from formats.transformers_internals import (
     tied_weights,
 )
 from reshard.mesh.plan import with_sizes_of_whole
-from verify.rank.collectives import Groups
-from verify.rank.layers import parallelise
-from verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
-from verify.rank.module_table import ModuleTable
-from verify.rank.roles import Rank, expert_shares
-from verify.rank.stages import Pipeline
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.layers import parallelise
+from reshard.verify.rank.loading import Loaded, compute_on, dequantizing, from_pretrained, not_loaded, on_disk
+from reshard.verify.rank.module_table import ModuleTable
+from reshard.verify.rank.roles import Rank, expert_shares
+from reshard.verify.rank.stages import Pipeline
 
 
 def load_rank(

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from formats.errors import PlanError
-from formats.notation.architecture import ModuleRule
-from formats.notation.axes import Dim, owned
-from formats.torch_internals import own_buffers, renumber
+from reshard.formats.errors import PlanError
+from reshard.formats.notation.architecture import ModuleRule
+from reshard.formats.notation.axes import Dim, owned
+from reshard.formats.torch_internals import own_buffers, renumber
 from reshard.model.model import AxisSizes, shares_of
-from verify.rank.collectives import Groups, copy_to_group, gather_from_group, places_among
-from verify.rank.roles import Rank
+from reshard.verify.rank.collectives import Groups, copy_to_group, gather_from_group, places_among
+from reshard.verify.rank.roles import Rank
 
 
 class ModuleTable:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from formats.errors import PlanError
-from formats.mesh import Mesh
-from formats.notation.architecture import Architecture
-from formats.notation.axes import Share, Split
+from reshard.formats.errors import PlanError
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.axes import Share, Split
 from reshard.mesh.plan import Layout, Plan
 from reshard.model.model import Model, padded_sizes, sizes_of_parts
 

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from formats.errors import ReshardError
-from formats.torch_internals import own_buffers, own_parameters, tree_leaves, tree_map
-from formats.transformers_internals import has_first_values, placements, tied_weights
+from reshard.formats.errors import ReshardError
+from reshard.formats.torch_internals import own_buffers, own_parameters, tree_leaves, tree_map
+from reshard.formats.transformers_internals import has_first_values, placements, tied_weights
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered
 from reshard.model.model import Kind
-from verify.rank.collectives import Groups
-from verify.rank.gradients import parted_along, sum_where_ranks_part
-from verify.rank.group import world
-from verify.rank.loading import Loaded
-from verify.rank.trace import StageEnd, Trace, blocks_of
+from reshard.verify.rank.collectives import Groups
+from reshard.verify.rank.gradients import parted_along, sum_where_ranks_part
+from reshard.verify.rank.group import world
+from reshard.verify.rank.loading import Loaded
+from reshard.verify.rank.trace import StageEnd, Trace, blocks_of
 
 
 def plan_of_stage(plan: Plan, stage: int) -> Plan:

@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.errors import ReshardError
-from formats.mesh import read_mesh
+from reshard.formats.errors import ReshardError
+from reshard.formats.mesh import read_mesh
 from reshard.text import Result, align, human_bytes, number, percent, plural, ratio
-from verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 
 if TYPE_CHECKING:  # they import torch
-    from verify.forward.job import Logits
-    from verify.forward.report import ForwardReport, Row
+    from reshard.verify.forward.job import Logits
+    from reshard.verify.forward.report import ForwardReport, Row
 
 SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""

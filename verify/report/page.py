@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.mesh import read_mesh
+from reshard.formats.mesh import read_mesh
 from reshard.pages.markup import (
     TOP,
     Frame,
@@ -32,7 +32,7 @@ from reshard.pages.markup import (
     text,
 )
 from reshard.text import number, ratio, to_number
-from verify.report.answer import NOT_LISTED, not_compared
+from reshard.verify.report.answer import NOT_LISTED, not_compared
 
 COLUMNS = 400
 """The largest number of points in a plot. With more places, a point is the worst of several neighbours."""
@@ -226,7 +226,7 @@ def page(document: Document) -> str:
     headline = HEADLINES.get(str(document["verdict"]), HEADLINES["unchecked"])
     forward = document["forward"] or {}
     return html_page(
-        "verify/report/page.html", f"{headline}: {Path(str(document['shards'])).name}", **document,
+        "reshard/verify/report/page.html", f"{headline}: {Path(str(document['shards'])).name}", **document,
         headline=headline, most=ROWS, not_listed=NOT_LISTED,
         not_compared=not_compared, setting=_setting(document, forward),
         layers=_drawn(forward, "layers", "layer"), gradients=_drawn(forward, "gradients", "weight"),

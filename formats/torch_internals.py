@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,7 +21,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes of headers that torch has as one."""
 
-__all__ = ["PrefixStore", "TorchDispatchMode", "tree_leaves", "tree_map", "with_tensors"]  # what is passed on
+__all__ = [
+    "PrefixStore", "TorchDispatchMode", "TorchFunctionMode", "tree_leaves", "tree_map", "with_tensors",  # passed on
+]  # fmt: skip
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import LiveError
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, tree_leaves
+from reshard.formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, TorchFunctionMode, tree_leaves
 from reshard.live import sides
 from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan
@@ -39,6 +39,8 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 _ATEN = torch.ops.aten
 _ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.clone.default, _ATEN.exp.default, _ATEN.neg.default])
 """What is computed of each element alone."""
+_OUTSIDE = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
+"""What gives memory away: torch does not see who writes there."""
 _BITS = 40
 """Of the number of an element within its tensor, in the index probe."""
 
@@ -53,7 +55,8 @@ class Copied(NamedTuple):
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is copied from the tensors of a checkpoint, which are on the meta device: a view of one shares its
-    storage, so its offset and strides say which elements it has. ``notes`` has each copy, with where it went.
+    storage, so its offset and strides say which elements it has. ``copies`` has each copy by the storage that it went
+    to. What is written there later by other means would be unseen, and is refused.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -62,15 +65,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
             for name, (dtype, shape) in tensors.items()
         }
-        self._numbers = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(self.tensors.values())}
+        self._numbers = {_storage(tensor): at for at, tensor in enumerate(self.tensors.values())}
         self._empty = set[int]()
-        self.notes: list[tuple[torch.Tensor, Copied]] = []
+        self.copies = defaultdict[int, list[Copied]](list)
+        self._rooms: dict[int, torch.Tensor] = {}  # kept: no other storage gets their number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a copy, follow a view. Raises LiveError for what is not followed."""
-        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
-        numbers = [self._numbers.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        numbers = [self._numbers.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
         followed = [number for number in numbers if number is not None]
+        if not followed:
+            self._refuse_changes(func, args, kwargs or {})
         if not followed or func.is_view:
             return func(*args, **(kwargs or {}))
         if func in _ONE_BY_ONE:
@@ -79,13 +84,58 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._empty.add(followed[0])  # from then on nothing of it is loaded
             return args[0]
         if func is not _ATEN.copy_.default or numbers[0] is not None:
-            name = [*self.tensors][followed[0]]
-            raise LiveError(f"the loader does '{func}' with tensor '{name}', which is not followed here")
-        views = (args[0], args[1].expand(args[0].shape))
-        into, origin = (View(int(x.storage_offset()), tuple(x.shape), tuple(x.stride())) for x in views)
+            raise self._unfollowed(func, followed[0])
+        into, origin = _view(args[0]), _view(args[1].expand(args[0].shape))
         if followed[0] not in self._empty:
-            self.notes.append((args[0], Copied(into, followed[0], origin)))
+            self.copies[_storage(args[0])].append(Copied(into, followed[0], origin))
+            self._rooms.setdefault(_storage(args[0]), args[0])
         return args[0]
+
+    def _refuse_changes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise LiveError if an operator writes where a tensor of the checkpoint has been loaded."""
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for written in _tensors(args[at] if at < len(args) else kwargs.get(argument.name)):
+                if (room := self._rooms.get(_storage(written))) is None:
+                    continue
+                copies, view = self.copies[_storage(written)], _view(written)
+                try:
+                    ranges([Copied(view, -1, view), *copies])
+                    seen = written.element_size() == room.element_size()
+                except LiveError:
+                    seen = False
+                if not seen:
+                    raise self._unfollowed(func, copies[0].number, "what was loaded of ")
+
+    def _unfollowed(self, func: Any, number: int, what: str = "") -> LiveError:
+        name = [*self.tensors][number]
+        return LiveError(f"the loader does '{func}' with {what}tensor '{name}', which is not followed here")
+
+
+class _NoNumpy(TorchFunctionMode):
+    """Refuses to give away the memory of a model's tensors while a loader is followed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._rooms = {_storage(room) for room in rooms_of(model).values()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OUTSIDE and _storage(args[0]) in self._rooms:
+            raise LiveError(f"the loader takes '{func.__name__}' of a parameter: what it writes there is not followed")
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -103,12 +153,10 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
 
     Raises LiveError if the loader does something with a tensor that is not followed.
     """
-    recorder, copies = Recorder(tensors), dict[int, list[Copied]]()
-    with recorder:
+    recorder = Recorder(tensors)
+    with _NoNumpy(model), recorder:
         load(recorder.tensors.items())
-    for room, copied in recorder.notes:
-        copies.setdefault(room.untyped_storage()._cdata, []).append(copied)
-    return {name: copies.get(room.untyped_storage()._cdata, ()) for name, room in rooms_of(model).items()}
+    return {name: recorder.copies.get(_storage(room), ()) for name, room in rooms_of(model).items()}
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:

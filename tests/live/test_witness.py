@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,44 @@ def test_what_is_not_followed_is_an_error() -> None:
         loaded(lambda tensor: tensor.copy_(torch.zeros(4, 6)))
     with pytest.raises(LiveError, match="element 2 of a parameter is loaded twice"):
         joined(np.array([[0, 3, 0, 0], [2, 1, 1, 0]]))
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "add_": lambda room: room.data.add_(1),
+    "neg_": lambda room: room.data.neg_(),
+    "zero_ of some": lambda room: room.data[:1].zero_(),
+    "fill_ of a column": lambda room: room.data[:, 2].fill_(0),
+    "flip": lambda room: room.data.copy_(room.data.flip(0)),
+    "out": lambda room: torch.neg(room.data, out=room.data),
+    "by a temporary": lambda room: room.data.copy_(room.data.clone() * 2),
+    "index": lambda room: room.data.__setitem__([1, 0], room.data[[0, 1]]),
+    "bits": lambda room: room.data.view(torch.int16).bitwise_xor_(1),
+    "foreach": lambda room: torch._foreach_mul_([room.data], 2.0),
+    "numpy": lambda room: room.data.numpy().__imul__(2),
+    "asarray": lambda room: np.asarray(room.data).__imul__(2),
+    "other data": lambda room: setattr(room, "data", room.data.flip(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_what_was_loaded_is_not_overlooked(change: str) -> None:
+    model = torch.nn.Module()
+    model.room = torch.nn.Parameter(torch.zeros(4, 6))
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]], change: Callable[..., object] = lambda _: None) -> None:
+        for _, tensor in weights:
+            model.room.data[:2].copy_(tensor)
+        change(model.room)
+
+    tensors = {"w": ("F32", (2, 6))}
+    expected = ranges(recorded(model, load, tensors)["room"])
+    recorded(model, partial(load, change=lambda room: room.data[2:].fill_(0)), tensors)  # padding
+    try:
+        found = ranges(recorded(model, partial(load, change=CHANGES[change]), tensors)["room"])
+    except LiveError as error:
+        assert "not followed" in str(error)
+    else:
+        assert not np.array_equal(found, expected)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

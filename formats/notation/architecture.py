@@ -316,11 +316,13 @@ _NUMBERS = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
 """The same, within a name."""
 
 
-_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+"""The words that torch.compile, activation checkpointing, FSDP and Lightning put into names."""
+_WRAPPERS = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.")
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without what torch.compile, activation checkpointing, FSDP and Lightning put before names."""
+    """A parameter's name without the words of wrappers."""
     return _WRAPPERS.sub("", name)
 
 

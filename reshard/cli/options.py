@@ -268,6 +268,8 @@ _ALL = (
            help="Write part I (from 0) of N parts, or 'auto'."),
     Option("--plan", "plan_file", group=_WHERE, type=PATH, metavar="FILE", help="Your own architecture file."),
     Option("--config", group=_WHERE, type=PATH, metavar="DIR", help="config.json and tokenizer, for a format without."),
+    Option("--weights", group=_RARE, metavar="PREFIX",
+           help="Of several models in a training run, the one whose names begin so."),
     Option("--revision", group=_WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
     Option("--token", group=_WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
     Option("--cache-dir", group=_RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
@@ -293,7 +295,7 @@ OPTIONS = {str(option.name): option for option in _ALL}
 MESH = ("tp", "ep", "pp", "pp_layers", "same_ranks", "uneven")
 PADDING = ("pad_vocab_to", "pad_vocab")
 HUB = ("revision", "token", "cache_dir")
-ACCESS = ("plan_file", "config", *HUB)
+ACCESS = ("plan_file", "config", "weights", *HUB)
 WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "overwrite", "fsync", "checksum", "progress")
 
 

@@ -125,12 +125,12 @@ def merge(request: WriteRequest) -> Summary:
     """Merge shards into one full Hugging Face checkpoint.
 
     The original files are restored byte for byte, as the manifest describes them. With ``max_shard_size``, or without a
-    manifest, or if the original was not safetensors, new files of at most this size are written. The source may be a
-    full checkpoint in safetensors only with ``patch``, ``dequantize``, ``adapter``, ``quantize`` or ``dtype``. Raises
-    ReshardError; ``out`` exists only if it is complete.
+    manifest, or if the original was not safetensors or had other names, new files of at most this size are written. The
+    source may be another full checkpoint only with ``patch``, ``dequantize``, ``adapter``, ``quantize`` or ``dtype``.
+    Raises ReshardError; ``out`` exists only if it is complete.
     """
     began, opened = start(request), open_any(request.source, request)
-    is_full = not opened.is_split and all(file.header is not None for file in opened.files.values())
+    is_full = not opened.is_split and opened.checkpoint is not None and bool(opened.checkpoint.records)
     if is_full and not (request.is_changed or request.dtype):
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:
@@ -168,7 +168,11 @@ class AverageRequest(SplitRequest):
     """
 
     others: Sequence[str | Path] = field(repr=False)  # a URL may have a password
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None = None  # type: ignore[assignment]  # of the mean, as its users call them
+
+    @property
+    def beginning(self) -> None:
+        """The names of no checkpoint are chosen by what they begin with."""
 
     @property
     def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]]:

@@ -314,23 +314,27 @@ def belonging_of(
     return sizes.scheme.companion(name, dtype, dtypes) if packed or architecture.match(name) is None else None
 
 
-def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> PlanError:
+class NoRuleError(PlanError):
+    """A tensor that no line of an architecture covers."""
+
+
+def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> NoRuleError:
     shape = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
     what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shape}) has no rule in plan '{architecture.name}'"
     method = unknown_method(settings, tensor.name)
     if method is not None:
-        return PlanError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
+        return NoRuleError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
     if SETTINGS in settings:
-        return PlanError(what, "is config.json that of the adapter's base model?")
+        return NoRuleError(what, "is config.json that of the adapter's base model?")
     save = "save the plan with 'reshard plan SOURCE --save FILE'"
     module = tensor.name.rpartition(".")[0]
     weight = architecture.match(f"{module}.weight")
     if weight is not None:  # plain numbers would replicate the tensor: wrong if it belongs to a split weight
         rule = f"'{weight.rules[0].shapes[0]}'"
         line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
-        return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
+        return NoRuleError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
     line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
-    return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
+    return NoRuleError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 
 def _measure(sizes: AxisSizes, groups: Iterable[_TensorGroup]) -> None:

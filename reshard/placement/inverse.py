@@ -103,7 +103,7 @@ class NameInverse:
         for line in self._of_stages:
             if name in line.stage_names.values() and (sources := self._sources_of(line, {})) is not None:
                 return sources
-        return [name] if self._format.rules.keep and self._is_known(name) else None
+        return [name] if self._format.rules.keep and self.is_known(name) else None
 
     def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
@@ -115,7 +115,7 @@ class NameInverse:
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
             first, count = general.replace(f"{{{stacked}}}", "0"), 1
             packed = self._packed.get(self._architecture.in_general(first))
-            if packed is None and not self._is_known(first):
+            if packed is None and not self.is_known(first):
                 return None
             indices = self._architecture.indices_in(first)
             axis = indices.popitem()[0] if stacked else None
@@ -138,7 +138,8 @@ class NameInverse:
             return False
         return (one.template, one.indices) == (two.template, two.indices)
 
-    def _is_known(self, name: str) -> bool:
+    def is_known(self, name: str) -> bool:
+        """Whether a name is that of a tensor of the checkpoint's, or of one that belongs to a quantized weight."""
         module, _, leaf = name.rpartition(".")
         match = self._architecture.match
         if match(name) is not None or (leaf != "weight" and match(f"{module}.weight") is not None):

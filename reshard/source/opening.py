@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError
@@ -23,13 +23,14 @@ from reshard.formats.files.checkpoint import (
 )  # fmt: skip
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
-from reshard.formats.notation.architecture import SETTINGS, Architecture
+from reshard.formats.notation.architecture import SETTINGS, Architecture, without_wrappers
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.formats.store import FilePath, StoredPath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import bind, lines_for, tied_twice
+from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
+from reshard.model.naming import Naming, name_all
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source
@@ -47,21 +48,28 @@ class Access(HubAccess):
     """How a source is opened.
 
     ``plan_file`` is an architecture file of the user's own, ``config`` a folder with the config.json of a model in
-    another program's format. With ``download`` the weights of a Hub id are downloaded into the cache, not read by
-    ranges. ``patch`` is a delta, or several in order, that are put on the source first. With ``dequantize`` weights of
-    8-bit floats are read as if they were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had
-    been merged into it. ``quantize`` (``fp8-block``): then weights are read as if they were in 8-bit floats with scales
-    for blocks. ``dtype`` (``bf16``, ``fp16`` or ``fp32``): last, other weights are cast to it.
+    another program's format, ``weights`` what the names of the chosen one of several models in it begin with. With
+    ``download`` the weights of a Hub id are downloaded into the cache, not read by ranges. ``patch`` is a delta, or
+    several in order, that are put on the source first. With ``dequantize`` weights of 8-bit floats are read as if they
+    were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had been merged into it. ``quantize``
+    (``fp8-block``): then weights are read as if they were in 8-bit floats with scales for blocks. ``dtype`` (``bf16``,
+    ``fp16`` or ``fp32``): last, other weights are cast to it.
     """
 
     plan_file: Path | None = None
     config: Path | None = None
+    weights: str | None = None
     download: bool = False
     patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
     quantize: str | None = None
     dtype: str | None = None
+
+    @property
+    def beginning(self) -> str | None:
+        """What the names of the model begin with, if the source has several."""
+        return self.weights
 
     @property
     def deltas(self) -> tuple[str | Path, ...]:
@@ -99,6 +107,7 @@ def open_source(
     *,
     plan_file: Path | None = None,
     config: Path | None = None,
+    beginning: str | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
     adapted: Model | None = None,
@@ -106,12 +115,13 @@ def open_source(
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    ``config`` is a folder with the config.json and side files of a model in another program's format. Shards in a
-    program's format are opened as those of a known ``model``, if one is given, whatever they hold; an adapter as one to
-    the model ``adapted``. ``base`` is the manifest of the shards that its tensors are computed from. Of a full
-    checkpoint that ``is_part`` of a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
+    ``config`` is a folder with the config.json and side files of a model in another program's format, ``beginning``
+    what the names of the chosen one of several models in it begin with. Shards in a program's format are opened as
+    those of a known ``model``, if one is given, whatever they hold; an adapter as one to the model ``adapted``.
+    ``base`` is the manifest of the shards that its tensors are computed from. Of a full checkpoint that ``is_part`` of
+    a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
-    folder = Folder(path, config=config, plan_file=plan_file, base=base)
+    folder = Folder(path, config=config, plan_file=plan_file, base=base, beginning=beginning)
     return open_folder(folder, model=model, adapted=adapted, is_part=is_part)
 
 
@@ -131,6 +141,8 @@ def open_folder(
 
         return open_program(folder, model)
     if folder.kind == "split":
+        if folder.beginning is not None:
+            raise CheckpointError(f"{path} is split: it has one model", "choose with --weights before it is split")
         return _open_sharded(folder)
     return _open_full(folder, adapted, is_part=is_part)
 
@@ -185,18 +197,65 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
         architecture = adapter_architecture(adapted.architecture, config, path)
     else:
         architecture = folder.architecture(config)
-    full = _full_tensors(tensors)
-    twice = tied_twice(architecture, config, full)
-    full = [tensor for tensor in full if tensor.name not in twice]
-    model = bind(architecture, config, full, every_rule=folder.plan_file is not None)
+    naming: Naming | None = None
+    try:
+        if folder.beginning is not None:
+            naming = _naming(folder, architecture, checkpoint)
+        model, twice = _bound(folder, architecture, config, tensors)
+    except NoRuleError:
+        naming = _naming(folder, architecture, checkpoint) if adapted is None and not is_adapter else None
+        if naming is None:
+            raise
+    if naming is not None:
+        checkpoint = _renamed(checkpoint, naming)
+        tensors = _with_aliases(checkpoint)
+        model, twice = _bound(folder, architecture, config, tensors)
     if not is_part:
         check_complete(model, path)
     return folder.source(
-        HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors], files,
-        folder.side_files(),
+        HUGGING_FACE, make_plan(model, UNSPLIT), model, (name for name in tensors if name not in twice), [tensors],
+        files, folder.side_files(),
         computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
         index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
+        left_behind=naming.left_behind if naming else (), note=naming.note if naming else None,
     )  # fmt: skip
+
+
+def _bound(
+    folder: Folder, architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> tuple[Model, Mapping[str, str]]:
+    """The model of these tensors, and the second names of tied ones."""
+    full = _full_tensors(tensors)
+    twice = tied_twice(architecture, config, full)
+    full = [tensor for tensor in full if tensor.name not in twice]
+    return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
+
+
+def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) -> Naming | None:
+    """The names of a checkpoint as those of its model; None, if they are so already. Raises CheckpointError."""
+    from reshard.placement.inverse import NameInverse  # rarely needed
+
+    origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
+    names = {stored: without_wrappers(stored) for stored in checkpoint.tensors}
+    naming = name_all(checkpoint.path, names, origins.is_known, folder.beginning)
+    return naming if naming.note is not None or naming.left_behind else None
+
+
+def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
+    """The checkpoint with the names of its model, and without what belongs to others.
+
+    Its files are not those that a merge writes: their names are other ones.
+    """
+    names = {stored: name for name, stored in naming.known.items()}
+    left = {stored for stored in checkpoint.tensors if stored not in names and not naming.is_other(stored)}
+    names |= {stored: without_wrappers(stored).removeprefix(naming.beginning) for stored in left}
+    tensors = {names[n]: info._replace(name=names[n]) for n, info in checkpoint.tensors.items() if n in names}
+    aliases = {
+        without_wrappers(alias).removeprefix(naming.beginning): names[original]
+        for alias, original in checkpoint.aliases.items()
+        if original in names
+    }
+    return replace(checkpoint, tensors=tensors, aliases=aliases, records=(), index=None, index_name=None)
 
 
 def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:

@@ -25,12 +25,13 @@ from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
-from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.architecture import Architecture, without_wrappers
 from reshard.formats.notation.format import Format
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
+from reshard.model.naming import known_names
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -40,7 +41,6 @@ from reshard.source.program_files import (
     Affix,
     ProgramFile,
     Training,
-    known_names,
     left_behind,
     numbered_globally,
     parts_of,
@@ -209,9 +209,12 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         if format.files.is_distributed:
             saved, origins = _saved(folder, format), NameInverse(format, architecture, config)
             parts = parts_of(
-                saved, lambda name: name in twice or _knows(format, origins, name), format.container.ignores
+                saved,
+                lambda name: name in twice or _knows(format, origins, name),
+                format.container.ignores,
+                folder.beginning,
             )
-            training = Training(saved, parts)
+            training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
         tensors = _merged(ranks, chunks)
         if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
@@ -309,7 +312,7 @@ def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
         try:
             config, _ = _config_of(format, folder, ())
             origins = NameInverse(format, folder.architecture(config), config)
-            counts[format.name] = known_names(saved, partial(_knows, format, origins))
+            counts[format.name] = known_names(map(without_wrappers, saved.tensors), partial(_knows, format, origins))
         except ReshardError:
             counts[format.name] = 0
     return [format for format in candidates if counts[format.name] == max(counts.values())]

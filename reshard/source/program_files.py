@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from reshard.formats.errors import CheckpointError, MismatchError, brief
@@ -29,6 +28,7 @@ from reshard.formats.notation.architecture import without_wrappers
 from reshard.formats.notation.format import Format, Pattern, numbered_names
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath, glob, name_in, read_file, read_ranges
+from reshard.model.naming import name_all
 from reshard.source.source import Folder
 
 LAYER = "layer"
@@ -324,9 +324,6 @@ def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity
 
 # -------------------------------------------------------------------------------------------- a distributed checkpoint
 
-_DEEPEST, _SAMPLE = 5, 200
-_TRAINING = re.compile(r"(?:.*\.)?(?:optim\w*|state|exp_avg\w*|ema\w*)\..*")
-
 
 class Affix(NamedTuple):
     """The prefix and suffix that a training state's name has around its parameter's name."""
@@ -367,6 +364,8 @@ class Training:
 
     saved: Distributed
     parts: Parts
+    chosen: str | None = None
+    """What the names of the model begin with, if the user said so."""
 
     def chunks(self) -> Iterator[TensorInfo]:
         """Where the chunks of all tensors lie that are not the model's."""
@@ -404,22 +403,17 @@ LARGEST = 256 << 20
 """The most bytes that are copied unchanged."""
 
 
-def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool]) -> Parts:
+def parts_of(
+    checkpoint: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool], weights: str | None = None
+) -> Parts:
     """Tell the parts apart. ``knows`` says whether a name is one of the model's, ``ignores`` whether it can be ignored.
 
-    Raises CheckpointError if no name is.
+    ``weights`` chooses among several models (see ``name_all``). Raises CheckpointError.
     """
     names = {stored: name for stored in checkpoint.tensors if not ignores(name := without_wrappers(stored))}
-    counts = _known([*names.values()], knows)
-    most = max(counts.values(), default=0)
-    prefix = min((prefix for prefix, count in counts.items() if count == most), key=len, default=None)
-    if prefix is None:
-        some = min(names.values(), default="nothing")
-        raise CheckpointError(f"{checkpoint.path} holds '{some}', and no tensor of this model")
+    naming = name_all(checkpoint.path, names, knows, weights)
+    prefix, model = naming.beginning, dict(naming.known)
     inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
-    model = {name: stored for stored, name in inside.items() if knows(name)}
-    if len(model) < sum(map(knows, inside.values())):
-        raise CheckpointError(f"{checkpoint.path} has two tensors of one name, with and without a wrapper's")
     of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
     plain_name = {stored: name for name, stored in model.items()}
     tops = {name.partition(".")[0] for name in model}
@@ -436,28 +430,6 @@ def parts_of(checkpoint: Distributed, knows: Callable[[str], bool], ignores: Cal
         else:
             rest_names.append(stored)
     return Parts(model, dict(states), (*rest_names, *(name for name in checkpoint.objects if not ignores(name))))
-
-
-def known_names(checkpoint: Distributed, knows: Callable[[str], bool]) -> int:
-    """How many of a sample of names are of the model, with the prefix that gives the most."""
-    return max(_known([without_wrappers(stored) for stored in checkpoint.tensors], knows).values(), default=0)
-
-
-def _known(names: Sequence[str], knows: Callable[[str], bool]) -> Counter[str]:
-    """For each beginning of names, how many of a sample of them have a known name behind it."""
-    plain = [name for name in names if _TRAINING.fullmatch(name) is None] or names
-    sample = plain[:: max(1, len(plain) // _SAMPLE)]
-    return Counter(prefix for name in sample for prefix in _beginnings(name) if knows(name.removeprefix(prefix)))
-
-
-def _beginnings(name: str) -> Iterator[str]:
-    """The beginnings of a name up to a dot, the empty one first, before any number."""
-    yield ""
-    segments = name.split(".")[:-1]
-    for place, beginning in enumerate(accumulate(segments, "{0}.{1}".format)):
-        if place == _DEEPEST or segments[place].isdecimal():
-            return
-        yield f"{beginning}."
 
 
 def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]:

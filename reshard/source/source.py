@@ -257,6 +257,8 @@ class Source:
         checkpoint = self.checkpoint
         if checkpoint is None:
             name = self.stated.source if self.stated else self.location
+            if self.training is not None and self.training.chosen is not None:
+                name += f" ({self.training.chosen})"
             unknown = SourceRecord(name, self.location, None, {}, None, ())
             return self.manifest.source if self.manifest is not None else unknown
         index = checkpoint.index if checkpoint.records else None
@@ -316,14 +318,20 @@ class Folder:
     be in: only one if a manifest names it. ``damage`` is why the manifest cannot be read.
 
     ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan, ``base`` the manifest
-    of the shards that it is computed from. Raises CheckpointError if a program's file names a folder of weights that is
-    not there.
+    of the shards that it is computed from, ``beginning`` what the names of the chosen one of several models begin with.
+    Raises CheckpointError if a program's file names a folder of weights that is not there.
     """
 
     def __init__(
-        self, path: FilePath, *, config: Path | None = None, plan_file: Path | None = None, base: Manifest | None = None
+        self,
+        path: FilePath,
+        *,
+        config: Path | None = None,
+        plan_file: Path | None = None,
+        base: Manifest | None = None,
+        beginning: str | None = None,
     ) -> None:
-        self.path, self.config, self.plan_file, self.base = path, config, plan_file, base
+        self.path, self.config, self.plan_file, self.base, self.beginning = path, config, plan_file, base, beginning
         self.stamps = stamps_in(path)
         self._contents: dict[Hashable, Any] = {}
         self.manifest: Manifest | None = None

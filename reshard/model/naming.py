@@ -1,0 +1,174 @@
+"""Which of a set of stored names are the tensors of one model, whatever stands before or within them.
+
+A trainer saves a model below a beginning (``model.``, ``state.model.``, ``actor.``), and wrappers put words of their
+own into its names (``_orig_mod``). Two beginnings that claim the same tensors are two models. Only what a beginning is
+called by (``ema``, ``optim``) or the user says which one is meant: neither order nor length.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from reshard.formats.errors import CheckpointError
+from reshard.formats.notation.architecture import WRAPPERS, is_index, without_numbers
+
+_DEEPEST = 6
+_AVERAGE = re.compile(r"(?:ema|swa|avg|average|averaged)(?:_.*)?")
+_OF_OPTIMIZER = re.compile(
+    r"(?:optim|optimizer|optimizers|(?:max_)?exp_avg|momentum|master|fp32|grad|grads|gradients)(?:_.*)?"
+)
+_LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The tensors of one model among stored names.
+
+    ``known`` has the stored name of each tensor of the model, by its plain name. ``beginning`` is what stands before
+    most of these, without wrappers; ``others`` has, for the beginning of each other set of the same tensors (averages
+    and states among them), the stored names.
+    """
+
+    beginning: str
+    known: Mapping[str, str]
+    others: Mapping[str, frozenset[str]]
+
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """The other sets, in a few words."""
+        return tuple(dict.fromkeys(beginning.partition(".")[0] for beginning in self.others))
+
+    def is_other(self, stored: str) -> bool:
+        """Whether a stored name is that of a tensor of another set."""
+        return any(stored in names for names in self.others.values())
+
+    @property
+    def note(self) -> str | None:
+        """How the stored names differ from those of the model, in a few words; None if they do not."""
+        words = [self.beginning] if self.beginning else []
+        words += [f"{word}." for word in WRAPPERS if any(f"{word}." in stored for stored in self.known.values())]
+        return f"names are written without {' and '.join(map(repr, words))}" if words else None
+
+
+def name_all(
+    where: object, names: Mapping[str, str], knows: Callable[[str], bool], weights: str | None = None
+) -> Naming:
+    """Find the model among ``names``: the stored ones, each with its name without wrappers.
+
+    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose.
+    Raises CheckpointError if there is no model, if several are equally good, and for a LoRA adapter inside it.
+    """
+    lora = next((stored for stored in names if _LORA.fullmatch(stored)), None)
+    if lora is not None:
+        raise CheckpointError(
+            f"{where} has a LoRA adapter within its model ('{lora}'), which is not read there",
+            "merge it where it was trained (PEFT's merge_and_unload), or save it alone (save_pretrained)",
+        )
+    found = _models(names, knows)
+    plain = [beginning for beginning in found if _role(beginning) is None]
+    chosen = next(iter(plain or found), "")
+    if weights is not None:
+        chosen = weights if not weights or weights.endswith(".") else f"{weights}."
+        if chosen not in found:
+            there = f", they are {' and '.join(map(_place, found))}" if found else ""
+            raise CheckpointError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
+    if chosen not in found:
+        raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
+    if weights is None and _role(chosen) == "optimizer":
+        raise CheckpointError(f"{where} has states of an optimizer ('{chosen}…'), and no model")
+    twice = next((all_of_it for all_of_it in found[chosen].values() if len(all_of_it) > 1), ())
+    if twice:
+        raise CheckpointError(f"{where} has two tensors of one name, '{twice[0]}' and '{twice[1]}'")
+    known, others = {name: stored for name, (stored, *_) in found[chosen].items()}, dict[str, frozenset[str]]()
+    for beginning, tensors in found.items():
+        shared = tensors.keys() & found[chosen].keys()
+        if beginning == chosen:
+            continue
+        if not shared and _role(beginning) is None:  # further tensors of the model, such as a head beside it
+            known |= {name: stored for name, (stored, *_) in tensors.items() if name not in known}
+            continue
+        is_part = beginning.startswith(chosen) and 2 * len(shared) < len(found[chosen])
+        if _role(beginning) is None and weights is None and not is_part:
+            raise CheckpointError(
+                f"{where} has two models: {len(found[chosen]):,} tensors are {_place(chosen)}, {len(tensors):,} "
+                f"{_place(beginning)}",
+                f"choose one: --weights {shlex.quote(chosen)} or --weights {shlex.quote(beginning)}",
+            )
+        others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
+    return Naming(chosen, known, others)
+
+
+def known_names(names: Iterable[str], knows: Callable[[str], bool]) -> int:
+    """The number of names, without wrappers, that are of the model, behind the beginning that most of them have."""
+    forms = _forms(names)
+    return max((sum(len(forms[form]) for form in claimed) for claimed in _claims(forms, knows).values()), default=0)
+
+
+def _models(names: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, dict[str, list[str]]]:
+    """The sets of tensors of the model, by their beginnings: of each plain name the stored ones. Those with most names
+    come first; of several that explain the same names, that without a role, then the shortest.
+    """
+    stored_of = defaultdict[str, list[str]](list)
+    for stored, name in names.items():
+        stored_of[name].append(stored)
+    forms = _forms(stored_of)
+    claims, left = _claims(forms, knows), {*forms}
+    found: dict[str, dict[str, list[str]]] = {}
+    while True:
+        counts = {b: sum(len(forms[form]) for form in claimed & left) for b, claimed in claims.items()}
+        best = max(counts, key=lambda b: (counts[b], _role(b) is None, -len(b)), default="")
+        if not counts.get(best):
+            return found
+        found[best] = {
+            plain: stored_of[name]
+            for form in forms
+            if form in claims[best] & left
+            for name in forms[form]
+            if knows(plain := name.removeprefix(best))
+        }
+        left -= claims[best]
+
+
+def _forms(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by what they are without numbers: these begin alike."""
+    forms: dict[str, list[str]] = {}
+    for name in names:
+        forms.setdefault(without_numbers(name), []).append(name)
+    return forms
+
+
+def _claims(forms: Mapping[str, list[str]], knows: Callable[[str], bool]) -> dict[str, set[str]]:
+    """For each beginning of names the forms that are known behind it."""
+    claims = defaultdict[str, set[str]](set)
+    for form, (name, *_) in forms.items():
+        for beginning in _beginnings(name):
+            if knows(name.removeprefix(beginning)):
+                claims[beginning].add(form)
+    return claims
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """The beginnings of a name up to a dot, the empty one first, before any number."""
+    yield ""
+    segments = name.split(".")[:-1]
+    for place, beginning in enumerate(accumulate(segments, "{0}.{1}".format)):
+        if place == _DEEPEST or is_index(segments[place]):
+            return
+        yield f"{beginning}."
+
+
+def _place(beginning: str) -> str:
+    return f"below '{beginning}'" if beginning else "at the top"
+
+
+def _role(beginning: str) -> str | None:
+    """What a beginning says of the tensors behind it; None if they are plain weights."""
+    segments = beginning.split(".")
+    if any(map(_OF_OPTIMIZER.fullmatch, segments)):
+        return "optimizer"
+    return "average" if any(map(_AVERAGE.fullmatch, segments)) else None

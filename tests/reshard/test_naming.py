@@ -1,0 +1,199 @@
+"""Which of a set of names are the tensors of one model: below any beginning, within any wrapper, in any container."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from reshard.formats.errors import CheckpointError
+from reshard.formats.notation.architecture import WRAPPERS, without_wrappers
+from reshard.model.naming import Naming, name_all
+from tests import store
+from tests.marks import examples, one_of_each
+from tests.support import command
+
+NAMES = [
+    "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+    *(f"model.layers.{i}.{part}.weight" for i in range(3) for part in ("self_attn.q_proj", "mlp.up_proj", "norm")),
+]  # fmt: skip
+BEGINNINGS = ["", "model.", "module.", "actor.", "state.model.", "app.module.net."]
+STRANGERS = [
+    "rng",
+    "step",
+    "optim.state.model.norm.weight.exp_avg",
+    "ema.n",
+    "state.rng_state.cuda",
+    "lr_scheduler.last",
+]
+
+
+def named(names: Mapping[str, str], weights: str | None = None) -> Naming:
+    return name_all("run", {stored: without_wrappers(stored) for stored in names}, {*NAMES}.__contains__, weights)
+
+
+def stored(beginning: str, wrappers: Mapping[int, str] | None = None) -> dict[str, str]:
+    """The names of the model below a beginning, with wrappers before some of their segments, and the plain names."""
+    found = {}
+    for name in NAMES:
+        segments = (beginning + name).split(".")
+        for place, wrapper in sorted((wrappers or {}).items(), reverse=True):
+            segments.insert(min(place, len(segments) - 1), wrapper)
+        found[".".join(segments)] = name
+    return found
+
+
+@given(st.sampled_from(BEGINNINGS), st.dictionaries(st.integers(0, 7), st.sampled_from(WRAPPERS), max_size=3),
+       st.sets(st.sampled_from(STRANGERS)))  # fmt: skip
+@examples(100)
+def test_neither_beginning_nor_wrapper_nor_stranger_changes_what_is_known(
+    beginning: str, wrappers: dict[int, str], strangers: set[str]
+) -> None:
+    names = stored(beginning, wrappers)
+    naming = named({**dict.fromkeys(strangers, ""), **names})
+    assert {of_it: name for name, of_it in naming.known.items()} == names
+    assert naming.beginning == beginning and not naming.others
+    assert (naming.note is None) == (not beginning and not wrappers)
+
+
+@given(st.permutations(["actor.", "ref.", "", "policy.model.", "teacher."]), st.integers(0, 8), st.booleans())
+@examples(100)
+def test_two_models_are_said_in_any_order_and_of_any_length(
+    beginnings: list[str], lacking: int, is_second_shorter: bool
+) -> None:
+    one, other, *_ = beginnings
+    sets = [stored(one), stored(other)]
+    whole = sets[is_second_shorter]
+    for name in [*whole][len(whole) // 2 + 1 :][: lacking // 2]:  # half a model is a model
+        del whole[name]
+    names = sets[0] | sets[1]
+    if len(names) < len(sets[0]) + len(sets[1]):
+        return
+    with pytest.raises(CheckpointError, match="has two models") as caught:
+        named(names)
+    for number, beginning in enumerate((one, other)):
+        assert (f"below '{beginning}'" if beginning else "at the top") in str(caught.value)
+        assert f"--weights {beginning or repr('')}" in str(caught.value.hint)
+        assert {*named(names, beginning).known.values()} == {*sets[number]}
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(["model.", "ema.", "optim.state.exp_avg."], 2)])
+def test_a_role_is_no_second_model(one: str, other: str) -> None:
+    naming = named(stored(one) | stored(other))
+    assert naming.beginning == ("model." if "model." in (one, other) else "ema.")
+    assert naming.left_behind == tuple(each.partition(".")[0] for each in (one, other) if each != naming.beginning)
+
+
+def test_an_average_is_a_model_and_a_state_is_none() -> None:
+    assert named(stored("ema_params.shadow.") | {"ema_params.n": ""}).beginning == "ema_params.shadow."
+    with pytest.raises(CheckpointError, match="has states of an optimizer"):
+        named(stored("optim.exp_avg."))
+
+
+def test_a_head_beside_the_model_belongs_to_it() -> None:
+    names = stored("pretrained_model.")
+    names = {name: "" for name in names if not name.endswith("lm_head.weight")} | {"lm_head.weight": ""}
+    naming = named(names)
+    assert {*naming.known} == {*NAMES} and naming.known["lm_head.weight"] == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"lm_head.weight": "", "_orig_mod.lm_head.weight": ""}, "two tensors of one name"),
+        ({"base_model.model.model.norm.weight": "", "base_model.model.x.lora_A.default.weight": ""}, "a LoRA adapter"),
+        ({"x.y": "", "\n": "", "": ""}, "no tensor of this model"), ({}, "no tensor of this model"),
+        ({"a." * 200 + "lm_head.weight": ""}, "no tensor of this model"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_is_refused(names: dict[str, str], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        named(names)
+
+
+# ---------------------------------------------------------------------------------------------------------- containers
+
+
+def as_safetensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def as_bin(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def as_dcp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+
+
+CONTAINERS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
+    "safetensors": as_safetensors, "bin": as_bin, "dcp": as_dcp,
+}  # fmt: skip
+
+
+def saved(container: str, folder: Path, tensors: dict[str, torch.Tensor], config: Path) -> tuple[Path, tuple[str, ...]]:
+    """A folder with these tensors, and the options with which it is read."""
+    folder.mkdir()
+    CONTAINERS[container](folder, {name: tensor.clone() for name, tensor in tensors.items()})
+    if container == "dcp":
+        return folder, ("--config", str(config))
+    shutil.copy(config / "config.json", folder)
+    return folder, ()
+
+
+@pytest.mark.parametrize(
+    ("container", "spell"),
+    one_of_each(
+        itertools.product(CONTAINERS, ["module.{}", "state.model.{}", "_orig_mod.{}", "ema_params.shadow.{}"]),
+        lambda case: case[0],
+    ),
+)
+def test_the_container_does_not_matter(container: str, spell: str, tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    plain = load_file(model / "model.safetensors")
+    tensors = {spell.format(name): tensor for name, tensor in plain.items()}
+    if container == "dcp":
+        tensors |= {"rng": torch.zeros(3), "step": torch.tensor(3)}
+    run, options = saved(container, tmp_path / "run", tensors, model)
+    done = command("split", run, tmp_path / "out", "--tp", "2", *options)
+    assert done.returncode == 0, done.stderr
+    assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == plain.keys() and all(torch.equal(merged[name], plain[name]) for name in plain)
+    done = command("verify", run if not options else model, tmp_path / "out", "--exact-only", "-q")
+    assert done.stdout == "same\n", done.stderr
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_one_of_two_models_is_chosen(container: str, tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    plain = load_file(model / "model.safetensors")
+    tensors = {f"actor.{name}": tensor for name, tensor in plain.items()}
+    tensors |= {f"ref.{name}": tensor + 1 for name, tensor in plain.items()}
+    run, options = saved(container, tmp_path / "run", tensors, model)
+    done = command("merge", run, tmp_path / "no", *options)
+    assert done.returncode == 2 and "'actor.'" in done.stderr and "'ref.'" in done.stderr
+    assert not (tmp_path / "no").exists()
+    ids = []
+    for place, weights in enumerate(("actor", "ref.")):
+        out = tmp_path / f"out{place}"
+        done = command("split", run, out, "--tp", "2", "--weights", weights, *options)
+        assert done.returncode == 0, done.stderr
+        ids.append(json.loads((out / "reshard.json").read_text())["source"]["id"])
+        assert command("merge", out, tmp_path / f"merged{place}").returncode == 0
+        merged = load_file(tmp_path / f"merged{place}" / "model.safetensors")
+        assert all(torch.equal(merged[name], plain[name] + place) for name in plain)
+    assert ids[0] != ids[1], "a run that stopped would be gone on with for the other model"
+    done = command("merge", run, tmp_path / "no", "--weights", "critic", *options)
+    assert done.returncode == 2 and "no tensors of this model are below 'critic.'" in done.stderr
+    done = command("split", tmp_path / "out0", tmp_path / "no", "--tp", "4", "--weights", "actor")
+    assert done.returncode == 2 and "it has one model" in done.stderr

@@ -25,7 +25,7 @@ def completed(*words: str) -> list[tuple[str, str]]:
     return [(item.type, item.value) for item in shell.get_completions([*words[:-1]], words[-1])]
 
 
-FREE = {"--revision", "--token", "--dtype", "--compute-dtype", "--device", "--prompt"}
+FREE = {"--revision", "--token", "--dtype", "--compute-dtype", "--device", "--prompt", "--weights"}
 """Options whose text nobody can complete."""
 
 

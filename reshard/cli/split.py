@@ -194,7 +194,8 @@ def patch_command(**options: Any) -> None:
         Option("--weights", group=Group.WHAT, metavar="W,W,..", help="Weight of each, with a sum of 1; default: equal.",
                type=Value("weights", fractions)),
         *MESH, "format", "quantize", "dtype", *PADDING,
-        changed("max_shard_size", help="Largest file; default: the files of A."), *WRITING,
+        changed("max_shard_size", help="Largest file; default: the files of A."),
+        *(name for name in WRITING if name != "weights"),
     ),
 )  # fmt: skip
 @click.argument("sources", nargs=-1, required=True, type=PLACE, metavar="A B [...] OUT")

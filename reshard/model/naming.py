@@ -63,21 +63,16 @@ def name_all(
     ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose.
     Raises CheckpointError if there is no model, if several are equally good, and for a LoRA adapter inside it.
     """
-    lora = next((stored for stored in names if _LORA.fullmatch(stored)), None)
-    if lora is not None:
-        raise CheckpointError(
-            f"{where} has a LoRA adapter within its model ('{lora}'), which is not read there",
-            "merge it where it was trained (PEFT's merge_and_unload), or save it alone (save_pretrained)",
-        )
     found = _models(names, knows)
-    plain = [beginning for beginning in found if _role(beginning) is None]
-    chosen = next(iter(plain or found), "")
+    whole = [beginning for beginning in found if _role(beginning) is None]
+    chosen = next(iter(whole or found), "")
     if weights is not None:
         chosen = weights if not weights or weights.endswith(".") else f"{weights}."
         if chosen not in found:
             there = f", they are {' and '.join(map(_place, found))}" if found else ""
             raise CheckpointError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
     if chosen not in found:
+        _refuse_lora(where, names)
         raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(f"{where} has states of an optimizer ('{chosen}…'), and no model")
@@ -100,7 +95,18 @@ def name_all(
                 f"choose one: --weights {shlex.quote(chosen)} or --weights {shlex.quote(beginning)}",
             )
         others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
-    return Naming(chosen, known, others)
+    plain = {stored: name for name, stored in known.items()}
+    _refuse_lora(where, names.keys() - plain)
+    return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
+
+
+def _refuse_lora(where: object, names: Iterable[str]) -> None:
+    lora = min(filter(_LORA.fullmatch, names), default=None)
+    if lora is not None:
+        raise CheckpointError(
+            f"{where} has a LoRA adapter within its model ('{lora}'), which is not read there",
+            "merge it where it was trained (PEFT's merge_and_unload), or save it alone (save_pretrained)",
+        )
 
 
 def known_names(names: Iterable[str], knows: Callable[[str], bool]) -> int:

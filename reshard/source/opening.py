@@ -30,7 +30,7 @@ from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import Naming, name_all
+from reshard.model.naming import Naming, known_names, name_all
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source
@@ -237,6 +237,8 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
     names = {stored: without_wrappers(stored) for stored in checkpoint.tensors}
+    if folder.beginning is None and not known_names(names.values(), origins.is_known):
+        return None
     naming = name_all(checkpoint.path, names, origins.is_known, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
 

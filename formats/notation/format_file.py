@@ -267,5 +267,12 @@ def _of_models(names: str, value: object) -> Rules:
     return replace(rules, **some)
 
 
+@cache
+def in_modules() -> Format:
+    """The format of one full checkpoint with the names and joined tensors of transformers' own modules."""
+    plain = HUGGING_FACE
+    return replace(format_of("transformers"), files=plain.files, container=plain.container, loading=plain.loading)
+
+
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))
 """The formats that store tensors as Hugging Face does: that of ranks' folders, and that of one full checkpoint."""

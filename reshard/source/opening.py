@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes
-from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -24,7 +24,7 @@ from reshard.formats.files.checkpoint import (
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from reshard.formats.notation.architecture import SETTINGS, Architecture, without_wrappers
-from reshard.formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.store import FilePath, StoredPath
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
@@ -205,6 +205,8 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     except NoRuleError:
         naming = _naming(folder, architecture, checkpoint) if adapted is None and not is_adapter else None
         if naming is None:
+            if adapted is None and not is_adapter and (spelled := _in_modules(folder, checkpoint)) is not None:
+                return spelled
             raise
     if naming is not None:
         checkpoint = _renamed(checkpoint, naming)
@@ -241,6 +243,19 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
         return None
     naming = name_all(checkpoint.path, names, origins.is_known, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
+
+
+def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
+    """A checkpoint with the names of transformers' own modules; None if it has others."""
+    from reshard.source.opening_programs import open_program  # rarely needed
+
+    folder.formats = (in_modules(),)
+    try:
+        source = open_program(folder)
+    except ReshardError:
+        return None
+    plain = replace(checkpoint, records=(), index=None, index_name=None)  # a merge writes other names
+    return replace(source, checkpoint=plain, note="names are written as published, not as in transformers' modules")
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from reshard.formats.errors import CheckpointError
 from reshard.formats.notation.architecture import WRAPPERS, without_wrappers
 from reshard.model.naming import Naming, name_all
-from tests import store
+from tests import store, zoo
 from tests.marks import examples, one_of_each
 from tests.support import command
 
@@ -197,3 +197,27 @@ def test_one_of_two_models_is_chosen(container: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "no tensors of this model are below 'critic.'" in done.stderr
     done = command("split", tmp_path / "out0", tmp_path / "no", "--tp", "4", "--weights", "actor")
     assert done.returncode == 2 and "it has one model" in done.stderr
+
+
+@pytest.mark.parametrize("name", one_of_each(["qwen3_moe", "mixtral", "glm4_moe", "olmoe"], lambda name: True))
+def test_experts_in_one_tensor_as_the_modules_of_transformers_have_them(name: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    modules = zoo.class_of(model).from_pretrained(model, dtype="auto")
+    modules.save_pretrained(tmp_path / "modules", save_original_format=False)
+    published, ours = (load_file(at / "model.safetensors") for at in (model, tmp_path / "modules"))
+    assert published.keys() != ours.keys()
+    for source, out in ((model, "direct"), (tmp_path / "modules", "out")):
+        done = command("split", source, tmp_path / out, "--tp", "2", "--as", "vllm")
+        assert done.returncode == 0, done.stderr
+    for file in (tmp_path / "direct").glob("*.safetensors"):
+        one, other = load_file(file), load_file(tmp_path / "out" / file.name)
+        assert one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
+    assert command("merge", tmp_path / "modules", tmp_path / "merged").returncode == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == published.keys() and all(torch.equal(merged[each], published[each]) for each in merged)
+    done = command("diff", model, tmp_path / "modules")
+    assert done.returncode == 0 and done.stdout.startswith("SAME"), done.stdout + done.stderr
+    ours.pop(next(each for each in ours if "experts.down_proj" in each))
+    save_file(ours, tmp_path / "modules" / "model.safetensors", {"format": "pt"})
+    done = command("split", tmp_path / "modules", tmp_path / "no", "--tp", "2")
+    assert done.returncode == 2 and not (tmp_path / "no").exists()

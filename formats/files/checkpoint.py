@@ -17,8 +17,9 @@ from typing import Any
 from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from reshard.formats.errors import CheckpointError, brief
 from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
+from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
-from reshard.formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
+from reshard.formats.store import FilePath, name_in, read_ranges, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -59,12 +60,6 @@ def names_in(folder: FilePath) -> list[str]:
             break
     return names[:_MOST]
 
-
-#: Endings of files that hold weights in some format; such files are never side files.
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".distcp", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ckpt",
-    ".npz",
-)  # fmt: skip
 
 MODEL, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -229,7 +224,8 @@ def _find_weights(folder: FilePath) -> tuple[str | None, str | None]:
     names = [name for name in names if not is_adapter(name)]
     if not names:
         refuse_foreign(folder, names_in(folder))
-        unread = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
+        here = (file.name for file in folder.iterdir() if file.is_file())
+        unread = sorted(name for name in here if not name.startswith(".") and not is_side_file(name, ()))
         instead = f"; found {', '.join(unread[:3])}, which is no format read here" if unread else ""
         raise CheckpointError(
             f"{folder}: no weights: neither {MODEL}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{instead}",
@@ -335,19 +331,3 @@ def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str]
             raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}{what}", hint)
     name = next(name for name in stored if name not in indexed)
     raise CheckpointError(f"{path}: tensor {name!r} lies in {stored[name]!r}, but the index does not name it", hint)
-
-
-def find_side_files(folder: FilePath) -> tuple[FilePath, ...]:
-    """Files that belong to the model and are no weights; folders with weights of their own are left out whole."""
-    paths: list[FilePath] = []
-    for root, folders, files in walk(folder):
-        if root != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in files):
-            folders.clear()
-            continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if not weights and not name.startswith(".") and (root / name).is_file():
-                paths.append(root / name)
-    config = folder / "config.json"
-    return (config, *sorted_paths(file for file in paths if file != config))

@@ -103,7 +103,7 @@ class Output:
             is_same = names == others
         self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
-        self.left_behind = self._not_carried()
+        self.left_behind = (*self._not_carried(), *(source.strays if state is None else ()))
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}

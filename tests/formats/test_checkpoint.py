@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint
+from reshard.formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from reshard.formats.files.safetensors import build_header
+from reshard.formats.files.side_files import LARGEST, find_side_files
 
 SAFE_INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -290,25 +292,50 @@ def test_a_weight_file_that_is_a_folder(tmp_path: Path) -> None:
 # -- side files -------------------------------------------------------------------------------------------------------
 
 
-def test_side_files(tmp_path: Path) -> None:
-    kept = [
-        "config.json", ".gitignore", "LICENSE", "README.md", "a/b/deep.txt", "a/notes.txt", "generation_config.json",
-        "tokenizer.json", "tokenizer.model",
-    ]  # fmt: skip
-    left = [
-        "original/consolidated.00.pth", "original/params.json", "original/more/x.txt", "onnx/model.onnx",
-        "onnx/config.json", ".cache/huggingface/x.metadata", "training_args.bin", "a/.hidden", "model.gguf",
-        "tf_model.h5", "flax_model.msgpack", "x.pt", "x.ckpt", "x.npz", BIN_INDEX, "consolidated.safetensors",
-    ]  # fmt: skip
-    sharded(tmp_path)
-    for name in kept + left:
-        if name != "config.json":
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text("x")
-    (tmp_path / "broken").symlink_to(tmp_path / "absent")
-    kept.remove(".gitignore")
-    found = [file.relative_to(tmp_path).as_posix() for file in find_side_files(tmp_path)]
-    assert found == kept
+SIDE_FILES = {
+    "config.json", "generation_config.json", "hf_quant_config.json", "preprocessor_config.json", "config.yaml",
+    "tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "spiece.model", "sp.model", "source.spm",
+    "qwen.tiktoken", "vocab.json", "merges.txt", "bpe.codes", "special_tokens_map.json", "added_tokens.json",
+    "tekken.json", "params.json", "normalizer.json", "modules.json", "chat_template.jinja", "chat_template.json",
+    "LICENSE", "LICENCE.txt", "USE_POLICY.md", "Notice", "README.md", "notes.txt", "figure.PNG", "modeling_x.py",
+    "k.cu",
+    "additional_chat_templates/tools.jinja", "qformer_tokenizer/tokenizer.json", "1_Pooling/config.json",
+    "code/modeling_y.py", "code/helper.py", "ngrams.dat",
+}  # fmt: skip
+STRAYS = {
+    "presharded/tp2/model-00000-rank-000.safetensor", "presharded/checksum.json", "READY",
+    "checksum.json", "SHA256SUMS",
+    "model.tensors", "model.nemo", "x.pt", "x.npz", "x.ckpt", "model.gguf", "x.weights", "tokenizer.bin", "old.model",
+    "model.safetensors.1", "training_args.bin", "trainer_state.json", "optimizer.pt", ".gitattributes", ".cache/x.json",
+    "original/params.json", "onnx/config.json", "1_Pooling/model.safetensors", "code/.hidden.py", "a/b/c.txt",
+    "old.json", "model.fp16.safetensors.index.json", "latest_checkpointed_iteration.txt", "zero_to_fp32.py",
+}  # fmt: skip
+
+
+def with_beside(path: Path, names: Iterable[str]) -> Path:
+    """A checkpoint with these files beside the weights, and documents that name some of them."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("x")
+    (path / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../up"}, 1]')
+    (path / "tokenizer_config.json").write_text('{"ngram_file": "ngrams.dat", "other_file": 1}')
+    config = {
+        "model_type": "llama",
+        "auto_map": {"AutoModel": ["code/modeling_y.Y", None]},
+        "weights_file": "model.nemo",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_side_files_are_those_of_a_list(tmp_path: Path) -> None:
+    """All that is not on it may be the weights before a change, under whatever name."""
+    with_beside(sharded(tmp_path), SIDE_FILES | STRAYS)
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "absent")
+    (tmp_path / "huge.txt").touch()
+    os.truncate(tmp_path / "huge.txt", LARGEST + 1)
+    found = {file.relative_to(tmp_path).as_posix() for file in find_side_files(tmp_path)}
+    assert found == SIDE_FILES | {"tokenizer_config.json"}
 
 
 # -- fingerprint ------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def _take_source(report: Report, source: Source) -> None:
 
 
 def _take_checkpoint(report: Report, checkpoint: Checkpoint) -> None:
-    report.format = "safetensors" if checkpoint.records else "PyTorch .bin"
+    report.format = "PyTorch .bin" if checkpoint.files[0].name.endswith(".bin") else "safetensors"
     _take_type(report, checkpoint.config)
     _count(report, checkpoint.tensors.values())
 

@@ -191,11 +191,13 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     model = bind(architecture, config, full, every_rule=folder.plan_file is not None)
     if not is_part:
         check_complete(model, path)
+    index = path / checkpoint.index_name if checkpoint.index_name else None
     return folder.source(
         HUGGING_FACE, make_plan(model, UNSPLIT), model, (tensor.name for tensor in full), [tensors], files,
         folder.side_files(),
         computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
-        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
+        index=index if index is not None and index.is_file() else None, checkpoint=checkpoint, twice=twice,
+        note=checkpoint.note,
     )  # fmt: skip
 
 

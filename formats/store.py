@@ -53,7 +53,7 @@ class Stat(NamedTuple):
 class Store(ABC):
     """Files that are listed, and read by byte ranges.
 
-    ``name`` is what messages call it, without secrets, and ``location`` what a manifest records; ``commit`` is the
+    ``name`` is what messages and outputs call it, without secrets, ``location`` is where it is; ``commit`` is the
     version of the whole, if it has one. ``beside`` are the names of files there that do not belong to the checkpoint,
     None if they are not known. ``folder`` has the files that are on this machine, if one folder has them.
     """
@@ -194,8 +194,15 @@ def glob(folder: FilePath, pattern: str) -> list[FilePath]:
 
 
 def location_of(path: FilePath) -> str:
-    """What a manifest calls a checkpoint: the Hub's id, a URL without secrets, or the path of a folder."""
+    """Where a checkpoint is: the Hub's id, a URL without secrets, or the path of a folder."""
     return path.store.location if isinstance(path, StoredPath) else os.path.realpath(path)
+
+
+def public_name(path: FilePath) -> str:
+    """What outputs call a checkpoint: as ``location_of``, but of a folder only its name, because outputs are published
+    and its path is private.
+    """
+    return str(path) if isinstance(path, StoredPath) else Path(os.path.realpath(path)).name
 
 
 def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:

@@ -9,16 +9,17 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
-from reshard.formats.errors import CheckpointError, brief
-from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, read_header
+from reshard.formats.errors import CheckpointError, brief, listed
+from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, build_header, read_header
+from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
-from reshard.formats.store import FilePath, name_in, read_ranges, sorted_paths, walk
+from reshard.formats.store import FilePath, name_in, read_ranges, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -34,12 +35,28 @@ def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
             raise CheckpointError(f"{where} is {kind['what'].format(name)}", kind["hint"])
 
 
-def is_usable(name: str, names: Container[str]) -> bool:
+def is_usable(name: str, names: Iterable[str]) -> bool:
     """Whether a file of weights can be read, with what stands beside it."""
+    names = {*names}
     if is_adapter(name):
         return name == ADAPTER and ADAPTER_CONFIG in names
-    needs_index = re.fullmatch(r"pytorch_model-\d+-of-\d+\.bin", name) is not None
-    return not needs_index or _BIN_INDEX in names
+    return (
+        _SERIES.fullmatch(name) is None
+        or not {_SAFE_INDEX, _BIN_INDEX}.isdisjoint(names)
+        or any(name in series for series in whole_series(names))
+    )
+
+
+def whole_series(names: Iterable[str]) -> list[list[str]]:
+    """The weight files that are numbered (``model-00001-of-00002.safetensors``), if all that their names count are
+    there: a list for each name and count.
+    """
+    series: dict[tuple[str, ...], dict[int, str]] = {}
+    for name, match in ((name, _SERIES.fullmatch(name)) for name in sorted(names)):
+        if match is not None and not is_adapter(name):
+            series.setdefault((match["ending"], match["name"], match["count"]), {})[int(match["number"])] = name
+    whole = [files for (*_, count), files in sorted(series.items(), reverse=True) if len(files) == int(count)]
+    return [[file for _, file in sorted(of.items())] for of in whole if max(of) == len(of) and 0 not in of]
 
 
 def is_adapter(name: str) -> bool:
@@ -60,12 +77,6 @@ def names_in(folder: FilePath) -> list[str]:
     return names[:_MOST]
 
 
-#: Endings of files that hold weights in some format; such files are never side files.
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".distcp", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ckpt",
-    ".npz",
-)  # fmt: skip
-
 MODEL, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -75,6 +86,7 @@ METADATA = ".metadata"
 """What says which bytes of ``.distcp`` files hold which tensor."""
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files that name the folder of a step: DeepSpeed's, and Megatron's."""
+_SERIES = re.compile(r"(?P<name>[^/.][^/]*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<ending>safetensors|bin)")
 _SAMPLES = 1024
 _SAMPLE = 64
 
@@ -90,8 +102,9 @@ class Checkpoint:
     ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``read_model_config``).
     ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
     of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
-    ``records`` say what the weight files are; they are empty if one is ``.bin``. ``index`` is the content of
-    ``index_name``, the ``*.index.json`` of the weights, if there is one.
+    ``records`` say what the weight files are, without what the index leaves out; they are empty if one is ``.bin``.
+    ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there are several: where it is
+    missing or does not fit the files, the right one. ``note`` says so, and what the index leaves out.
     """
 
     path: FilePath
@@ -102,6 +115,7 @@ class Checkpoint:
     records: tuple[SourceFileRecord, ...]
     index: bytes | None = None
     index_name: str | None = None
+    note: str | None = None
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:
@@ -119,34 +133,84 @@ def step_of(tracker: FilePath | str, content: bytes) -> str:
 def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None = None) -> Checkpoint:
     """Open a checkpoint folder: find its weights as transformers does, and read every header.
 
-    Files are looked for in this order: ``model.safetensors`` and its index, ``pytorch_model.bin`` and its index, a
-    single other ``*.safetensors``. No tensor data is read. Raises ``CheckpointError`` for a folder that is no
-    checkpoint, for files that are damaged, and for an index that says something else than the files do.
-    ``read`` is ``read_weights``, or what gives the same.
+    Files are looked for in this order: ``model.safetensors`` and its index, ``pytorch_model.bin`` and its index,
+    numbered files without an index, a single other ``*.safetensors``. No tensor data is read. Of a tensor that is in
+    several files, the index names the file. An index that does not fit is left out if the files alone are proof enough:
+    no tensor is there twice, and all files are there that their numbers count, or all tensors that the index names.
+    Raises ``CheckpointError`` for a folder that is no checkpoint, for files that are damaged, and for an index that
+    says something else than the files do. ``read`` is ``read_weights``, or what gives the same.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
     if not path.is_dir():
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
-    single, index_name = _find_weights(path)
+    names, index_name = _find_weights(path)
     index, indexed = _read_index(path, index_name) if index_name is not None else (None, {})
-    if single is not None and indexed and single not in indexed.values():
-        raise CheckpointError(
-            f"{path}: both {single} and {index_name} are there, and the index does not name {single}",
-            "move away the one that is not this model",
-        )
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
         raise CheckpointError(f"{path / CONFIG}: missing", hint)
     config = read_model_config(path)
-    checkpoint = _read_files(path, config, {*indexed.values()} or [str(single)], read or read_weights)
-    if index_name is not None:
-        stored = {name: name_in(info.file, path) for name, info in checkpoint.tensors.items()}
-        stored |= {alias: stored[original] for alias, original in checkpoint.aliases.items()}
-        _check_index(path / index_name, indexed, stored)
-    return replace(checkpoint, index=index, index_name=index_name)
+    numbered = whole_series(file.name for file in path.iterdir())
+    if indexed and not (missing := [file for file in {*indexed.values()} if not (path / file).exists()]):
+        names = next((series for series in numbered if {*indexed.values()} <= {*series}), [*{*indexed.values()}])
+    elif indexed:
+        names = next((series for series in numbered if series[0].endswith(_ending(str(index_name)))), [])
+    if not names:
+        file = min(missing)
+        tensor = next(tensor for tensor in indexed if indexed[tensor] == file)
+        raise CheckpointError(
+            f"{path / str(index_name)}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
+            "fetch the missing file, or write the index again",
+        )
+    contents = {path / name: (read or read_weights)(path / name) for name in sorted(names)}
+    places = dict[str, list[str]]()
+    for weights, (own_tensors, tied, _) in contents.items():
+        for tensor in (*own_tensors, *tied):
+            places.setdefault(tensor, []).append(name_in(weights, path))
+    twice = {tensor: files for tensor, files in places.items() if len(files) > 1}
+    stored, note = {tensor: files[0] for tensor, files in places.items()}, None
+    if twice:
+        if not indexed:
+            tensor, files = next(iter(twice.items()))
+            hint = "nothing says which one is meant: fetch the index too, or remove the file that does not belong here"
+            raise CheckpointError(f"{path / files[1]}: tensor {tensor!r} is also in {files[0]!r}", hint)
+        chosen = {tensor: file for tensor, file in indexed.items() if file in places.get(tensor, ())}
+        _check_index(path / str(index_name), indexed, stored | chosen, also=True)
+        others = [f"{tensor} in {file}" for tensor in places for file in places[tensor] if indexed.get(tensor) != file]
+        note = f"left out, because {index_name} does not name them: {listed(others, 3)}"
+        only = {file: _only(content, indexed, name_in(file, path)) for file, content in contents.items()}
+        contents = {file: content for file, content in only.items() if content[0]}
+    elif index_name is not None and indexed != stored:
+        if names not in numbered and indexed.keys() != stored.keys():
+            _check_index(path / index_name, indexed, stored)
+        index, note = None, f"{index_name} does not fit the files, so they were read without it"
+    checkpoint = _of_contents(path, config, contents)
+    if index is None and len(names) > 1:
+        index_name = _SAFE_INDEX if names[0].endswith(_ending(_SAFE_INDEX)) else _BIN_INDEX
+        note = note or f"{index_name} is missing; all files that their numbers count are there"
+        total = sum(info.nbytes for info in checkpoint.tensors.values())
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(stored.items()))}
+        index = (json.dumps(document, indent=2) + "\n").encode()
+    return replace(checkpoint, index=index, index_name=index_name if index else None, note=note)
+
+
+def _ending(index: str) -> str:
+    """The ending of the files that an index is for."""
+    return index.removesuffix(".index.json").rpartition(".")[2]
+
+
+def _only(content: Weights, indexed: Mapping[str, str], file: str) -> Weights:
+    """A file as if it had no tensors but those that an index says to be in it."""
+    tensors, tied, header = content
+    kept = {name: info for name, info in tensors.items() if indexed.get(name) == file}
+    names = [name for name in tied if indexed.get(name) == file]
+    kept |= {name: tensors[tied[name]]._replace(name=name) for name in names if tied[name] not in kept}
+    if header is not None and len(kept) < len(tensors):
+        raw = build_header([(name, info.dtype, info.shape) for name, info in kept.items()], header.metadata)
+        header = replace(header, raw=raw)
+    return kept, {name: tied[name] for name in names if name not in kept}, header
 
 
 def has_adapter(folder: FilePath) -> bool:
@@ -173,7 +237,7 @@ def open_adapter(path: FilePath, base: Path | None, known: dict[str, Any] | None
         )
     settings = without_quantization(model)
     settings["peft_config"] = read_config(path / ADAPTER_CONFIG)
-    return _read_files(path, settings, (ADAPTER,), read_weights)
+    return _of_contents(path, settings, {path / ADAPTER: read_weights(path / ADAPTER)})
 
 
 def has_usual_weights(folder: FilePath) -> bool:
@@ -216,37 +280,42 @@ def _middle(info: TensorInfo) -> tuple[int, int]:
     return begin, begin + length
 
 
-def _find_weights(folder: FilePath) -> tuple[str | None, str | None]:
-    """The one file of weights in a folder, and the index of several: at least one of them.
+def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
+    """The files of weights in a folder, or the index that names them.
 
-    Where none has a standard name, the file is the only ``*.safetensors``.
+    Where none has a standard name, the files are numbered, or there is only one ``*.safetensors``.
     """
-    for usual in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
-        single, index = (name if (folder / name).exists() else None for name in usual)
-        if single or index:
-            return single, index
-    names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
-    names = [name for name in names if not is_adapter(name)]
+    for single, index in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
+        if (folder / single).exists():
+            named = _read_index(folder, index)[1].values() if (folder / index).exists() else ()
+            return ([], index) if single in named else ([single], None)
+        if (folder / index).exists():
+            return [], index
+    here = sorted(file.name for file in folder.iterdir() if not file.name.startswith(".") and not is_adapter(file.name))
+    names, numbered = [name for name in here if name.endswith(".safetensors")], whole_series(here)
+    if numbered:
+        return numbered[0], None
     if not names:
         refuse_foreign(folder, names_in(folder))
-        unread = sorted(file.name for file in folder.iterdir() if file.name.endswith(WEIGHT_SUFFIXES))
+        unread = [name for name in here if (folder / name).is_file() and not is_side_file(name, ())]
         instead = f"; found {', '.join(unread[:3])}, which is no format read here" if unread else ""
         raise CheckpointError(
             f"{folder}: no weights: neither {MODEL}, {_SAFE_INDEX}, {_BIN} nor {_BIN_INDEX}{instead}",
             "give the folder that holds config.json and the weights of a Hugging Face checkpoint",
+        )
+    part = _SERIES.fullmatch(names[0])
+    if part is not None and int(part["count"]) > 1:
+        count = sum(name.endswith(f"-of-{part['count']}.safetensors") for name in names)
+        raise CheckpointError(
+            f"{folder}: {count} of {int(part['count'])} files are there ({names[0]}), and no {_SAFE_INDEX}",
+            "fetch the other files too",
         )
     if len(names) > 1:
         raise CheckpointError(
             f"{folder}: {len(names)} safetensors files ({names[0]}, {names[1]}, …) and no {_SAFE_INDEX}",
             f"add the {_SAFE_INDEX} that belongs to them, or leave only one file",
         )
-    part = re.search(r"-(\d+)-of-(\d+)\.safetensors$", names[0])
-    if part and int(part[2]) != 1:
-        raise CheckpointError(
-            f"{folder}: {names[0]} is one file of {int(part[2])}, and there is no {_SAFE_INDEX}",
-            "fetch the other files and the index too",
-        )
-    return names[0], None
+    return names, None
 
 
 def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
@@ -265,11 +334,6 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is said to lie in {file!r}, outside the folder",
                 "an index names only files of its own folder; do not trust this one",
-            )
-        if not (folder / file).exists():
-            raise CheckpointError(
-                f"{path}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
-                "fetch the missing file, or write the index again",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
     return raw, {tensor: plain[file] for tensor, file in file_of.items()}
@@ -291,27 +355,20 @@ def read_model_config(folder: FilePath) -> dict[str, Any]:
     return {**config, "quantization_config": {"quant_method": "modelopt", **content}}
 
 
-def _read_files(
-    folder: FilePath, config: dict[str, Any], names: Iterable[str], read: Callable[[FilePath], Weights]
-) -> Checkpoint:
-    """A checkpoint of these weight files; reads the headers of all."""
-    records: list[SourceFileRecord] = []
+def _of_contents(folder: FilePath, config: dict[str, Any], contents: Mapping[FilePath, Weights]) -> Checkpoint:
+    """A checkpoint of weight files that have no tensor twice."""
     tensors: dict[str, TensorInfo] = {}
     aliases: dict[str, str] = {}
-    files = {folder / name: name for name in sorted(names)}
-    for path, name in files.items():
-        own_tensors, tied, header = read(path)
-        for tensor in (*own_tensors, *tied):
-            if tensor in tensors or tensor in aliases:
-                first = tensors[aliases.get(tensor, tensor)].file.name
-                raise CheckpointError(
-                    f"{path}: tensor {tensor!r} is also in {first!r}", "remove the file that does not belong here"
-                )
+    records: list[SourceFileRecord] = []
+    for path, (own_tensors, tied, header) in contents.items():
         tensors.update(own_tensors)
         aliases.update(tied)
-        records += [SourceFileRecord(name, path.stat().st_size, None, header.raw)] if header is not None else []
-    is_safetensors = len(records) == len(files)
-    return Checkpoint(folder, config, tensors, aliases, (*files,), (*records,) if is_safetensors else ())
+        name = name_in(path, folder)
+        if header is not None:
+            size = len(header.raw) + sum(info.nbytes for info in own_tensors.values())
+            records.append(SourceFileRecord(name, size, None, header.raw))
+    is_safetensors = len(records) == len(contents)
+    return Checkpoint(folder, config, tensors, aliases, (*contents,), (*records,) if is_safetensors else ())
 
 
 def read_weights(path: FilePath) -> Weights:
@@ -324,30 +381,17 @@ def read_weights(path: FilePath) -> Weights:
     return (*read_bin(path), None)
 
 
-def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str]) -> None:
-    """Check that the index and the files agree on the file of each tensor."""
-    if indexed == stored:
-        return
-    hint = "the index and the files are of different versions: fetch both again"
+def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str], *, also: bool = False) -> None:
+    """Raise CheckpointError unless the index and the files agree on the file of each tensor; with ``also``, files may
+    have tensors that the index does not name.
+    """
     for name, file in indexed.items():
         if file != (place := stored.get(name)):
             what = f" and lies in {place!r}" if place is not None else ", which lacks it"
+            hint = "the index and the files are of different versions: fetch both again"
             raise CheckpointError(f"{path}: tensor {name!r} is said to lie in {file!r}{what}", hint)
-    name = next(name for name in stored if name not in indexed)
-    raise CheckpointError(f"{path}: tensor {name!r} lies in {stored[name]!r}, but the index does not name it", hint)
-
-
-def find_side_files(folder: FilePath) -> tuple[FilePath, ...]:
-    """Files that belong to the model and are no weights; folders with weights of their own are left out whole."""
-    paths: list[FilePath] = []
-    for root, folders, files in walk(folder):
-        if root != folder and any(name.endswith(WEIGHT_SUFFIXES) for name in files):
-            folders.clear()
-            continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-            if not weights and not name.startswith(".") and (root / name).is_file():
-                paths.append(root / name)
-    config = folder / "config.json"
-    return (config, *sorted_paths(file for file in paths if file != config))
+    for name in () if also else stored.keys() - indexed.keys():
+        raise CheckpointError(
+            f"{path}: tensor {name!r} lies in {stored[name]!r}, but the index does not name it",
+            "give the index that was written with these files, or remove the file that does not belong here",
+        )

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from reshard.formats.documents import Record, optional, read_document, whole
 from reshard.formats.errors import CheckpointError, MismatchError
-from reshard.formats.files.checkpoint import CONFIG, METADATA, TRACKERS, find_side_files, step_of
+from reshard.formats.files.checkpoint import CONFIG, METADATA, TRACKERS, step_of
 from reshard.formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
 from reshard.formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
 from reshard.formats.files.deepspeed import MODEL, OPTIMIZER, read_zero
 from reshard.formats.files.safetensors import TensorInfo, read_header
+from reshard.formats.files.side_files import find_side_files
 from reshard.formats.mesh import MOST_RANKS
 from reshard.formats.store import FilePath, glob, name_in, read_file
 
@@ -35,13 +36,6 @@ _ACCELERATE = "saved by accelerate or Trainer"
 _VERL = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 _PARAMETERS = re.compile(r"optimizer\.param_groups\.\d+\.params")
 _RANK = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d+)\.bin")
-
-
-OWN = re.compile(
-    r"latest(_universal|_checkpointed_iteration\.txt)?|(trainer_state|fsdp_config|lora_train_meta)\.json|zero_to_fp32\.py|"
-    r"random_states_\d+\.pkl"
-)
-"""Names of a training program's own files, which belong to no model."""
 SAVED = re.compile(
     r"(pytorch_model_fsdp_0/|optimizer_0/)?(\.metadata|__\d+_\d+\.distcp)|shard-[^/]*\.safetensors|common\.pt|metadata\.json|"
     r"mp_rank_[\d_]+/[^/]*\.pt|[^/]*_states\.pt|zero/.*\.pt|(model|optim)_world_size_\d+_rank_\d+\.pt|huggingface/[^/]*|"
@@ -207,5 +201,5 @@ def model_files(folder: FilePath) -> dict[str, FilePath]:
     for place, span in ((folder, "**"), (folder / "huggingface", "**"), (above, "*")):
         if (place / CONFIG).is_file():
             files = ((name_in(file, place), file) for file in find_side_files(place) if file.is_file())
-            return {name: file for name, file in files if not OWN.fullmatch(name) and (span == "**" or "/" not in name)}
+            return {name: file for name, file in files if span == "**" or "/" not in name}
     return {}

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, METADATA
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
+from reshard.formats.files.side_files import named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import read_file
-from reshard.store.selection import INDICES, named_files
+from reshard.store.selection import INDICES, recorded, weights_named
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
 
 if TYPE_CHECKING:
@@ -104,14 +105,14 @@ class Existing:
         """
         accounted = {name for name in self.names if name.startswith(STATE) or name.endswith("/") or _is_of_a_rank(name)}
         manifest = json_of(self.read(MANIFEST))
-        remaining = self.names - accounted - {MANIFEST, *named_files(self.read, [MANIFEST])}
+        remaining = self.names - accounted - {MANIFEST, *recorded(self.read)}
         from reshard.formats.notation.format_file import all_formats  # rarely needed
 
         if manifest.get("format") == "reshard" and not self._is_unfinished:
             formats = [format for name, format in all_formats().items() if name == manifest.get("layout")]
         else:
             remaining -= {name for name in remaining if _WEIGHTS.fullmatch(name) or _OF_A_MODEL.fullmatch(name)}
-            remaining -= {*INDICES, *named_files(self.read)}
+            remaining -= {*INDICES, *named_files(self.read), *weights_named(self.read)}
             formats = [*all_formats().values()]
         return sorted(name for name in remaining if not any(_is_of(format, name) for format in formats))
 

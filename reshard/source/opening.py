@@ -214,12 +214,14 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
         model, twice = _bound(folder, architecture, config, tensors)
     if not is_part:
         check_complete(model, path)
+    index = path / checkpoint.index_name if checkpoint.index_name else None
+    notes = (checkpoint.note, naming.note if naming is not None else None)
     return folder.source(
         HUGGING_FACE, make_plan(model, UNSPLIT), model, (name for name in tensors if name not in twice), [tensors],
         files, folder.side_files(),
         computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
-        index=path / checkpoint.index_name if checkpoint.index_name else None, checkpoint=checkpoint, twice=twice,
-        left_behind=naming.left_behind if naming else (), note=naming.note if naming else None,
+        index=index if index is not None and index.is_file() else None, checkpoint=checkpoint, twice=twice,
+        left_behind=naming.left_behind if naming else (), note="; ".join(filter(None, notes)) or None,
     )  # fmt: skip
 
 
@@ -255,7 +257,8 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
     except ReshardError:
         return None
     plain = replace(checkpoint, records=(), index=None, index_name=None)  # a merge writes other names
-    return replace(source, checkpoint=plain, note="names are written as published, not as in transformers' modules")
+    note = "names are written as published, not as in transformers' modules"
+    return replace(source, checkpoint=plain, note="; ".join(filter(None, (checkpoint.note, note))))
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:

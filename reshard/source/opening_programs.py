@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,12 @@ from typing import Any
 
 from reshard.formats.documents import json_bytes, read_config
 from reshard.formats.errors import CheckpointError, ReshardError
-from reshard.formats.files.checkpoint import CONFIG, find_side_files, read_model_config
+from reshard.formats.files.checkpoint import CONFIG, read_model_config
 from reshard.formats.files.chunks import Chunk, whole_shape
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
+from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import Architecture, without_wrappers
@@ -280,10 +280,6 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     side = folder.side_files()
     if manifest is None and (is_trainers or (folder.config is not None and format.files.tracker is not None)):
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
-    elif manifest is None:  # others are the program's, by their names
-        own = {MANIFEST, INTACT_FILE, format.files.tracker, *format.container.documents}
-        step = r"(release|iter_[0-9]+)/" if format.files.tracker is not None else r"(?!)"
-        side = {name: file for name, file in side.items() if name not in own and not re.match(step, name)}
     if lacking:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from reshard.formats.documents import read_config
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import (
+    ADAPTER_CONFIG,
     CONFIG,
+    METADATA,
     Checkpoint,
     Weights,
-    find_side_files,
     fingerprint,
     has_adapter,
     has_usual_weights,
@@ -26,6 +28,7 @@ from reshard.formats.files.checkpoint import (
 from reshard.formats.files.checksum import Stamp, check_unchanged, stamps_in, stamps_of
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import (
+    INTACT_FILE,
     MANIFEST,
     Identity,
     Index,
@@ -35,13 +38,25 @@ from reshard.formats.files.sharded import (
     plan_digest,
     read_manifest,
 )
-from reshard.formats.mesh import Mesh
+from reshard.formats.files.side_files import find_side_files, is_side_file
+from reshard.formats.mesh import RANK_FOLDER, Mesh
 from reshard.formats.notation.architecture import Architecture, architecture_from_document, to_document
 from reshard.formats.notation.architecture_files import find_architecture, load_architecture
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
 from reshard.formats.quantization.methods import block_size
-from reshard.formats.store import FilePath, StoredPath, joined, local_path, location_of, name_in, read_file, read_ranges
+from reshard.formats.store import (
+    FilePath,
+    StoredPath,
+    is_in,
+    joined,
+    local_path,
+    location_of,
+    name_in,
+    public_name,
+    read_file,
+    read_ranges,
+)
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
@@ -133,6 +148,8 @@ class Source:
     """The chunks of stored tensors, by the numbers of their files, which stand for ranks."""
     left_behind: tuple[str, ...] = ()
     """What its files have besides the model, in a few words."""
+    strays: tuple[str, ...] = ()
+    """The files and folders beside it that are neither its weights nor read with them."""
     training: Training | None = None
     """What a trainer saved besides the model, if it can be re-sharded with the model."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
@@ -206,7 +223,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """Its name in a manifest: the Hub's id, a URL without secrets, or the path of a folder."""
+        """Where it is: the Hub's id, a URL without secrets, or the path of a folder."""
         return location_of(self.path)
 
     @property
@@ -256,15 +273,16 @@ class Source:
             return self.cast.record()
         checkpoint = self.checkpoint
         if checkpoint is None:
-            name = self.stated.source if self.stated else self.location
+            place = hashlib.sha256(self.location.encode()).hexdigest()[:32]  # the path itself is private
+            name = self.stated.source if self.stated else f"unknown:{place}"
             if self.training is not None and self.training.chosen is not None:
                 name += f" ({self.training.chosen})"
-            unknown = SourceRecord(name, self.location, None, {}, None, ())
+            unknown = SourceRecord(name, public_name(self.path), None, {}, None, ())
             return self.manifest.source if self.manifest is not None else unknown
         index = checkpoint.index if checkpoint.records else None
         return SourceRecord(
             id=fingerprint(checkpoint),
-            location=self.display_name,
+            location=public_name(self.path),
             commit=self.commit,
             aliases={**checkpoint.aliases, **self.twice},
             index=Index(str(checkpoint.index_name), index) if index is not None else None,
@@ -308,6 +326,33 @@ class Source:
 
 
 T = TypeVar("T")
+
+
+def other_entries(path: FilePath, known: Collection[str]) -> list[str]:
+    """The files and folders below a folder that are not ``known``; for a folder without a known file only its own name.
+
+    A link counts as its target. Of a store, also what is there and not part of the checkpoint.
+    """
+    files, folders = {*known}, {parent.as_posix() for name in known for parent in PurePosixPath(name).parents}
+
+    def called(folder: str) -> str:
+        return folder if RANK_FOLDER.fullmatch(folder) else f"{folder}/"
+
+    def inside(folder: str) -> Iterator[str]:
+        for entry in (path / folder).iterdir():
+            name = name_in(entry, path)
+            if name in folders and entry.is_dir():
+                yield from inside(name)
+            elif name not in files or not entry.is_file():
+                yield called(name) if entry.is_dir() else name
+
+    def outermost(name: str) -> str:
+        outer = [parent.as_posix() for parent in PurePosixPath(name).parents]
+        return next((called(folder) for folder in reversed(outer) if folder not in folders), name)
+
+    beside = (path.store.beside if isinstance(path, StoredPath) and not path.inner else None) or ()
+    others = (outermost(name) for name in beside if name not in files | folders)  # a folder may be an empty object
+    return sorted({*inside(""), *others})
 
 
 class Folder:
@@ -391,7 +436,10 @@ class Folder:
         """The files beside the weights: those that its manifest lists, there or not, or those that are there."""
         if self.manifest is not None:
             return {record.name: self.path / record.name for record in self.manifest.side_files}
-        return {name_in(file, self.path): file for file in find_side_files(self.path) if file.is_file()}
+        files = {name_in(file, self.path): file for file in find_side_files(self.path) if file.is_file()}
+        if self.kind in ("full", "program"):  # with it, transformers would look for an adapter that is not copied
+            files.pop(ADAPTER_CONFIG, None)
+        return files
 
     @cached_property
     def checksums(self) -> Mapping[FilePath, str | None]:
@@ -425,7 +473,18 @@ class Folder:
         weights = {file.path: file for file in files}
         documents = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
         stamps = stamps_of([*weights, *side_files.values(), *documents], self.path, self.stamps)
+        known = {name_in(path, self.path) for path in stamps if is_in(path, self.path)} | {*computed}
         return Source(
             self.path, plan, model, tuple(names), tuple(ranks), weights, {**computed, **side_files, **computed}, stamps,
-            format, manifest=self.manifest, **fields,
+            format, manifest=self.manifest, strays=self._strays(format, known), **fields,
         )  # fmt: skip
+
+    def _strays(self, format: Format, known: set[str]) -> tuple[str, ...]:
+        """What lies in the folder besides files that are ``known``, those of the manifest and the format's own."""
+        records = (*self.manifest.ranks.values(), self.manifest.side_files) if self.manifest is not None else ()
+        known |= {record.name for part in records for record in part}
+        places = {"", *(f"{name.rpartition('/')[0]}/" for name in known if "/" in name)}
+        own = {METADATA, INTACT_FILE, format.files.tracker, *format.container.documents}
+        own |= {format.settings.file} if format.settings is not None else set()
+        known |= {f"{place}{name}" for place in places for name in own} if not format.plain else set()
+        return tuple(name for name in other_entries(self.path, known) if not is_side_file(name, ()))

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from reshard.formats.documents import json_bytes
 from reshard.formats.errors import CheckpointError, redacted
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
+from reshard.formats.files.side_files import named_files
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
-from reshard.store.selection import INDICES, NAMING, Weights, is_url, named_files, select
+from reshard.store.selection import DOCUMENTS, INDICES, Weights, is_url, recorded, select, weights_named
 from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
@@ -221,7 +222,7 @@ _LISTED_BY_NAME = (
     "params.json", "consolidated.safetensors", "consolidated.00.pth",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
-    "LICENSE", "README.md",
+    "modules.json", "LICENSE", "README.md",
 )  # fmt: skip
 """The names that are looked for behind a URL that cannot be listed."""
 _OF_A_STEP = (
@@ -297,10 +298,11 @@ def _probed(bucket: Bucket) -> dict[str, StoredFile]:
     """The files of a folder that cannot be listed: those that usually are there, and those that an index names."""
     heads = _heads(bucket, _LISTED_BY_NAME)
     with Threads(_REQUESTS) as threads:
-        documents = [name for name in NAMING if name in heads]
+        documents = [name for name in DOCUMENTS if name in heads]
         contents = dict(zip(documents, threads.map(bucket.content, documents), strict=True))
     steps = [step_of(name, bucket.content(name) or b"") for name in TRACKERS if name in heads]
-    named = {name for name in named_files(contents.get) if _NAME.fullmatch(name)}
+    names = (*named_files(contents.get), *weights_named(contents.get), *recorded(contents.get))
+    named = {name for name in names if _NAME.fullmatch(name)}
     named |= {f"{step}/{name}" for step in steps for name in _OF_A_STEP}
     return heads | _heads(bucket, named - heads.keys())
 

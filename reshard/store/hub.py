@@ -218,7 +218,11 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
     except LocalEntryNotFoundError:
         raise error from error.__cause__
     listing = _cached_listing(request, folder)
-    weights, side = weight_files(listing, folder), side_files(listing)
+
+    def read(document: str) -> bytes | None:
+        return (folder / document).read_bytes() if (folder / document).is_file() else None
+
+    weights, side = weight_files(listing, folder), side_files(listing, read)
     files: dict[str, Content] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
     headers = _headers_folder(request, folder.name, Weights.HEADERS)
     whole = bool(weights) and len(files) == len({*weights, *side})
@@ -233,15 +237,16 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
     return with_headers(store, headers, sampled=False)
 
 
-def _cached_listing(request: _Request, folder: Path) -> list[str]:
-    """The names of all files of the commit, if ``huggingface_hub`` cached them; else of the files in the folder."""
+def _cached_listing(request: _Request, folder: Path) -> dict[str, int]:
+    """The sizes of all files of the commit, if ``huggingface_hub`` cached them; else of the files in the folder."""
     try:
         from huggingface_hub import get_cached_repo_tree  # huggingface_hub 2 and later
 
         tree = get_cached_repo_tree(request.repo, revision=folder.name, cache_dir=request.access.cache_dir)
-        return [entry.path for entry in tree]
+        return {entry.path: entry.size for entry in tree}
     except Exception:  # no such function, or no such list
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _headers_folder(request: _Request, commit: str, scope: Weights) -> Path:

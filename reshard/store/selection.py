@@ -12,24 +12,26 @@ from pathlib import Path
 from reshard.formats.documents import MAX_INDEX
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import (
+    ADAPTER_CONFIG,
     DELTA,
     METADATA,
+    MODELOPT,
     TRACKERS,
-    WEIGHT_SUFFIXES,
     is_usable,
     refuse_foreign,
     step_of,
 )
 from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.files.side_files import NAMING, is_side_file, named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import FilePath, read_file
 from reshard.store.staging_names import json_of
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-NAMING = (
-    MANIFEST, *INDICES, "config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+DOCUMENTS = (MANIFEST, *INDICES, *NAMING)
 """The files that name other files."""
+_TO_OPEN = (*DOCUMENTS, *TRACKERS, DELTA, MODELOPT, "params.json", ADAPTER_CONFIG, "fsdp_config.json")
+"""The small files that say what a checkpoint is, and of what files."""
 
 _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
 
@@ -58,30 +60,25 @@ class HubAccess:
     quiet: bool = False
 
 
-# Weights of other frameworks or in other formats, archives and pictures. All other files are small and may be needed
-# (tokenizers, chat templates, licences, custom code), and their names cannot be listed in advance.
-# fmt: off
-_NOT_SIDE_FILES = (
-    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf",
-    ".ggml", ".tflite", ".ot", ".mlmodel", ".nemo", ".engine", ".pkl", ".pickle", ".npy", ".npz", ".parquet", ".arrow",
-    ".zip", ".tar", ".gz", ".tgz", ".zst", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".bmp", ".mp4",
-    ".mov", ".webm", ".wav", ".mp3", ".flac", ".pdf",
-)
-# fmt: on
-
-
 _BY_RANGES = (".safetensors", ".distcp", ".pt", ".pth")
 """The files that are read by ranges: they say at their ends where tensors lie, or ``.metadata`` does."""
 _FOR_HEADERS = ("config.json", "params.json", ".index.json", DELTA, METADATA, *TRACKERS)
-"""The side files that say what a checkpoint is."""
+"""The endings of small files that are enough to plan."""
+_OF_RANKS = (".json", METADATA, *TRACKERS)
+"""The endings of the small files of shards."""
 
 
-def side_files(listing: Iterable[str]) -> list[str]:
-    """The files of a checkpoint's repository that are not weights: config, tokenizer, index, licence."""
-    names, is_split, indices = _belonging(listing)
-    excluded = WEIGHT_SUFFIXES if is_split else _NOT_SIDE_FILES  # of shards, the manifest lists the others
-    side = (name for name in names if not name.lower().endswith(excluded))
-    return sorted(name for name in side if not name.endswith(".index.json") or name in indices)
+def side_files(sizes: Mapping[str, int], read: Callable[[str], bytes | None]) -> list[str]:
+    """The small files of a checkpoint's repository (sizes in bytes): what is read beside the weights, and says what
+    they are. ``read`` gives the content of a document.
+    """
+    names, is_split, indices = _belonging(sizes)
+    named, ours = {*named_files(read)}, ({*_TO_OPEN} - {*INDICES}) | indices
+    side = {name for name in sizes if is_side_file(name, named, sizes[name])} | (ours & {*names})
+    if is_split:
+        small = {*recorded(read)} | {name for name in names if name.endswith(_OF_RANKS)}
+        side |= {name for name in names if name in small and not name.endswith(_BY_RANGES)}
+    return sorted(side)
 
 
 def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
@@ -94,7 +91,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     """
     names, is_split, indices = _belonging(listing)
     if is_split:
-        return sorted(name for name in names if name.endswith((".safetensors", ".distcp", ".pt", ".pth")))
+        return sorted(name for name in names if name.endswith(_BY_RANGES))
     if METADATA in names:
         return _saved(names)
     tensors = [name for name in names if name.endswith(".safetensors")]
@@ -104,7 +101,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
             return read_file(folder / index, MAX_INDEX)
         return None
 
-    named = {*named_files(read, indices)}
+    named = {*weights_named(read, indices)}
     whole = {"model.safetensors", "pytorch_model.bin"} & set(tensors or names)
     if named or whole:
         return sorted(named | whole)
@@ -137,35 +134,25 @@ def _belonging(listing: Iterable[str]) -> tuple[list[str], bool, set[str]]:
     if is_split:
         names = [name for name in names if not name.startswith(".") or name == METADATA]
         return names, True, {name for name in names if name.endswith(".safetensors.index.json")}
-    names = [
-        name
-        for name in names
-        if name == METADATA
-        or (not name.startswith(".") and ("/" not in name or name.startswith("additional_chat_templates/")))
-    ]
+    names = [name for name in names if name == METADATA or (not name.startswith(".") and "/" not in name)]
     has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
     index = INDICES[0] if has_safetensors else INDICES[1]
     return names, False, {index} & {*names}
 
 
-def named_files(read: Callable[[str], bytes | None], documents: Iterable[str] = NAMING) -> Iterator[str]:
-    """The files that a place's documents name: weights, shards, and the modules of custom code.
+def weights_named(read: Callable[[str], bytes | None], indices: Iterable[str] = INDICES) -> Iterator[str]:
+    """The weight files that indices name. One that is damaged names none."""
+    for index in indices:
+        weights = json_of(read(index)).get("weight_map")
+        yield from (name for name in (weights.values() if isinstance(weights, dict) else ()) if isinstance(name, str))
 
-    ``read`` gives the content of a file; None, if it is not there. What is damaged names none.
-    """
-    for document in map(json_of, map(read, documents)):
-        names: list[object] = []
-        with suppress(KeyError, TypeError):
-            names += [file["name"] for rank in document["ranks"] for file in rank["files"]]
-            names += [file["name"] for file in document["side_files"]]
-        weights, code = document.get("weight_map"), document.get("auto_map")
-        names += weights.values() if isinstance(weights, dict) else ()
-        names += (value for key, value in document.items() if key.endswith("_file"))  # of a tokenizer
-        for value in code.values() if isinstance(code, dict) else ():
-            for module in value if isinstance(value, list) else [value]:
-                if isinstance(module, str) and "." in module and "--" not in module:  # else in another repository
-                    names.append(f"{module.partition('.')[0]}.py")
-        yield from (name for name in names if isinstance(name, str))
+
+def recorded(read: Callable[[str], bytes | None]) -> Iterator[str]:
+    """The files that a manifest records. One that is damaged records none."""
+    document = json_of(read(MANIFEST))
+    with suppress(KeyError, TypeError):
+        files = [*(file for rank in document["ranks"] for file in rank["files"]), *document["side_files"]]
+        yield from (file["name"] for file in files if isinstance(file["name"], str))
 
 
 def select(
@@ -176,10 +163,20 @@ def select(
     Returns the folder that it gives, the names of the small files and of the weights, and whether ranges of the weights
     are enough. Raises CheckpointError if there is no checkpoint.
     """
-    side, (_, is_split, _) = side_files(sizes), _belonging(sizes)
+    names, is_split, _ = _belonging(sizes)
+    documents = [name for name in names if name in DOCUMENTS]
+    folder = copy(documents)
+
+    def read(document: str) -> bytes | None:
+        with suppress(CheckpointError):
+            return read_file(folder / document, MAX_INDEX) if document in documents else None
+        return None
+
+    side = side_files(sizes, read)
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
         side = [file for file in side if file.endswith(_FOR_HEADERS)]
-    folder = copy(side)
+    if {*side} - {*documents}:
+        copy(side)
     weights = [file for file in weight_files(sizes, folder) if file in sizes]
     if not any(is_usable(file, sizes) for file in weights):
         refuse_foreign(name, sizes)

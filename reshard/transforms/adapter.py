@@ -17,7 +17,7 @@ from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.numbers import CODES, as_float32, round_to
-from reshard.formats.store import FilePath, location_of
+from reshard.formats.store import FilePath, public_name
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
@@ -121,4 +121,4 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
             content = _added(name, tensor, content, added[name])
         tensors[name] = tensor._replace(content=content)
     adapter.check_unchanged()
-    return changed(source, f"{source.location} + {location_of(path)}", tensors)
+    return changed(source, f"{public_name(source.path)} + {public_name(path)}", tensors)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, refused
 from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.store import public_name
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
@@ -102,4 +103,4 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
         mean = Tensor("F32", one.shape, mean_of(name, inputs, tuple(weights)))
         contents[name] = mean if wide else rounded(name, mean, one.dtype)
     contents |= {second: contents[name] for second, name in first.aliases.items()}
-    return changed(first, f"the mean of {' and '.join(source.location for source in sources)}", contents)
+    return changed(first, f"the mean of {' and '.join(public_name(source.path) for source in sources)}", contents)

@@ -13,7 +13,7 @@ from reshard.formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from reshard.formats.files.sharded import SourceRecord
 from reshard.formats.hints import synonym
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.store import StoredPath
+from reshard.formats.store import StoredPath, public_name
 from reshard.model.model import AxisSizes, Kind
 from reshard.source.source import Cast, Source
 from reshard.text import plural
@@ -72,7 +72,7 @@ def _restated(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     """The record of the checkpoint that a merge of it writes: its files, and the fingerprint of what is in them."""
-    title = f"{source.display_name} (in {word})"
+    title = f"{public_name(source.path)} (in {word})"
     store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
     is_adapter = SETTINGS in source.model.config
     checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)

@@ -42,6 +42,7 @@ from reshard.formats.notation.architecture import SETTINGS, Architecture, filled
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import AdapterFormat, Factor
+from reshard.formats.store import public_name
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
@@ -165,7 +166,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
         CONFIG: json_bytes(plain) + b"\n",
     }
     contents = {name: tensor.content for name, tensor in conversion.out.items()}
-    name_of = f"{source.location} as {format.name}"
+    name_of = f"{public_name(source.path)} as {format.name}"
     return store_of(source, name_of, [file], contents, {**source.side_files, **documents})
 
 

@@ -15,6 +15,7 @@ from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.architecture import Architecture
 from reshard.formats.quantization.fp8 import DTYPE, Grid, Stored, scaled_weights
 from reshard.formats.quantization.methods import without_quantization
+from reshard.formats.store import public_name
 from reshard.model.model import AxisSizes
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
@@ -66,7 +67,7 @@ def dequantize(source: Source) -> RangeStore:
         contents[name] = _dequantized(tensors[name], tensors[how.scale], how.grid)
     sides = {name: content for name, content in source.side_files.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
-    return changed(source, f"{source.location} (dequantized)", contents, sides)
+    return changed(source, f"{public_name(source.path)} (dequantized)", contents, sides)
 
 
 def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:

@@ -64,7 +64,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
 
     def transformed(store: RangeStore) -> Source:
         source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
-        return replace(source, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
+        source = replace(source, left_behind=first.left_behind, strays=first.strays)
+        return replace(source, was_split=first.is_split, note=first.note)
 
     if access.averaged is not None:
         from reshard.transforms.average import average  # numpy

@@ -18,7 +18,7 @@ from reshard.formats.files.compressed import OVERWRITE, XOR, Changes, Frame, che
 from reshard.formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
 from reshard.formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.store import FilePath, location_of
+from reshard.formats.store import FilePath, public_name
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.remote import Remote
@@ -156,7 +156,7 @@ def patch(source: Source, path: FilePath) -> RangeStore:
             raise other(f"it has no {name}")
     sides = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
-    name_of = f"{source.location} + {location_of(path)}"
+    name_of = f"{public_name(source.path)} + {public_name(path)}"
     return store_of(source, name_of, delta.files, contents, {**delta.documents, **sides})
 
 

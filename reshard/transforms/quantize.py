@@ -21,6 +21,7 @@ from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.notation.architecture import SETTINGS as ADAPTER
 from reshard.formats.numbers import CODES
 from reshard.formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
+from reshard.formats.store import public_name
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
@@ -133,7 +134,7 @@ def quantize(source: Source, name: str) -> Quantized:
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
     sides = {**source.side_files, CONFIG: json_bytes(document) + b"\n"}
     beside = {key: f"{key}_scale_inv" for key in lost}
-    store = changed(source, f"{source.location} (in {NAME})", contents, sides, beside)
+    store = changed(source, f"{public_name(source.path)} (in {NAME})", contents, sides, beside)
     kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
     note = f"{plural(len(lost), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
     note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"

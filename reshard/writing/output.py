@@ -103,7 +103,7 @@ class Output:
             is_same = names == others
         self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
-        self.left_behind = self._not_carried()
+        self.left_behind = (*self._not_carried(), *(source.strays if state is None else ()))
         evaluate, stacks = plan.model.sizes.evaluate, format.rules.stacks
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
@@ -400,8 +400,8 @@ class Output:
         """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
         source, record = self.source, self.source.record
         if sums is not None and source.format is HUGGING_FACE and source.cast is None:
-            checksums = {file.name: sums.checksum(file) for file in sums.of}
-            files = tuple(dataclasses.replace(file, checksum=checksums[file.name]) for file in record.files)
+            sums_of = {(file.name, file.header): sums.checksum(file) for file in sums.of}
+            files = tuple(dataclasses.replace(f, checksum=sums_of.get((f.name, f.header))) for f in record.files)
             record = dataclasses.replace(record, files=files)
         return Manifest(
             self.identity, record, source.manifest_rules(self.format), self.max_shard_size,

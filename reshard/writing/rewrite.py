@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import __version__
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.mesh import Mesh
@@ -156,7 +156,7 @@ def _paragraph(summary: Summary) -> str:
     for axis, unit in summary.mesh.uneven:
         parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
     if summary.left_behind:
-        parts.append(f"left behind: {', '.join(summary.left_behind)}, which the output has no place for")
+        parts.append(f"left behind: {listed(summary.left_behind, 10)}, which the output has no place for")
     parts += [summary.note] if summary.note else []
     if summary.error is not None:
         name, error = summary.error

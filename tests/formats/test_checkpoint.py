@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.files.checkpoint import Checkpoint, find_side_files, fingerprint, open_checkpoint
+from reshard.formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from reshard.formats.files.safetensors import build_header
+from reshard.formats.files.side_files import LARGEST, find_side_files
 
 SAFE_INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -235,45 +237,98 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
     refusal(tmp_path, SAFE_INDEX, f"tensor 'a' is said to lie in '{TWO}', which does not exist")
 
 
+def unnumbered(path: Path, weight_map: dict[str, Any]) -> Path:
+    """The same in files whose names do not say how many there are."""
+    folder = sharded(path, {tensor: file.replace(ONE, "x.safetensors") for tensor, file in weight_map.items()})
+    (folder / ONE).rename(folder / "x.safetensors")
+    return folder
+
+
 def test_an_index_that_names_a_missing_tensor(tmp_path: Path) -> None:
-    refusal(sharded(tmp_path, {"a": TWO, "b": ONE, "c": ONE, "d": TWO}), f"tensor 'd' is said to lie in '{TWO}', which")
+    path = unnumbered(tmp_path, {"a": TWO, "b": ONE, "c": ONE, "d": TWO})
+    refusal(path, f"tensor 'd' is said to lie in '{TWO}', which")
 
 
 def test_an_index_that_lacks_a_tensor(tmp_path: Path) -> None:
-    refusal(sharded(tmp_path, {"a": TWO, "b": ONE}), f"tensor 'c' lies in '{ONE}', but the index does not name it")
+    path = unnumbered(tmp_path, {"a": TWO, "b": ONE})
+    refusal(path, "tensor 'c' lies in 'x.safetensors', but the index does not name it")
 
 
-def test_an_index_that_names_the_wrong_file(tmp_path: Path) -> None:
-    path = sharded(tmp_path, {"a": TWO, "b": ONE, "c": TWO})
-    refusal(path, f"tensor 'c' is said to lie in '{TWO}' and lies in '{ONE}'")
+STALE = {
+    "a missing tensor": {"a": TWO, "b": ONE, "c": ONE, "d": TWO},
+    "a missing file": {"a": "model-00003-of-00003.safetensors", "b": ONE, "c": ONE},
+    "without a tensor": {"a": TWO, "b": ONE},
+    "without a file": {"b": ONE, "c": ONE},
+    "the wrong file": {"a": TWO, "b": ONE, "c": TWO},
+    "no index": None,
+}
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", STALE)
+def test_numbered_files_that_are_all_there_need_no_index(tmp_path: Path, case: str) -> None:
+    """Their numbers are complete, and no tensor is there twice; whether the model is complete, its rules say."""
+    path, right = sharded(tmp_path), {"a": TWO, "b": ONE, "c": ONE}
+    (path / SAFE_INDEX).unlink()
+    if STALE[case] is not None:
+        write_index(path, STALE[case])
+    found = open_checkpoint(path)
+    same_bytes(found, {"a": A, "b": B, "c": C})
+    assert len(found.records) == 2 and found.index_name == SAFE_INDEX and SAFE_INDEX in str(found.note)
+    assert json.loads(found.index or b"") == {"metadata": {"total_size": 332}, "weight_map": right}
+
+
+def test_numbered_pickles_need_no_index(tmp_path: Path) -> None:
+    for number, state in enumerate(({"a": A, "tied": A}, {"b": B}), 1):
+        torch.save(state, folder_of(tmp_path) / f"pytorch_model-0000{number}-of-00002.bin")
+    same_bytes(open_checkpoint(tmp_path), {"a": A, "tied": A, "b": B})
+
+
+def test_an_index_with_all_names_in_other_places_is_no_loss(tmp_path: Path) -> None:
+    same_bytes(open_checkpoint(unnumbered(tmp_path, {"a": ONE, "b": TWO, "c": ONE})), {"a": A, "b": B, "c": C})
+
+
+@pytest.mark.parametrize("stale", [ONE, TWO])
+def test_of_a_tensor_in_two_files_the_index_chooses(tmp_path: Path, stale: str) -> None:
+    """Neither the first nor the last file is right by its place, and what the index does not name is said."""
+    folder_of(tmp_path)
+    save_file({"b": B, "a": tensor(900, 40), "junk": C}, tmp_path / stale)
+    other = TWO if stale == ONE else ONE
+    save_file({"a": A, "c": C}, tmp_path / other)
+    write_index(tmp_path, {"a": other, "b": stale, "c": other})
+    found = open_checkpoint(tmp_path)
+    same_bytes(found, {"a": A, "b": B, "c": C})
+    assert found.tensors.keys() == {"a", "b", "c"} == {name for record in found.records for name in record.tensors}
+    assert f"a in {stale}" in str(found.note) and f"junk in {stale}" in str(found.note)
+
+
+def test_a_tensor_in_two_files_that_no_index_chooses(tmp_path: Path) -> None:
     save_file({"a": A, "c": C}, sharded(tmp_path) / TWO)
+    write_index(tmp_path, {"a": ONE, "b": ONE, "c": ONE})  # which lacks a
+    refusal(tmp_path, f"tensor 'a' is said to lie in '{ONE}' and lies in '{TWO}'")
+    (tmp_path / SAFE_INDEX).unlink()
     refusal(tmp_path, f"{TWO}: tensor 'c' is also in '{ONE}'")
 
 
 def test_a_tied_tensor_in_two_files(tmp_path: Path) -> None:
     torch.save({"a": A, "t": A}, folder_of(tmp_path) / "1.bin")
-    torch.save({"t": A}, tmp_path / "2.bin")
+    torch.save({"t": tensor(900, 40)}, tmp_path / "2.bin")
     write_index(tmp_path, {"a": "1.bin", "t": "2.bin"}, BIN_INDEX)
-    refusal(tmp_path, "2.bin: tensor 't' is also in '1.bin'")
-
-
-def test_two_answers_to_what_the_weights_are(tmp_path: Path) -> None:
-    single(sharded(tmp_path))
-    refusal(tmp_path, f"both model.safetensors and {SAFE_INDEX}")
+    same_bytes(open_checkpoint(tmp_path), {"a": A, "t": tensor(900, 40)})
+    torch.save({"a": tensor(900, 40)}, tmp_path / "2.bin")
+    write_index(tmp_path, {"t": "1.bin", "a": "2.bin"}, BIN_INDEX)
+    same_bytes(open_checkpoint(tmp_path), {"t": A, "a": tensor(900, 40)})
 
 
 def test_several_files_without_an_index(tmp_path: Path) -> None:
-    (sharded(tmp_path) / SAFE_INDEX).unlink()
-    refusal(tmp_path, "2 safetensors files", ONE, f"no {SAFE_INDEX}")
+    (unnumbered(tmp_path, {"a": TWO}) / SAFE_INDEX).unlink()
+    (tmp_path / TWO).rename(tmp_path / "y.safetensors")
+    refusal(tmp_path, "2 safetensors files", "x.safetensors", f"no {SAFE_INDEX}")
 
 
 def test_one_file_of_several_without_an_index(tmp_path: Path) -> None:
     (sharded(tmp_path) / SAFE_INDEX).unlink()
     (tmp_path / TWO).unlink()
-    refusal(tmp_path, f"{ONE} is one file of 2")
+    refusal(tmp_path, "1 of 2 files", ONE)
 
 
 def test_a_truncated_file_names_itself(tmp_path: Path) -> None:
@@ -290,25 +345,50 @@ def test_a_weight_file_that_is_a_folder(tmp_path: Path) -> None:
 # -- side files -------------------------------------------------------------------------------------------------------
 
 
-def test_side_files(tmp_path: Path) -> None:
-    kept = [
-        "config.json", ".gitignore", "LICENSE", "README.md", "a/b/deep.txt", "a/notes.txt", "generation_config.json",
-        "tokenizer.json", "tokenizer.model",
-    ]  # fmt: skip
-    left = [
-        "original/consolidated.00.pth", "original/params.json", "original/more/x.txt", "onnx/model.onnx",
-        "onnx/config.json", ".cache/huggingface/x.metadata", "training_args.bin", "a/.hidden", "model.gguf",
-        "tf_model.h5", "flax_model.msgpack", "x.pt", "x.ckpt", "x.npz", BIN_INDEX, "consolidated.safetensors",
-    ]  # fmt: skip
-    sharded(tmp_path)
-    for name in kept + left:
-        if name != "config.json":
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text("x")
-    (tmp_path / "broken").symlink_to(tmp_path / "absent")
-    kept.remove(".gitignore")
-    found = [file.relative_to(tmp_path).as_posix() for file in find_side_files(tmp_path)]
-    assert found == kept
+SIDE_FILES = {
+    "config.json", "generation_config.json", "hf_quant_config.json", "preprocessor_config.json", "config.yaml",
+    "tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "spiece.model", "sp.model", "source.spm",
+    "qwen.tiktoken", "vocab.json", "merges.txt", "bpe.codes", "special_tokens_map.json", "added_tokens.json",
+    "tekken.json", "params.json", "normalizer.json", "modules.json", "chat_template.jinja", "chat_template.json",
+    "LICENSE", "LICENCE.txt", "USE_POLICY.md", "Notice", "README.md", "notes.txt", "figure.PNG", "modeling_x.py",
+    "k.cu",
+    "additional_chat_templates/tools.jinja", "qformer_tokenizer/tokenizer.json", "1_Pooling/config.json",
+    "code/modeling_y.py", "code/helper.py", "ngrams.dat",
+}  # fmt: skip
+STRAYS = {
+    "presharded/tp2/model-00000-rank-000.safetensor", "presharded/checksum.json", "READY",
+    "checksum.json", "SHA256SUMS",
+    "model.tensors", "model.nemo", "x.pt", "x.npz", "x.ckpt", "model.gguf", "x.weights", "tokenizer.bin", "old.model",
+    "model.safetensors.1", "training_args.bin", "trainer_state.json", "optimizer.pt", ".gitattributes", ".cache/x.json",
+    "original/params.json", "onnx/config.json", "1_Pooling/model.safetensors", "code/.hidden.py", "a/b/c.txt",
+    "old.json", "model.fp16.safetensors.index.json", "latest_checkpointed_iteration.txt", "zero_to_fp32.py",
+}  # fmt: skip
+
+
+def with_beside(path: Path, names: Iterable[str]) -> Path:
+    """A checkpoint with these files beside the weights, and documents that name some of them."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("x")
+    (path / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../up"}, 1]')
+    (path / "tokenizer_config.json").write_text('{"ngram_file": "ngrams.dat", "other_file": 1}')
+    config = {
+        "model_type": "llama",
+        "auto_map": {"AutoModel": ["code/modeling_y.Y", None]},
+        "weights_file": "model.nemo",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_side_files_are_those_of_a_list(tmp_path: Path) -> None:
+    """All that is not on it may be the weights before a change, under whatever name."""
+    with_beside(sharded(tmp_path), SIDE_FILES | STRAYS)
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "absent")
+    (tmp_path / "huge.txt").touch()
+    os.truncate(tmp_path / "huge.txt", LARGEST + 1)
+    found = {file.relative_to(tmp_path).as_posix() for file in find_side_files(tmp_path)}
+    assert found == SIDE_FILES | {"tokenizer_config.json"}
 
 
 # -- fingerprint ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,13 @@ from safetensors.numpy import save_file
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.safetensors import read_header
+from reshard.formats.files.side_files import LARGEST
 from reshard.formats.store import FilePath
 from reshard.source.opening import find
 from reshard.store.hub import fetch
 from reshard.store.selection import HubAccess, Weights, side_files, weight_files
 from tests.forked import forked
+from tests.formats.test_checkpoint import SIDE_FILES, STRAYS
 from tests.marks import of_ranks, thorough
 from tests.reshard.hub_server import HubServer
 from tests.reshard.test_adapters import adapter
@@ -255,20 +257,33 @@ def test_choice_of_weights(tmp_path: Path, listing: list[str], wanted: list[str]
     assert weight_files(listing, tmp_path) == wanted
 
 
-def test_side_files_of_shards_are_all_that_the_original_had() -> None:
-    """The manifest lists them, pictures too."""
-    kept = ["1_Pooling/config.json", "figure.png", "reshard.json"]
-    assert side_files([*kept, "big.gguf", "rank-00-of-01/model.safetensors"]) == kept
-    assert side_files(["config.json", "figure.png", "model.safetensors"]) == ["config.json"]
+def chosen(names: Iterable[str], documents: Mapping[str, object]) -> list[str]:
+    return side_files(dict.fromkeys(names, 1), lambda name: json.dumps(documents.get(name)).encode())
 
 
-def test_choice_of_side_files() -> None:
-    kept = ["LICENSE", "chat_template.jinja", "config.json", "modeling_tiny.py", "spiece.model", "vocab.txt"]
-    kept += ["additional_chat_templates/tools.jinja", "model.safetensors.index.json"]
-    other = ["model-1.safetensors", "onnx/config.json", "model.onnx", ".gitignore", "pytorch_model.bin.index.json"]
-    assert side_files(kept + other) == sorted(kept)
-    split = ["reshard.json", "rank-00-of-01/config.json", "rank-00-of-01/model.safetensors.index.json"]
-    assert side_files([*split, "rank-00-of-01/model-00001-of-00001.safetensors"]) == sorted(split)
+def test_side_files_of_shards_are_all_that_the_manifest_lists() -> None:
+    kept = ["1_Pooling/config.json", "a.dat", "figure.png", "latest", "rank-00-of-01/config.json", "reshard.json"]
+    records = [{"name": name} for name in ("1_Pooling/config.json", "a.dat")]
+    manifest = {"ranks": [{"files": [{"name": "rank-00-of-01/model.safetensors"}]}], "side_files": records}
+    files = [*kept, "big.gguf", "READY", "rank-00-of-01/model.safetensors"]
+    assert chosen(files, {"reshard.json": manifest}) == kept
+
+
+def test_side_files_are_the_same_everywhere() -> None:
+    documents: dict[str, object] = {
+        "modules.json": [{"path": "1_Pooling"}],
+        "tokenizer_config.json": {"ngram_file": "ngrams.dat"},
+        "config.json": {"auto_map": {"AutoModel": "code/modeling_y.Y"}, "weights_file": "model.nemo"},
+    }
+    assert {*chosen(SIDE_FILES | STRAYS, documents)} - TRACKER == SIDE_FILES
+    index = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"]
+    assert chosen(index, {}) == ["model.safetensors.index.json"]
+    large = {"config.json": 1, "README.md": LARGEST + 1}
+    assert side_files(large, lambda _: None) == ["config.json"]
+
+
+TRACKER = {"latest_checkpointed_iteration.txt"}
+"""It is fetched, because it says what the weights are."""
 
 
 # --- headers only --------------------------------------------------------------------------------------------------

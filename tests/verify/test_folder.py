@@ -36,6 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint in two files with side files at two depths, and its shards in several files a rank."""
     root = tmp_path_factory.mktemp("folder")
     original = write_checkpoint(root / "original", files=2)
+    (original / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
     (original / "1_Pooling").mkdir()
     (original / "1_Pooling/config.json").write_text('{"mode": "mean"}')
     split(original, root / "shards", tp=2, max_shard_size=6000)

@@ -30,14 +30,14 @@ from reshard.formats.files.sharded import (
     manifest_text,
     read_shard,
 )
-from reshard.formats.mesh import RANK_FOLDER, Mesh
+from reshard.formats.mesh import Mesh
 from reshard.formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import weights_folder
-from reshard.source.source import Source, SourceFile
+from reshard.source.source import Source, SourceFile, other_entries
 from reshard.store.staging_names import STATE
 from reshard.verify.bytes.exact_report import ConfigDifference, config_differences
 from reshard.verify.bytes.reading import Files
@@ -55,32 +55,8 @@ def extra_entries(shards: Source, expected: Iterable[str]) -> list[str]:
     Names at the top that begin with a dot are ignored, as by all commands: other tools keep files there. The staging
     files of an unfinished run are not ignored. A link counts as its target.
     """
-    files = set(expected)
-    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
-    known = files | folders
-    # stores may have empty objects for folders
-    beside = (_outermost(name, folders) for name in shards.other_files or () if name not in known)
-    extra = {*_extra(shards.path, "", files, folders), *beside}
+    extra = other_entries(shards.path, {*expected})
     return sorted(name for name in extra if not name.startswith(".") or name.startswith(STATE))
-
-
-def _extra(root: FilePath, folder: str, files: set[str], folders: set[str]) -> Iterator[str]:
-    for entry in (root / folder).iterdir():
-        name = name_in(entry, root)
-        if name in folders and entry.is_dir():
-            yield from _extra(root, name, files, folders)
-        elif name not in files or not entry.is_file():
-            yield _called(name) if entry.is_dir() else name
-
-
-def _outermost(name: str, folders: set[str]) -> str:
-    """The first folder of an extra file that is not expected, or the file."""
-    outer = [parent.as_posix() for parent in Path(name).parents]
-    return next((_called(folder) for folder in reversed(outer) if folder not in folders), name)
-
-
-def _called(folder: str) -> str:
-    return folder if RANK_FOLDER.fullmatch(folder) else f"{folder}/"
 
 
 # ---------------------------------------------------------------------------------------------------------- manifest

@@ -36,7 +36,10 @@ class Chunk(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A tensor in chunks: its shape, and each chunk with the place of its bytes."""
+    """A tensor in chunks: its shape, and each chunk with the place of its bytes.
+
+    Several files may have each element, all elements equally often: whoever moves it compares these copies.
+    """
 
     shape: tuple[int, ...]
     chunks: Sequence[tuple[Chunk, TensorInfo]]
@@ -50,6 +53,11 @@ class Sharded(NamedTuple):
 def whole(info: TensorInfo) -> Sharded:
     """A tensor that is stored as it is."""
     return Sharded(info.shape, [(Chunk((0,) * len(info.shape), info.shape), info)])
+
+
+def together(copies: Sequence[Sharded]) -> Sharded:
+    """A tensor of which there are several copies, each in chunks of its own."""
+    return Sharded(copies[0].shape, [chunk for copy in copies for chunk in copy.chunks])
 
 
 def chunks_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -83,26 +91,26 @@ def whole_shape(chunks: Iterable[Chunk]) -> tuple[int, ...]:
 
 
 def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...], where: FilePath) -> None:
-    """Raise MismatchError unless chunks have each element of a tensor of this shape once.
+    """Raise MismatchError unless chunks have each element of a tensor of this shape once, or all equally often.
 
     Each chunk adds to each of its corners 1, or -1 at an odd number of ends. A sum over all chunks says at each place
-    how often it is covered, so the sums are those of the whole tensor if, and only if, all is covered once. The time
-    grows with the number of chunks alone. Dimensions that no chunk divides are left out.
+    how often it is covered, so the sums are those of so many whole tensors if, and only if, all is covered so often.
+    The time grows with the number of chunks alone. Dimensions that no chunk divides are left out.
     """
-    covered, parts = whole_shape(chunks.values()), chunks.values()
-    cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in parts)]
-    if covered != shape:
+    parts = chunks.values()
+    if (covered := whole_shape(parts)) != shape:
         raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
+    cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in parts)]
     if len(cut) > _MOST_CUT:
         raise MismatchError(f"{where}: tensor '{name}' is divided along {len(cut)} dimensions, more than {_MOST_CUT}")
-    sums: Counter[tuple[int, ...]] = Counter()
-    for at, sign in ((Chunk((0,) * len(shape), shape), -1), *((at, 1) for at in chunks.values())):
+    full, count = math.prod(shape), sum(math.prod(at.shape) for at in parts)
+    copies, sums = max(1, count // max(full, 1)), Counter[tuple[int, ...]]()
+    for at, sign in ((Chunk((0,) * len(shape), shape), -copies), *((at, 1) for at in parts)):
         ends = [((at.offset[dim], 1), (at.offset[dim] + at.shape[dim], -1)) for dim in cut]
         for corner in itertools.product(*ends):
             sums[tuple(place for place, _ in corner)] += sign * math.prod(part for _, part in corner)
     if not any(sums.values()):
         return
-    full, count = math.prod(shape), sum(math.prod(at.shape) for at in chunks.values())
     if count >= full:
         raise MismatchError(f"{where}: pieces of tensor '{name}' overlap")
     raise MismatchError(f"{where}: {full - count:,} of {full:,} elements of tensor '{name}' are missing")

@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.formats.errors import CheckpointError, MismatchError
-from reshard.formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, whole
+from reshard.formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, together, whole
 from reshard.formats.files.dcp import (
     STATE,
     TOGETHER,
@@ -145,9 +145,10 @@ def read_zero(folder: FilePath) -> Distributed:
         if (buffer := next(iter(main.content.get("buffer_names") or ()), None)) is not None:
             raise CheckpointError(f"{folder}: no file says how '{buffer}', a buffer, is cut", _ELSE)
         for keys, entry in parts[0].items():
-            if isinstance(entry, Sharded) and entry.shape:
+            if isinstance(entry, Sharded):
                 name = str(keys[1 if len(keys) == 2 else 2])
-                dim, others = _dim_of(folder, cuts, origins.get(name, name)), (part.get(keys) for part in parts[1:])
+                dim = _dim_of(folder, cuts, origins.get(name, name)) if entry.shape else None
+                others = (part.get(keys) for part in parts[1:])
                 parts[0][keys] = _joined(f"{folder}: '{'.'.join(map(str, keys))}'", dim, entry, others)
         form += f", {len(parts)} model parallel ranks"
     step = f", step {quote(main.content['global_steps'])}" if "global_steps" in main.content else ""
@@ -157,7 +158,7 @@ def read_zero(folder: FilePath) -> Distributed:
 
 
 def _joined(where: str, dim: int | None, first: Sharded, others: Iterable[object]) -> Sharded:
-    """What tensor parallel ranks have of a tensor, each a part of the dimension; without one, all have the same."""
+    """What tensor parallel ranks have of a tensor, each a part of the dimension; without one, each has a copy."""
     shape, chunks = [*first.shape], [*first.chunks]
     for other in others:
         part = other if isinstance(other, Sharded) else Sharded((), ())
@@ -165,11 +166,13 @@ def _joined(where: str, dim: int | None, first: Sharded, others: Iterable[object
         if around[0] != around[1]:
             text = f"is {shape} on the first model parallel ranks, and {list(part.shape)} on the next"
             raise MismatchError(f"{where} {text}", TOGETHER)
-        if dim is not None:
-            for at, info in part.chunks:
-                offset = (*at.offset[:dim], at.offset[dim] + shape[dim], *at.offset[dim + 1 :])
-                chunks.append((Chunk(offset, at.shape), info))
-            shape[dim] += part.shape[dim]
+        if dim is None:
+            chunks += part.chunks
+            continue
+        for at, info in part.chunks:
+            offset = (*at.offset[:dim], at.offset[dim] + shape[dim], *at.offset[dim + 1 :])
+            chunks.append((Chunk(offset, at.shape), info))
+        shape[dim] += part.shape[dim]
     return Sharded(tuple(shape), chunks)
 
 
@@ -257,6 +260,10 @@ def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[st
     masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     lists = {"model": [_lists(state.get(masters)) for state in states]}
     maps = [state.get("param_slice_mappings") or () for state in states]
+    lacking = next((at for at, each in enumerate(maps) if not each), None)
+    if any(maps) and lacking is not None:
+        some = f"{optimizers[lacking].path} has no param_slice_mappings, and others have them"
+        raise MismatchError(f"{some}: nothing says where its parameters lie", TOGETHER)
     numbers = [*saved[0].get("state", {})]
     kinds = [kind for kind, value in (saved[0]["state"][numbers[0]] if numbers else {}).items() if _is_list(value)]
     for kind in kinds:
@@ -330,7 +337,7 @@ def _tensors(
         raise CheckpointError(f"there are {len(groups)} groups of parameters, and {len(of_ranks[0])} lists")
     for number, group in enumerate(flat if maps is not None else ()):
         lists = [of_rank[number] for of_rank in of_ranks]
-        if maps and all(maps):
+        if maps and any(maps):
             parts |= _of_slices(groups[number], lists, [of_rank[number] for of_rank in maps])
             continue
         total, length = sum(count for (count,) in group.values()), lists[0].shape[0]
@@ -348,6 +355,7 @@ def _of_slices(
 ) -> dict[str, list[TensorInfo]]:
     """Parameters in another order than ``shapes`` (``round_robin_gradients``), or with padding between them."""
     fragments: dict[str, list[TensorInfo]] = defaultdict(list)
+    next_rank: dict[str, int | None] = {}  # after a part at the end of a list
     for rank, (part, of_rank) in enumerate(zip(parts, slices, strict=True)):
         cuts, end = [(attribute(cut, "start"), attribute(cut, "numel"), name) for name, cut in of_rank.items()], 0
         if not all(are_sizes(cut[:2]) for cut in cuts):
@@ -357,8 +365,12 @@ def _of_slices(
                 raise CheckpointError(
                     f"the list of rank {rank} has {part.shape[0]:,} elements, and not all of '{name}'"
                 )
-            fragments[name].append(list_range(part, begin, count))
+            if fragments[name] and (begin or next_rank[name] != rank):
+                why = f"'{name}' goes on in the list of rank {rank}, and not from the end of the list before it"
+                raise CheckpointError(f"{why}: these are not the lists of the ranks of one save, in order")
             end = begin + count
+            next_rank[name] = rank + 1 if end == part.shape[0] else None
+            fragments[name].append(list_range(part, begin, count))
     for name, shape in shapes.items():
         if (count := sum(part.shape[0] for part in fragments[name])) != math.prod(shape):
             raise CheckpointError(f"the ranks have {count:,} elements of '{name}', a tensor {list(shape)}")
@@ -408,12 +420,13 @@ def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[st
         if all(part is not None for part in parts) and name not in names:
             is_whole = world == 1 or len(parts[0].shape) != 1
             count = math.prod(shape) if is_whole else -(-math.prod(shape) // world)
-            ranges = parts[:1] if is_whole else parts
-            flat = [list_range(part, 0, min(math.prod(part.shape), count)) for part in ranges]
-            entries["model", name] = from_list({name: shape}, flat)[name]
+            flat = [list_range(part, 0, min(math.prod(part.shape), count)) for part in parts]
+            lists = [[part] for part in flat] if is_whole else [flat]
+            entries["model", name] = together([from_list({name: shape}, each)[name] for each in lists])
     for name, info in main.table("module").items():
         if isinstance(info, TensorInfo) and info.nbytes and name not in names and name not in shared:
-            entries.setdefault(("model", name), whole(info))
+            copies = [whole(file.table("module")[name]) for file in models]
+            entries.setdefault(("model", name), together(copies))
     return entries
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError
-from reshard.formats.files.chunks import Chunk, Sharded, from_list, in_boxes, whole
+from reshard.formats.files.chunks import Chunk, Sharded, from_list, in_boxes, together, whole
 from reshard.formats.files.dcp import STATE, TOGETHER, Distributed, Entries, check_steps, gathered, group_settings
 from reshard.formats.files.pickles import (
     DTENSORS,
@@ -46,13 +46,13 @@ _NAMES = SHARDS.with_classes(*BESIDE)
 class Part(NamedTuple):
     """What a rank has of a tensor: some of its chunks.
 
-    ``place`` is the rank's in the ``mesh``, ``is_first`` whether no rank before it has the same. A plain tensor has
-    none.
+    ``place`` is the rank's in the ``mesh``; a plain tensor has none. ``copy`` has the dimensions of the mesh along
+    which all ranks have the same, with the rank's places there.
     """
 
     tensor: Sharded
     place: tuple[int, ...] | None = None
-    is_first: bool = True
+    copy: frozenset[tuple[int, int]] = frozenset()
     mesh: str = ""
 
 
@@ -66,9 +66,10 @@ class _Rank:
     groups: Any = None
 
     @property
-    def is_first(self) -> bool:
-        """Whether it repeats no rank before it."""
-        return all(part.is_first for part in self.parts.values() if part.place is not None)
+    def copy(self) -> frozenset[tuple[int, int]]:
+        """Equal for the ranks that together have one copy of all parameters."""
+        copies = [part.copy for part in self.parts.values() if part.place is not None]
+        return copies[0].intersection(*copies) if copies else frozenset()
 
 
 def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]], what: str) -> Distributed:
@@ -95,7 +96,7 @@ def read_fsdp(folder: FilePath, files: Sequence[tuple[FilePath, FilePath | None]
             if other.tensor.shape != shape:
                 what = f"is of a tensor {list(other.tensor.shape)} here, and of another in {first.path}"
                 raise MismatchError(f"{rank.path}: 'model.{name}' {what}")
-            chunks += other.tensor.chunks if other.is_first and other.place is not None else ()
+            chunks += other.tensor.chunks
         entries["model", name] = Sharded(shape, chunks)
     if first.groups is not None:
         entries |= _states(ranks)
@@ -168,11 +169,11 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
     split = max((dim for dim, dim_runs in enumerate(runs) if len(dim_runs) > 1), default=0)
     if math.prod(local.shape[:split]) > 1:
         raise ValueError("its placements give the rank parts that do not lie end to end")
-    copies = (at for at, placement in zip(place, placements, strict=True) if placement is None)
+    copy = frozenset((dim, place[dim]) for dim, placement in enumerate(placements) if placement is None)
     names = attribute(mesh, "_mesh_dim_names") or attribute(mesh, "mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
     tensor = Sharded(shape, [*in_boxes(place_of(local), itertools.product(*runs))])
-    return Part(tensor, place, not any(copies), shown_mesh)
+    return Part(tensor, place, copy, shown_mesh)
 
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
@@ -237,40 +238,37 @@ def _states(ranks: Sequence[_Rank]) -> Entries:
     if not ways[0]:
         ways = [dict(zip(*numbers, way, strict=True)) for way in _ways(ranks[0]) if [*map(len, numbers)] == [len(way)]]
     for names in ways:  # the first that fits
-        named = {at: _named(state, names.get(at[0], []), shapes, len(ranks)) for at, state in stored.items()}
+        named = {at: _named(copies, names.get(at[0], []), shapes, len(ranks)) for at, copies in stored.items()}
         if all(named.values()):
             break
     else:
-        names, named = {}, {at: {at[0]: state} for at, state in stored.items()}
+        names, named = {}, {at: {at[0]: together(copies)} for at, copies in stored.items()}
     entries: Entries = {(*STATE, name, at[1]): state for at, of in named.items() for name, state in of.items()}
     members = [[name for number in rows for name in names.get(number, [number])] for rows in numbers]
     return entries | group_settings(groups, members)
 
 
-def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> Sharded:
-    """A kind of state as it is stored; what each rank has a plain list of is one list."""
-    parts = [(rank, rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
-    first = parts[0][1]
-    shape = first.tensor.shape
-    if first.place is not None:
-        return Sharded(shape, [chunk for _, part in parts if part.is_first for chunk in part.tensor.chunks])
-    if len(shape) != 1:
-        return first.tensor
-    infos = [info for rank, part in parts if rank.is_first for _, info in part.tensor.chunks]
-    begins = [*itertools.accumulate((info.shape[0] for info in infos), initial=0)]
-    chunks = [(Chunk((begin,), info.shape), info) for begin, info in zip(begins, infos, strict=False)]
-    return Sharded((begins[-1],), chunks)
+def _stored(ranks: Sequence[_Rank], key: object, kind: str) -> list[Sharded]:
+    """The copies of a kind of state as it is stored; what the ranks of a copy have a plain list of is one list."""
+    parts = [(rank.copy, rank.states[key][kind]) for rank in ranks if kind in rank.states.get(key, ())]
+    if parts[0][1].place is not None or len(parts[0][1].tensor.shape) != 1:
+        return [part.tensor for _, part in parts]
+    lists = defaultdict[object, list[TensorInfo]](list)
+    for copy, part in parts:
+        lists[copy] += (info for _, info in part.tensor.chunks)
+    return [from_list({"": (sum(math.prod(info.shape) for info in infos),)}, infos)[""] for infos in lists.values()]
 
 
 def _named(
-    state: Sharded, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
+    copies: Sequence[Sharded], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], ranks: int
 ) -> Mapping[Any, Sharded]:
     """The state of one parameter, or of all those of a unit, each with its name; nothing if it does not fit them."""
-    shape, sizes = state.shape, {name: shapes.get(name, ()) for name in names}
+    shape, sizes = copies[0].shape, {name: shapes.get(name, ()) for name in names}
     if not shape or [*sizes.values()] == [shape]:
-        return dict.fromkeys(names, state)
+        return dict.fromkeys(names, together(copies))
     if names and len(shape) == 1 and 0 <= shape[0] - sum(map(math.prod, sizes.values())) < ranks:
-        return from_list(sizes, [info for _, info in state.chunks])
+        of_copies = [from_list(sizes, [info for _, info in copy.chunks]) for copy in copies]
+        return {name: together([of_copy[name] for of_copy in of_copies]) for name in names}
     return {}
 
 

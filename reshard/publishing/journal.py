@@ -2,7 +2,8 @@
 checksums, and what they were made from.
 
 Each share of the files has one. It begins with the task and the names of the files, and the process that writes the
-share has it locked. Its last line says that the process has ended, and all of the share is finished.
+share has it locked. Each line has a checksum: a damaged one counts as not written. The last line says that the process
+has ended, and all of the share is finished.
 
 A later run keeps a finished file if its state (size, time, inode) is unchanged. A restart of the machine may lose
 written bytes; after one, the checksum must be right too. Of an unfinished file it keeps the parts whose checksums are
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from reshard.formats.documents import Record, document_of, structure
 from reshard.formats.files.sharded import FileRecord
-from reshard.store.staging_names import JOURNAL, SUFFIX, not_begun
+from reshard.store.staging_names import JOURNAL, SUFFIX, entries_in, not_begun
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,10 @@ def journals_in(work: Path) -> list[Path]:
 
 
 def read_journal(path: Path, *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The entries of a journal whose first key is one of ``kinds``, each with what its run began with; none without a
-    file.
-    """
-    begin: dict[str, Any] = {}
+    """The entries of a journal (see ``entries_in``); none without a file."""
     if path.is_file() and not path.is_symlink():
         with path.open(errors="replace") as lines:  # a lost block of a disk has any bytes
-            for line in lines:
-                with contextlib.suppress(ValueError):  # the last line of a run that was killed may not have ended
-                    if line.startswith('{"inputs"'):
-                        begin = json.loads(line)
-                    if line.startswith(tuple(f'{{"{kind}"' for kind in kinds)):
-                        yield begin, json.loads(line)
+            yield from entries_in(lines, *kinds)
 
 
 WHOLE = "output"
@@ -151,15 +143,16 @@ class Run:
 def runs_in(work: Path, mine: str | None = None) -> Iterator[Run]:
     """The last run of each share, in the order of their names. Of the share ``mine``, no other process is at work."""
     for path in journals_in(work):
-        label, lines = path.name.removeprefix(JOURNAL), [*read_journal(path, "inputs", "ended")]
+        label, lines = path.name.removeprefix(JOURNAL), [*read_journal(path, "task", "ended")]
         begin, last = lines[-1] if lines else ({}, {})
         yield Run(label, begin, "ended" in last, label != mine and is_locked(path))
 
 
 def unfinished_command(path: Path) -> str | None:
-    """The command whose staging folder this is; None for any other path."""
-    tasks = (str(run.begin.get("task", "")) for run in (runs_in(path) if path.name.endswith(SUFFIX) else ()))
-    return next((task.rpartition("-")[0] for task in tasks if task), None)
+    """The command whose staging folder this is, "COMMAND" if no journal says it; None for any other path."""
+    runs = [*runs_in(path)] if path.name.endswith(SUFFIX) else []
+    tasks = (str(run.begin["task"]) for run in runs if run.begin)
+    return next((task.rpartition("-")[0] for task in tasks), "COMMAND" if runs else None)
 
 
 def unfinished_parts(work: Path) -> Iterator[str]:

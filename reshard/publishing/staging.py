@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import platform
 import time
@@ -60,6 +59,7 @@ from reshard.store.staging_names import (
     check_staging,
     is_folder,
     is_there,
+    journal_line,
     lock,
     open_new,
     remove_tree,
@@ -114,6 +114,8 @@ class Staging:
         """The journal of this share, while it is locked."""
         self._common: IO[str] | None = None
         """The lock that each process takes to begin and to end, while it is held."""
+        self._first_line = ""
+        """The line with which this run began in the journal."""
         self._may_hold_others = share.has_others
         """Whether other processes build their files in this folder."""
         self._is_last = False
@@ -155,12 +157,13 @@ class Staging:
         self._adopt_or_clear()
         self._built.mkdir(exist_ok=True)
         begin = {
-            "inputs": document_of(self._inputs), "task": self._name, "folders": bool(self.share.folders),
+            "task": self._name, "inputs": document_of(self._inputs), "folders": bool(self.share.folders),
             "files": sorted(self.share.files), "planned": sorted(self.share.planned),
             "boot": boot_id(), "host": platform.node(),
         }  # fmt: skip
+        self._first_line = journal_line(begin)
         with open_new(self._journal_of_share, "a") as journal:  # it is closed: over NFS, others see it from now on
-            journal.write("\n" + json.dumps(begin) + "\n")  # the last line of a run that was killed may not have ended
+            journal.write("\n" + self._first_line)  # the last line of a run that was killed may not have ended
         self._release()
 
     def _end(self, error: object) -> None:
@@ -172,7 +175,7 @@ class Staging:
                     if isinstance(error, MismatchError):
                         self._clear()
                     if error is None and not (self._is_last or self.share.folders):  # others have yet to end
-                        self._journal.write('{"ended": true}\n')
+                        self._note({"ended": True})
                     elif not self._is_built() and not any(run.is_at_work for run in self._runs()):
                         remove_tree(self.work)
         finally:
@@ -253,8 +256,13 @@ class Staging:
             if not self.share.goes_with(run):
                 raise self._busy(run.label, "wait for it, or stop it")
         if all(run.begin.get("task") == self._name for run in runs):
+            known = {self._built / f"{name}{end}" for name in self.share.planned for end in ("", ".incomplete")}
             for entry in (path for path in (self._built, *self._built.rglob("*")) if path.is_symlink()):
                 entry.unlink()  # reshard makes no links, and must not write through one
+            for unit in self.share.folders or ("",):  # of another task, whose journal was damaged
+                for entry in (path for path in (self._built / unit).rglob("*") if path not in known):
+                    if entry.is_file():
+                        entry.unlink()
             return
         if self._may_hold_others and self._is_built():
             raise self._begun_by_others(str(self.work))
@@ -320,7 +328,7 @@ class Staging:
         """Add lines to the journal."""
         assert self._journal is not None
         with disk_errors(self.work):
-            self._journal.write("".join(json.dumps(entry) + "\n" for entry in entries))
+            self._journal.write("".join(journal_line(entry, self._first_line) for entry in entries))
             self._journal.flush()
 
     def _clear(self) -> None:

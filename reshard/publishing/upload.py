@@ -22,18 +22,18 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from reshard.formats.documents import json_bytes
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
 from reshard.publishing.journal import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging
 from reshard.store.bucket import Bucket
-from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, json_of, remove_tree
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, journal_in, journal_line, remove_tree
 from reshard.store.threads import WAKE, Threads
 from reshard.system import check_space
 
@@ -263,13 +263,14 @@ class Uploading(Staging):
     def _put_journal(self) -> None:
         """Write the journal of this process: the files of its share that are uploaded."""
         numbers = dict[Read, int]()
-        entries = [
+        first = journal_line({"task": self._name, "files": len(self.share.files)})
+        entries = (
             {"name": name, "etag": uploaded.etag} | finished_entry(uploaded.finished, numbers)
             for name, uploaded in self._noted.items()
             if name in self.share.files
-        ]
-        document = {"task": self._name, "files": len(self.share.files), "entries": entries}
-        self._bucket.note(self._journal_key, json_bytes(document))
+        )
+        lines = (journal_line(entry, first) for entry in entries)
+        self._bucket.note(self._journal_key, "".join([first, *lines]).encode())
 
     def _wait(self) -> None:
         """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
@@ -286,10 +287,13 @@ class Uploading(Staging):
 
     def _entries(self, keys: Iterable[str]) -> Iterator[tuple[str, Uploaded]]:
         """What the journals of this task among these have."""
-        for journal in (json_of(self._bucket.content(key)) for key in sorted(keys)):
+        for key in sorted(keys):
             numbered = dict[int, Read]()
-            for entry in journal["entries"] if journal.get("task") == self._name else ():
-                yield entry["name"], Uploaded(entry["etag"], read_finished(entry, numbered))
+            for begin, entry in journal_in(self._bucket.content(key), "name"):
+                with suppress(KeyError):  # a line is damaged that says what was read for several files
+                    if begin["task"] == self._name:
+                        uploaded = Uploaded(entry["etag"], read_finished(entry, numbered))
+                        yield entry["name"], uploaded
 
     def _uploaded(self, objects: Mapping[str, str | None]) -> dict[str, Uploaded]:
         """The files of this task that any process has uploaded, if they are still what it has uploaded."""

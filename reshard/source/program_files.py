@@ -393,8 +393,13 @@ class Training:
                     "merge it, or split it into another program's format: both leave this behind",
                 )
             contents = read_ranges(ranges)
+            seen = dict[Chunk, tuple[TensorInfo, bytes]]()
             for (at, info), content in zip(chunks, contents, strict=False):
-                yield name, at, object_bytes(pickled_tensor(0, name, info.dtype, at.shape), content)
+                first, expected = seen.setdefault(at, (info, content))
+                if content != expected:
+                    raise MismatchError(f"'{name}' should be the same in {first.file} and {info.file}, but differs")
+                if first is info:
+                    yield name, at, object_bytes(pickled_tensor(0, name, info.dtype, at.shape), content)
             if whole is None:
                 yield name, None, contents[-1] if isinstance(value, Blob) else object_bytes(value)
 

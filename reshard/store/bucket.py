@@ -21,7 +21,7 @@ from reshard.formats.files.side_files import named_files
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import DOCUMENTS, INDICES, Weights, is_url, recorded, select, weights_named
-from reshard.store.staging_names import JOURNAL, UNFINISHED, json_of, not_begun
+from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in, json_of, not_begun
 from reshard.store.threads import Threads
 from reshard.system import check_space, disk_errors
 
@@ -283,13 +283,11 @@ def _progress(bucket: Bucket, entries: Iterable[str]) -> str:
     counts: dict[str, tuple[set[str], int]] = {}
     owner = json_of(bucket.content(UNFINISHED)).get("task")
     for key in (key for key in entries if key.startswith(JOURNAL)):
-        journal = json_of(bucket.content(key))
-        if journal.get("task") != owner:
-            continue
-        with suppress(ValueError, KeyError, TypeError):
-            label = key.removeprefix(JOURNAL).partition(".")[0]
-            names = {str(entry["name"]) for entry in journal["entries"]} | counts.get(label, (set[str](), 0))[0]
-            counts[label] = names, int(journal["files"])
+        label = key.removeprefix(JOURNAL).partition(".")[0]
+        for begin, entry in journal_in(bucket.content(key), "task", "name"):
+            if begin.get("task") == owner:
+                names, _ = counts.setdefault(label, (set[str](), int(begin["files"])))
+                names.update({entry["name"]} if "name" in entry else ())
     texts = [f"{label} has {len(names_of)} of its {whole} files" for label, (names_of, whole) in sorted(counts.items())]
     return ": " + ", ".join([*texts, *(f"{label} has none" for label in not_begun(counts))]) if texts else ""
 

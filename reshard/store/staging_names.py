@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -117,6 +117,43 @@ def not_begun(labels: Collection[str]) -> list[str]:
     counts = {int(label.rpartition("-")[2]) for label in labels if label.startswith("part-")}
     all_of = (f"part-{index}-of-{count}" for count in sorted(counts) for index in range(count))
     return [label for label in all_of if label not in labels]
+
+
+_CHECK = ', "check": '
+
+
+def journal_line(entry: Mapping[str, Any], begin: str = "") -> str:
+    """A line of a journal: JSON, with a checksum of the entry and of the line with which its run began."""
+    text = json.dumps(entry)
+    return f"{text[:-1]}{_CHECK}{_check_of(text, begin)}\n"
+
+
+def _check_of(text: str, begin: str) -> str:
+    return f'"{blake2b((begin + text).encode(), digest_size=8).hexdigest()}"}}'
+
+
+def entries_in(lines: Iterable[str], *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The entries in the lines of a journal whose first key is one of ``kinds``, each with what its run began with.
+
+    A run begins with an entry whose first key is ``task``. A line whose checksum is not right is none.
+    """
+    first, begin, wanted = "", dict[str, Any](), tuple(f'{{"{kind}"' for kind in kinds)
+    for line in lines:
+        is_begin = line.startswith('{"task"')
+        if is_begin:
+            first, begin = "", {}
+        if is_begin or line.startswith(wanted):
+            text, _, check = line.removesuffix("\n").rpartition(_CHECK)
+            if check == _check_of(text + "}", first):
+                entry = json.loads(text + "}")
+                first, begin = (line, entry) if is_begin else (first, begin)
+                if line.startswith(wanted):
+                    yield begin, entry
+
+
+def journal_in(content: bytes | None, *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The entries of a journal in a bucket (see ``entries_in``)."""
+    return entries_in((content or b"").decode(errors="replace").splitlines(keepends=True), *kinds)
 
 
 def json_of(content: bytes | None) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished, unfinished_command
+from reshard.publishing.journal import Finished, journals_in
 from reshard.source.completeness import check_stored
 from reshard.source.source import Source
 from reshard.store.staging_names import staging_of
@@ -445,7 +445,7 @@ class Output:
         if present and not overwrite:
             raise CheckpointError(f"{out / present[0]} exists", "pass --overwrite to write it again")
         # a run may have been killed when it had added its first rank, and not written the manifest
-        if existing.names and not ranks and not (unfinished_command(staging_of(out)) and rank_folders(out)):
+        if existing.names and not ranks and not (journals_in(staging_of(out)) and rank_folders(out)):
             existing.check_replaceable({}, overwrite=overwrite)
             raise CheckpointError(
                 f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",

@@ -130,6 +130,26 @@ def test_what_fsdp_leaves(sizes: tuple[int, ...], names: tuple[str, ...], model:
     check(tmp_path / "actor", original, tmp_path)
 
 
+@pytest.mark.parametrize("rank", one_of_each(range(4)))
+@pytest.mark.parametrize("what", ["model", "optim"])
+def test_copies_that_differ(what: str, rank: int, tmp_path: Path) -> None:
+    """A file of another step in place of any rank's: the rank with the same parts contradicts it."""
+    original = store.checkpoint("llama-tied")
+    save_fsdp(tmp_path / "actor", state_of(original), (2, 2), ("ddp", "fsdp"), optimizer=True)
+    other = {name: tensor * 2 for name, tensor in state_of(original).items()}
+    save_fsdp(tmp_path / "other", other, (2, 2), ("ddp", "fsdp"), optimizer=True)
+    name = f"{what}_world_size_4_rank_{rank}.pt"
+    (tmp_path / "other" / name).replace(tmp_path / "actor" / name)
+    with pytest.raises(
+        MismatchError, match=f"should be the same in .*_rank_{rank % 2}.pt.* and .*_rank_{rank % 2 + 2}"
+    ):
+        if what == "model":
+            merge(tmp_path / "actor", tmp_path / "out", config=original)
+        else:
+            split(tmp_path / "actor", tmp_path / "out", tp=2, format="dcp", config=original)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_averages_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
     tensors = state_of(original)
@@ -296,23 +316,58 @@ class fragment_address:
     start: int
 
 
-@pytest.mark.parametrize("gap", one_of_each([3, 0]))
-def test_lists_in_another_order(gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``round_robin_gradients``, ``parameter_alignment`` and ``elastic_checkpoint``; zero_to_fp32 ignores the order."""
-    original = store.checkpoint("llama-tied")
+@pytest.fixture
+def deepspeeds_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says where a parameter lies in a list is pickled as if it were DeepSpeed's."""
+    for name in ("deepspeed", "deepspeed.utils", "deepspeed.utils.tensor_fragment"):
+        monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
+    monkeypatch.setattr(module, "fragment_address", fragment_address, raising=False)
+    monkeypatch.setattr(fragment_address, "__module__", module.__name__)
+
+
+def save_reordered(folder: Path, original: Path, gap: int) -> State:
+    """A ZeRO-2 run of three ranks whose lists have another order than ``param_shapes``; returns its tensors."""
     tensors = state_of(original)
     names = [name for first in range(3) for name in [*tensors][first::3]]
-    with monkeypatch.context() as patch:
-        for name in ("deepspeed", "deepspeed.utils", "deepspeed.utils.tensor_fragment"):
-            patch.setitem(sys.modules, name, module := types.ModuleType(name))
-        patch.setattr(module, "fragment_address", fragment_address, raising=False)
-        patch.setattr(fragment_address, "__module__", module.__name__)
-        save_zero(tmp_path / "run", tensors, 2, 3, change=_mapped(names, tensors, gap, 3))
+    save_zero(folder, tensors, 2, 3, change=_mapped(names, tensors, gap, 3))
+    return tensors
+
+
+@pytest.mark.usefixtures("deepspeeds_names")
+@pytest.mark.parametrize("gap", one_of_each([3, 0]))
+def test_lists_in_another_order(gap: int, tmp_path: Path) -> None:
+    """``round_robin_gradients``, ``parameter_alignment`` and ``elastic_checkpoint``; zero_to_fp32 ignores the order."""
+    original = store.checkpoint("llama-tied")
+    tensors = save_reordered(tmp_path / "run", original, gap)
     check(tmp_path / "run", original, tmp_path)
     split(tmp_path / "run", tmp_path / "out", tp=2, format="dcp", config=original)
     found = load_dcp(tmp_path / "out").tensors
     for name, weight in tensors.items():
         assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
+
+
+@pytest.mark.usefixtures("deepspeeds_names")
+@pytest.mark.parametrize("rank", range(3))
+def test_lists_of_which_one_does_not_say_its_order(rank: int, tmp_path: Path) -> None:
+    save_reordered(tmp_path / "run", original := store.checkpoint("llama-tied"), 0)
+    file = tmp_path / "run" / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    state = torch.load(file, weights_only=False)
+    del state["optimizer_state_dict"]["param_slice_mappings"]
+    torch.save(state, file)
+    with pytest.raises(MismatchError, match=f"{file.name} has no param_slice_mappings, and others have them"):
+        merge(tmp_path / "run", tmp_path / "merged", config=original)
+
+
+@pytest.mark.usefixtures("deepspeeds_names")
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 2)])
+def test_lists_of_ranks_that_were_exchanged(ranks: tuple[int, int], tmp_path: Path) -> None:
+    save_reordered(tmp_path / "run", original := store.checkpoint("llama-tied"), 0)
+    one, other = (tmp_path / "run" / "global_step7" / f"zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in ranks)
+    content = one.read_bytes()
+    other.replace(one)
+    other.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"in the list of rank ., and not from the end of the list before it"):
+        merge(tmp_path / "run", tmp_path / "merged", config=original)
 
 
 def _shorter(rank: int, state: dict[str, Any]) -> None:
@@ -340,9 +395,15 @@ def test_a_list_that_does_not_fit(stage: int, change: Callable[..., None], said:
     assert not (tmp_path / "merged").exists()
 
 
-def save_parallel(folder: Path, tensors: State, stage: int, info: dict[str, Any] | None) -> None:
-    """What two tensor parallel ranks save: rows of a matrix, columns of a row-parallel one, whole vectors."""
+def save_parallel(
+    folder: Path, tensors: State, stage: int, info: dict[str, Any] | None, last: State | None = None
+) -> None:
+    """What two tensor parallel ranks save: rows of a matrix, columns of a row-parallel one, whole vectors.
+
+    The second may have those of the ``last`` tensors.
+    """
     for rank in range(2):
+        tensors = last or tensors if rank else tensors
         dims = {name: 1 if name.endswith(COLUMNS) else 0 for name, of in tensors.items() if of.dim() > 1}
         parts = {
             name: of.chunk(2, dims[name])[rank].contiguous() if name in dims else of for name, of in tensors.items()
@@ -377,6 +438,30 @@ def test_tensor_parallel_ranks(stage: int, tmp_path: Path) -> None:
     found = load_dcp(tmp_path / "out").tensors
     for name, weight in [*state_of(original).items()][1:]:
         assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
+
+
+@pytest.mark.parametrize("stage", one_of_each([3, 1]))
+def test_tensor_parallel_ranks_whose_copies_differ(stage: int, tmp_path: Path) -> None:
+    tensors = state_of(original := store.checkpoint("llama-tied"))
+    name = "model.norm.weight"
+    save_parallel(tmp_path / "run", tensors, stage, INFO, {**tensors, name: tensors[name] + 1})
+    with pytest.raises(MismatchError, match=f"'{name}' should be the same in .*mp_rank_00.* and .*mp_rank_01"):
+        merge(tmp_path / "run", tmp_path / "merged", config=original)
+
+
+def test_ranks_of_zero_3_whose_buffers_differ(tmp_path: Path) -> None:
+    """Each rank's file of the model has all of what has no master."""
+    original = store.checkpoint("llama-tied")
+    save_zero(tmp_path / "run", tensors := state_of(original), 3, 2, frozen=1)
+    name = next(iter(tensors))
+    for rank in range(2):
+        file = tmp_path / "run" / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        state = torch.load(file)
+        state |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        state["module"][name] = tensors[name] + rank
+        torch.save(state, file)
+    with pytest.raises(MismatchError, match=f"'{name}' should be the same in .*pp_rank_0.* and .*pp_rank_1"):
+        merge(tmp_path / "run", tmp_path / "merged", config=original)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class Explorer:
         if (known := self._known[key]) is not None:
             yield state.after(number, *known)
         journal = state.disk.files(WORK).get(f"{JOURNAL}{self.processes[number].share.label}", "")
-        result = LATE if journal.endswith(ENDED) else "killed"
+        result = LATE if journal.rpartition("\n{")[2].startswith(ENDED) else "killed"
         if "kill" in self.faults and not state.faults:
             yield state.after(number, state.disk.without(number), (), result, 1)
         if INTERRUPT in self.faults and not state.faults and result != LATE:
@@ -188,7 +188,7 @@ def run_alone(process: Process, disk: Disk) -> str:
 
 ENDS = ("committed", "done")
 LATE = "killed when all was done"
-ENDED = '{"ended": true}\n'
+ENDED = '"ended"'
 BUSY, EXISTS = "CheckpointError another run is writing", "CheckpointError exists"
 
 

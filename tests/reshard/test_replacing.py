@@ -22,11 +22,11 @@ from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
 from reshard.store import remote
 from reshard.store.bucket import Bucket
-from reshard.store.staging_names import JOURNAL, UNFINISHED
+from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in
 from reshard.system import Share
 from reshard.transforms.opening import open_any
 from reshard.writing.rewrite import place_of
-from tests.marks import thorough
+from tests.marks import one_of_each, thorough
 from tests.reshard.store_server import StoreServer, status
 from tests.support import change_tensor, command, contents, without_manifest, write_checkpoint
 
@@ -72,8 +72,8 @@ def state(store: StoreServer, tmp_path: Path) -> str:
 
 def noted(store: StoreServer) -> set[str]:
     """The files that a journal in the bucket says are uploaded."""
-    found = (json.loads(path.read_text()) for path in (store.root / "out").glob(".reshard-journal-*"))
-    return {entry["name"] for journal in found for entry in journal["entries"]}
+    found = (journal_in(path.read_bytes(), "name") for path in (store.root / "out").glob(".reshard-journal-*"))
+    return {entry["name"] for journal in found for _, entry in journal}
 
 
 def test_a_run_that_was_stopped_is_finished_by_the_same_command(
@@ -317,7 +317,7 @@ def test_what_was_uploaded_is_not_sent_again_as_a_small_file(
 
     def killed(self: Bucket, key: str, content: bytes, *of: Any, **more: Any) -> Any:
         answer = note(self, key, content, *of, **more)
-        if key.startswith(JOURNAL) and json.loads(content)["entries"]:
+        if key.startswith(JOURNAL) and [*journal_in(content, "name")]:
             raise KeyboardInterrupt
         return answer
 
@@ -554,14 +554,37 @@ def test_what_was_read_for_several_files_is_once_in_a_journal(
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
         patch.setattr(Uploading, "commit", stop)
         split(checkpoint, URL, tp=4, **access)
-    (journal,) = [json.loads(path.read_text()) for path in (store.root / "out").glob(".reshard-journal-*")]
-    reads = [read for entry in journal["entries"] for read in entry["reads"]]
+    (journal,) = [path.read_bytes() for path in (store.root / "out").glob(".reshard-journal-*")]
+    entries = [entry for _, entry in journal_in(journal, "name")]
+    reads = [read for entry in entries for read in entry["reads"]]
     whole = [read for read in reads if isinstance(read, dict)]
-    assert len(journal["entries"]) == 4 and {read["number"] for read in whole} == {*range(len(whole))}
+    assert len(entries) == 4 and {read["number"] for read in whole} == {*range(len(whole))}
     assert {*(read for read in reads if isinstance(read, int))} == {*range(len(whole))}  # each is of several ranks
     store.requests.clear()
     split(checkpoint, URL, tp=4, **access)
     assert not [each.path for each in store.requests if each.method == "PUT" and each.path.endswith(".safetensors")]
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 4)
+
+
+@pytest.mark.parametrize("line", one_of_each(range(1, 5)))
+def test_a_damaged_line_of_a_journal_is_none(
+    line: int, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is written again, and so is each whose sources that line has. Line 0 says whose journal it is."""
+
+    def stop(*_: object) -> None:
+        raise CheckpointError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
+        patch.setattr(Uploading, "commit", stop)
+        split(checkpoint, URL, tp=4, **access)
+    (journal,) = (store.root / "out").glob(".reshard-journal-*")
+    lines = journal.read_text().splitlines(keepends=True)
+    lines[line] = lines[line].replace("A", "B", 1) if line < 2 else "?" + lines[line]
+    journal.write_text("".join(lines) if line < 4 else "")
+    store.requests.clear()
+    split(checkpoint, URL, tp=4, **access)
+    assert [each.path for each in store.requests if each.method == "PUT" and each.path.endswith(".safetensors")]
     assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 4)
 
 

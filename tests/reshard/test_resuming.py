@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from reshard.api import merge, split
+from reshard.api import inspect, merge, split
 from reshard.move.jobs import Sizes
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import staging_of
@@ -154,6 +154,24 @@ def test_damaged_bytes_are_written_again(kind: str, stop: Stop, sources: Path, t
         assert contents(out) == contents(sources / f"of {kind}")
         shutil.rmtree(out)
     assert min(written) >= whole and max(written) > whole
+
+
+@pytest.mark.parametrize("kind", one_of_each(["split", "merge", "dcp"]))
+def test_a_damaged_journal_is_not_believed(kind: str, stop: Stop, sources: Path, tmp_path: Path) -> None:
+    """Another character anywhere in it, or nothing of it: the output is the same, with the same sums of the source."""
+    out, moments = tmp_path / "out", random.Random(kind)
+    again = partial(run, kind, sources, out, sizes=SMALL)
+    for damage in ("sum", "sum", "any", "any", "any", "empty"):
+        stop(0.9, again)
+        (journal,) = staging_of(out).glob(".reshard-journal-*")
+        text = journal.read_text()
+        at = text.rindex('"sum": "') + 8 + moments.randrange(100) if damage == "sum" else moments.randrange(len(text))
+        journal.write_text("" if damage == "empty" else f"{text[:at]}{'B' if text[at] == 'A' else 'A'}{text[at + 1 :]}")
+        (staging_of(out) / "output" / "of-another-task.safetensors").write_bytes(b"")
+        assert inspect(staging_of(out)).kind.startswith("unfinished output of ")
+        again()
+        assert contents(out) == contents(sources / f"of {kind}")
+        shutil.rmtree(out)
 
 
 def test_steps_that_two_runs_have_written_count_once(stop: Stop, sources: Path, tmp_path: Path) -> None:

@@ -243,10 +243,12 @@ def ranks_of(shards: Source) -> Sequence[int]:
 
 
 def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[str]:
-    """What chunks in files of these names have twice, or not at all: the first cell of the grid of all their ends."""
+    """What chunks in files of these names have more often than the rest, or not at all: the first cell of the grid of
+    all their ends.
+    """
     runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
     ends, count = owners(stored.whole_shape, [*runs])
-    for what, cells in (("no file has", count == 0), ("several files have", count > 1)):
+    for what, cells in (("no file has", count == 0), ("several files have", count > max(1, count.min()))):
         bad: list[list[int]] = np.argwhere(cells).tolist()
         if bad:
             first = [dim[i] for dim, i in zip(ends, bad[0], strict=True)]

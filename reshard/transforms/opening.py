@@ -55,7 +55,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     is_part = access.is_changed  # what comes of it is complete
     opened = open_source(path, plan_file=access.plan_file, config=access.config, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
-        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
+        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave out --config")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
         opened = _with_unlike_constants(opened)
     first = opened

@@ -62,7 +62,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
 
     def transformed(store: RangeStore) -> Source:
         source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
-        return replace(source, was_split=first.is_split, left_behind=first.left_behind, note=first.note)
+        return replace(source, was_split=first.is_split, left_behind=first.left_behind, given_dtype=first.given_dtype)
 
     if access.averaged is not None:
         from reshard.transforms.average import average  # numpy
@@ -87,8 +87,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.quantize import quantize  # numpy
 
         quantized = quantize(opened, access.quantize)
-        note = "; ".join(filter(None, (opened.note, quantized.note)))
-        opened = replace(transformed(quantized.store), note=note, error=quantized.error)
+        opened = replace(transformed(quantized.store), note=quantized.note, error=quantized.error)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 

@@ -147,7 +147,7 @@ def test_exchanged_arguments_of_verify_are_one_error(tmp_path: Path) -> None:
         assert command("split", "model", "out", "--tp", "2", *form, "--overwrite", cwd=tmp_path).returncode == 0
         done = command("verify", "out", "model", "--exact-only", cwd=tmp_path)
         assert done.returncode == 2 and "built-in rules" not in done.stdout
-        assert "Hint: give the full checkpoint first, then the shards" in done.stderr
+        assert "Hint: give the full checkpoint first; 'reshard diff out model' compares" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ in Python

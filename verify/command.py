@@ -4,6 +4,7 @@ bytes, and then runs the model, unless the shards cannot be run.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from reshard.store.selection import Weights
 from reshard.system import system_errors
 from reshard.transforms.opening import open_any
 from reshard.verify.bytes.comparison import no_progress
-from reshard.verify.bytes.exact import compare_bytes, open_shards, structure_of
+from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.profile.job import ProfileRequest
@@ -86,7 +87,8 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     Raises ReshardError for what cannot be checked.
     """
     original, place, shards = _open(request)
-    answer.plan = None if original.is_split else _own_plan(original, shards, request.plan_file)  # it will be refused
+    check_original(original, _typed(request))
+    answer.plan = _own_plan(original, shards, request.plan_file)
     can_run, job = False, None
     if crew is None or crew.is_first:
         structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
@@ -136,6 +138,16 @@ def _check_machine(request: VerifyRequest) -> None:
         from reshard.verify.engine.compare import check_engine  # torch
 
         check_engine(_engine_options(request).python)
+
+
+def _typed(request: VerifyRequest) -> str:
+    """Both checkpoints, as they are given to another command, with what is needed to read them."""
+    places = {"ORIGINAL": request.original, "SHARDS": request.shards}
+    words = [str(place) if re.fullmatch(r"[^\s']+", str(place)) else name for name, place in places.items()]
+    for name, option in (("config", "config"), ("plan_file", "plan"), ("dtype", "dtype")):
+        value = getattr(request, name)
+        words += [f"--{option} {value}"] if value is not None else []
+    return " ".join(words)
 
 
 def _engine_options(request: VerifyRequest) -> EngineOptions:
@@ -231,6 +243,7 @@ def needs(request: VerifyRequest) -> Needs:
         raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
     _check_machine(request)
     original, _, shards = _open(request)
+    check_original(original, _typed(request))
     if isinstance(shards, ExactReport):
         raise CheckpointError(shards.problems[0])
     from reshard.verify.forward.compare import needs as needs_of  # torch

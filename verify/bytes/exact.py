@@ -59,21 +59,26 @@ def compare(
     ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split or
     in another program's format, or if a file cannot be read.
     """
+    check_original(original, f"{original.path} {shards.path}")
     structure = structure_of(original, shards)
     return structure if isinstance(structure, ExactReport) else compare_bytes(structure, progress, workers)
+
+
+def check_original(original: Source, both: str) -> None:
+    """Raise CheckpointError if the original is split; ``both`` is how it and its shards are given to a command."""
+    if original.is_split:
+        what = "split itself" if original.format.plain else f"in the format {original.format.name}"
+        raise CheckpointError(
+            f"{original.path} is {what}: it cannot be the original",
+            f"give the full checkpoint first; 'reshard diff {both}' compares any two forms, tensor by tensor",
+        )
 
 
 def structure_of(original: Source, shards: Source) -> Structure | ExactReport:
     """Compare all but the bytes of tensors; a report with the reason if the shards contradict themselves.
 
-    Raises CheckpointError as ``compare`` does.
+    Raises CheckpointError if a file cannot be read.
     """
-    if original.is_split:
-        what = "split itself" if original.format.plain else f"in the format {original.format.name}"
-        raise CheckpointError(
-            f"{original.path} is {what}: it cannot be the original",
-            f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
-        )
     try:
         arrangement = shards.arrangement
         if shards.format.plain:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
+
+from reshard.formats.hints import in_python
 
 LONGEST_WORD = 300
 """Characters of a message without a space between them: a name or a path. Of what is longer the middle is left out."""
@@ -19,13 +21,20 @@ class ReshardError(Exception):
     """A request that cannot be carried out, in words for the person who made it.
 
     ``message`` is one line: what is wrong, in which file, tensor or axis, what was expected and what was found.
-    ``hint`` is one line: what to do about it. Both are made printable and short, whatever they quote.
+    ``hint`` is one line: what to do about it; a traceback shows it too. Both are made printable and short, whatever
+    they quote. Where they are written, they name options and commands; a Python caller reads arguments and functions.
     """
 
+    names_options: ClassVar[bool] = False
+    """Whether this process is the command line, whose errors keep the options."""
+
     def __init__(self, message: str, hint: str | None = None) -> None:
-        self.message = one_line(message)
-        self.hint = None if hint is None else one_line(hint)
+        words: Callable[[str], str] = str if self.names_options else in_python
+        self.message = one_line(words(message))
+        self.hint = None if hint is None else one_line(words(hint))
         super().__init__(self.message)
+        if self.hint:
+            self.add_note(f"Hint: {self.hint}")
 
 
 class NotationError(ReshardError):
@@ -34,6 +43,10 @@ class NotationError(ReshardError):
 
 class CheckpointError(ReshardError):
     """Files on disk that are not the checkpoint they claim to be."""
+
+
+class IncompleteError(CheckpointError):
+    """Files of a checkpoint, such as those of a rank, are not there."""
 
 
 class PlanError(ReshardError):

@@ -1,8 +1,12 @@
-"""What is meant by a word that is not known here: the nearest known one, a synonym of one, or another tool's task."""
+"""What is meant by a word that is not known here: the nearest known one, a synonym of one, or another tool's task; and
+options and commands in the words of Python.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable
 
 _WORDS = {
@@ -79,3 +83,72 @@ def with_hint(hint: str, further: str) -> str:
 
 def _key(word: str) -> str:
     return word.lower().lstrip("-").replace("_", "-")
+
+
+# ------------------------------------------------------------------------------------------------------------ in Python
+
+
+FUNCTIONS, FLAGS, VALUED = (
+    frozenset(words.split())
+    for words in (
+        "average diff inspect merge patch plan profile split verify",
+        "backward compress dequantize download dry-run exact-only fsync overwrite quiet refine-blocks same-ranks "
+        "streamed uneven",
+        "adapter as batch cache-dir compute-dtype config device dtype engine engine-python ep link max-shard-size "
+        "memory out pad-vocab-to part patch phase plan pp pp-layers predict-tp prompt quantize rank ranks revision "
+        "seconds seed seq timeout token tp weights workers",
+    )
+)
+OTHERS = {"no-pad-vocab": "pad_vocab=False", "no-checksum": "checksum=False"}
+"""The commands that are functions and the options that are their arguments, as flags and with a value."""
+
+_RENAMED = {"as": "format", "plan": "plan_file", "rank": "ranks"}
+_IN_ORDER = FUNCTIONS - {"average", "patch"}
+"""The functions that take a command's places in the same order."""
+_TYPED = re.compile(
+    r"'reshard (?P<command>[a-z]+)(?P<words>(?: [^' ]+)*)'|(?<![\w-])--(?P<option>[a-z][a-z-]*)(?![\w-])"
+    r"(?P<value>[ =][^\s'(;,:.)]+(?:[:.][^\s';,:.)]+)*)?"
+)
+
+
+def in_python(text: str) -> str:
+    """The text with ``overwrite=True`` for ``--overwrite``, and ``reshard.split(A, B, tp=4)`` for a command in quotes.
+
+    What no function takes stays as one types it.
+    """
+    return _TYPED.sub(lambda typed: _call(typed) if typed["command"] else _argument(typed), text)
+
+
+def _call(typed: re.Match[str]) -> str:
+    words = typed["words"].split()
+    if typed["command"] not in (_IN_ORDER if words else FUNCTIONS):
+        return typed[0]
+    arguments, words = list[str](), words[::-1]
+    while words:
+        word = words.pop()
+        option = word.removeprefix("--")
+        if option == word:
+            arguments.append("..." if word == "…" else _value(word))
+        elif option in VALUED:
+            arguments.append(f"{_name(option)}={_value(words.pop()) if words else '...'}")
+        elif option in FLAGS or option in OTHERS:
+            arguments.append(OTHERS.get(option, f"{_name(option)}=True"))
+        else:
+            return typed[0]
+    return f"reshard.{typed['command']}" + (f"({', '.join(arguments)})" if arguments else "")
+
+
+def _argument(typed: re.Match[str]) -> str:
+    option, value = typed["option"], typed["value"] or ""
+    if option in VALUED:
+        return _name(option) + (f"={_value(value[1:])}" if value else "")
+    return OTHERS.get(option, f"{_name(option)}=True") + value if option in FLAGS or option in OTHERS else typed[0]
+
+
+def _name(option: str) -> str:
+    return _RENAMED.get(option, option.replace("-", "_"))
+
+
+def _value(word: str) -> str:
+    """A number and a word in capitals, which stands for a value, as they are; any other word as a text."""
+    return word if re.fullmatch(r"[A-Z]+|\d+", word) else json.dumps(word, ensure_ascii=False)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.formats.errors import one_line, printable
+from reshard.formats.errors import MismatchError, one_line, printable
 
 
 class Result:
@@ -27,6 +27,18 @@ class Result:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {one_line(self.headline)}>"
+
+
+class Comparison(Result):
+    """A result that says whether two checkpoints are the same. It is true only if they are."""
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError
+
+    def raise_if_different(self) -> None:
+        """Raise MismatchError unless they are the same."""
+        if not self:
+            raise MismatchError(self.headline)
 
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

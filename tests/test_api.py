@@ -7,6 +7,8 @@ import pickle
 import pydoc
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -23,9 +25,10 @@ import reshard.live
 from reshard.cli.commands import COMMANDS
 from reshard.cli.options import with_option_names
 from reshard.delta.differences import Diff
+from reshard.formats.errors import MismatchError
 from reshard.system import Share
 from tests.store import checkpoint, shards
-from tests.support import command, contents
+from tests.support import change_tensor, command, contents
 
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
 """What says how a command prints, and no function takes."""
@@ -73,7 +76,8 @@ def test_the_round(tmp_path: Path) -> None:
     assert answer.verdict == "same" and answer.error is None
     reshard.merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(model)
-    assert reshard.verify(tmp_path / "out", model, exact_only=True).verdict == "unchecked"
+    with pytest.raises(reshard.ReshardError, match="is split itself: it cannot be the original"):
+        reshard.verify(tmp_path / "out", model, exact_only=True)
 
 
 def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +197,7 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
 
 
 def test_a_single_value_is_no_list_of_letters(tmp_path: Path) -> None:
-    with pytest.raises(reshard.ReshardError, match=r"^no such folder: /.*/tuned$"):
+    with pytest.raises(reshard.ReshardError, match=r"^no such folder: /.*/tuned\n"):
         reshard.average(checkpoint("llama"), tmp_path / "out", others=f"{tmp_path}/tuned")
     assert refusal_of(lambda: reshard.profile("m", phase="decode,sleep")).refusal.value == "sleep"  # type: ignore[arg-type]
 
@@ -204,8 +208,23 @@ def test_what_the_system_refuses_is_an_error_of_reshard(tmp_path: Path) -> None:
         reshard.split(model, tmp_path / long, tp=2)
     with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
         next(reshard.tensors(model, plan_file=long))  # type: ignore[arg-type]
-    answer = reshard.verify(model, shards("llama", tp=2), plan_file=long, exact_only=True)  # type: ignore[arg-type]
-    assert answer.verdict == "unchecked" and "File name too long" in str(answer)
+    with pytest.raises(reshard.ReshardError, match="aaa: File name too long"):
+        reshard.verify(model, shards("llama", tp=2), plan_file=long, exact_only=True)
+
+
+def test_an_uncaught_error_shows_its_hint_in_pythons_words(tmp_path: Path) -> None:
+    out = shutil.copytree(shards("llama", tp=2), tmp_path / "out")
+    script = f"import reshard; reshard.split({str(checkpoint('llama'))!r}, {str(out)!r}, tp=2)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stderr.endswith(
+        f"CheckpointError: {out} exists\nHint: remove it, choose another place, or pass overwrite=True\n"
+    )
+    typed = command("split", checkpoint("llama"), out, "--tp", "2")
+    assert typed.stderr.endswith("Hint: remove it, choose another place, or pass --overwrite\n")
+    with pytest.raises(reshard.ReshardError) as error:
+        reshard.split(checkpoint("llama"), out, tp=2)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert again.__notes__ == error.value.__notes__ == [f"Hint: {error.value.hint}"]
 
 
 def test_an_error_of_a_function_that_is_given_is_raised_as_it_is(tmp_path: Path) -> None:
@@ -314,9 +333,71 @@ def test_progress_of_what_writes_is_one_value(tmp_path: Path) -> None:
     assert [*map(tuple, states)][-1] == (total, total, 0) and states[-1]._fields == ("written", "to_write", "again")
 
 
-def test_what_could_not_be_checked_says_why(tmp_path: Path) -> None:
-    answer = reshard.verify(checkpoint("llama"), tmp_path / "none", exact_only=True)
-    assert str(answer).startswith("UNCHECKED: It could not be checked: ") and "none" in str(answer)
+def test_an_answer_is_true_only_if_it_is_yes(tmp_path: Path) -> None:
+    model, out = checkpoint("llama"), tmp_path / "out"
+    reshard.split(model, out, tp=2, quiet=True)
+    answer, found = reshard.verify(model, out, exact_only=True), reshard.diff(model, out)
+    assert answer and found and reshard.inspect(out)
+    answer.raise_if_different()
+    found.raise_if_different()
+    change_tensor(out / "rank-01-of-02" / "model.safetensors", "model.layers.0.self_attn.q_proj.weight", at=0)
+    (out / "reshard.json").unlink()
+    other = reshard.merge(out, tmp_path / "other", quiet=True, max_shard_size="1GB")
+    for result in (reshard.verify(model, other.out, exact_only=True), reshard.diff(model, other.out)):
+        assert not result
+        with pytest.raises(MismatchError, match=re.escape(result.headline[:40])):
+            result.raise_if_different()
+    shutil.rmtree(out / "rank-00-of-02")
+    assert not reshard.inspect(out)
+
+
+@pytest.mark.parametrize(
+    ("places", "fields", "message"),
+    [
+        ("model none", {"exact_only": True}, "none"),
+        ("none out", {"exact_only": True}, "none"),
+        ("model out", {"device": "gpu"}, "device=gpu is not possible"),
+        ("model out", {"compute_dtype": "foo"}, "compute_dtype=foo is not possible"),
+        ("model out", {"plan_file": "none.toml", "exact_only": True}, r"none\.toml"),
+        ("model out", {"prompt": "hello"}, "no tokenizer for a prompt"),
+        ("model out", {"dtype": "foo", "exact_only": True}, "foo"),
+        ("model out", {"engine": "vllm", "exact_only": True}, "engine_python=.* is not possible: it has no vLLM"),
+        (
+            "model out",
+            {"engine": "vllm", "engine_python": "/none/python"},
+            "/none/python is not possible: No such file",
+        ),
+        ("model partial", {"exact_only": True}, "the files of rank 1 of 2 are missing"),
+    ],
+)
+def test_what_cannot_be_verified_raises(
+    places: str, fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(checkpoint("llama"))
+    (tmp_path / "out").symlink_to(shards("llama", tp=2))
+    shutil.copytree(shards("llama", tp=2), "partial")
+    shutil.rmtree("partial/rank-01-of-02")
+    command_ = import_module("reshard.verify.command")
+    monkeypatch.setattr(command_, "compare_bytes", lambda *_: pytest.fail("bytes were read"))
+    with pytest.raises(reshard.ReshardError, match=message):
+        reshard.verify(*places.split(), **fields)
+
+
+def test_what_a_run_lacks_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints that are named are not there, and nobody looks."""
+    monkeypatch.chdir(tmp_path)
+    for call in (partial(reshard.verify, "no/model", "no/out"), partial(reshard.profile, "no/model")):
+        with pytest.raises(reshard.SettingError, match="device=gpu is not possible"):
+            call(device="gpu")
+    with pytest.raises(reshard.ReshardError, match="/none: no such folder"):
+        reshard.diff(
+            checkpoint("llama"), shards("llama", tp=2), out="/none/delta", progress=lambda *_: pytest.fail("read")
+        )
+    monkeypatch.setattr("reshard.formats.errors.find_spec", lambda _: None)
+    for call in (partial(reshard.verify, "no/model", "no/out"), partial(reshard.profile, "no/model")):
+        with pytest.raises(reshard.ReshardError, match="needs transformers and accelerate"):
+            call()
 
 
 def test_an_unknown_name_is_no_name() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 from click.shell_completion import ShellComplete
 
+import reshard
 from reshard.cli.commands import COMMANDS, cli
 from reshard.formats.files.safetensors import CASTS
-from reshard.formats.hints import SYNONYMS
+from reshard.formats.hints import FLAGS, FUNCTIONS, OTHERS, SYNONYMS, VALUED, in_python
 from reshard.formats.notation.format_file import adapter_format_names, format_names, names_to_write
 from tests.support import command, write_checkpoint
 
@@ -142,4 +147,84 @@ def test_exchanged_arguments_of_verify_are_one_error(tmp_path: Path) -> None:
         assert command("split", "model", "out", "--tp", "2", *form, "--overwrite", cwd=tmp_path).returncode == 0
         done = command("verify", "out", "model", "--exact-only", cwd=tmp_path)
         assert done.returncode == 2 and "built-in rules" not in done.stdout
-        assert "Hint: give the full checkpoint first, then the shards" in done.stderr
+        assert "Hint: give the full checkpoint first; 'reshard diff out model' compares" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ in Python
+
+
+ROOT = Path(__file__).parents[1]
+OF_NO_FUNCTION = {"live", "demo", "formats", "models"}
+
+
+def texts() -> Iterator[str]:
+    """All texts of the library in which an option or a command stands, with X for what is filled in."""
+    for file in (file for folder in ("formats", "reshard", "verify") for file in (ROOT / folder).rglob("*.py")):
+        if "cli" in file.parts or file.name == "draft.py":
+            continue
+        tree = ast.parse(file.read_text())
+        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in (node for node in ast.walk(tree) if id(node) not in docstrings):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if id(node) not in inside else []
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+            if isinstance(node, ast.JoinedStr | ast.Constant) and re.search(r"--[a-z]|'reshard [a-z]+", text):
+                yield text
+    for toml in [*(ROOT / "formats").rglob("*.toml")]:
+        yield from re.findall(r'^(?:hint|"[^"]+") = "(.*--[a-z].*)"$', toml.read_text(), re.MULTILINE)
+
+
+def test_hints_speak_python_to_a_python_caller() -> None:
+    """Every option that a function takes is an argument, with a value that is one; every call binds."""
+    calls = 0
+    for text in texts():
+        spoken = in_python(text)
+        left = set(re.findall(r"--([a-z][a-z-]*)", re.sub(r"'reshard [^']*'", "", spoken)))
+        assert not left & {*FLAGS, *VALUED, *OTHERS}, spoken
+        for name, value in re.findall(r"\b([a-z_]+)=(\"[^\"]*\"|[^\s,;)]+)", spoken):
+            known = value in ("True", "False", "...") or re.fullmatch(r"[A-Z]+|\d+", value)
+            assert known or value.strip('"') in VALUES, (name, value, spoken)
+        for name, arguments in re.findall(r"reshard\.([a-z]+)\(([^)]*)\)", spoken):
+            call = ast.parse(f"f({arguments})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            named = {str(each.arg): None for each in call.keywords}
+            inspect.signature(getattr(reshard, name)).bind_partial(*call.args, **named)
+            calls += 1
+    assert calls > 5
+
+
+VALUES = {"float32", "fp32", "cpu", "huggingface", "peft", "vllm", "prefill", "fp8-block"}
+
+
+def test_the_words_of_python_are_those_of_the_options() -> None:
+    """Each option that is an argument of a function with the same name is in the table, and as what it is."""
+    for name in FUNCTIONS:
+        found = cli.get_command(click.Context(cli), name)
+        fields = inspect.signature(getattr(reshard, name)).parameters
+        assert found is not None
+        for param in found.params:
+            option = max(param.opts, key=len).removeprefix("--")
+            if not isinstance(param, click.Option) or param.name not in fields or option == "progress":
+                continue
+            kinds = OTHERS if option in OTHERS else FLAGS if param.is_flag else VALUED
+            assert option in kinds, option
+            assert in_python(f"give --{option}").startswith(f"give {param.name}"), option
+
+
+@pytest.mark.parametrize(
+    ("typed", "spoken"),
+    [
+        ("pass --overwrite to write it again", "pass overwrite=True to write it again"),
+        ("give a token with --token (or HF_TOKEN)", "give a token with token (or HF_TOKEN)"),
+        ("pass it with --plan /a b.toml", 'pass it with plan_file="/a" b.toml'),
+        ("'reshard split A B --adapter C' makes it", "reshard.split(A, B, adapter=C) makes it"),
+        ("'reshard merge /x OUT --no-checksum'", 'reshard.merge("/x", OUT, checksum=False)'),
+        ("'reshard split … --tp 2 --rank R'", "reshard.split(..., tp=2, ranks=R)"),
+        ("'reshard patch BASE DELTA OUT', 'reshard split'", "'reshard patch BASE DELTA OUT', reshard.split"),
+        ("'reshard plan X --save FILE', --plan FILE", "'reshard plan X --save FILE', plan_file=FILE"),
+        ("torchrun --nproc-per-node 2, a--tp b", "torchrun --nproc-per-node 2, a--tp b"),
+        ("--no-pad-vocab, --as=vllm; --tp 4.", 'pad_vocab=False, format="vllm"; tp=4.'),
+    ],
+)
+def test_a_text_in_pythons_words(typed: str, spoken: str) -> None:
+    assert in_python(typed) == spoken and in_python(spoken) == spoken

@@ -4,6 +4,7 @@ bytes, and then runs the model, unless the shards cannot be run.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import read_config
-from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
 from reshard.formats.files.safetensors import CASTS
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.quantization.methods import quantization_settings
@@ -24,15 +25,16 @@ from reshard.store.selection import Weights
 from reshard.system import system_errors
 from reshard.transforms.opening import open_any
 from reshard.verify.bytes.comparison import no_progress
-from reshard.verify.bytes.exact import compare, open_shards
+from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.profile.job import ProfileRequest
-from reshard.verify.report.answer import Answer, OwnPlan
+from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
-    from reshard.verify.forward.job import Needs
+    from reshard.verify.engine.compare import EngineOptions
+    from reshard.verify.forward.job import Job, Needs
     from reshard.verify.forward.launch import Crew
     from reshard.verify.profile.words import Profile
 
@@ -55,11 +57,15 @@ SILENT = Display()
 def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
     """Prove that shards are the model of a full checkpoint: compare the bytes, then run the model.
 
-    The answer's ``verdict`` is ``same``, ``different``, ``unchecked`` (then ``error`` says why) or ``without effect``:
-    of an adapter without which the outputs would be the same.
+    The answer's ``verdict`` is ``same``, ``different`` or ``without effect``: of an adapter without which the outputs
+    would be the same. Raises ReshardError for what cannot be checked.
     """
     answer = request.begin()
     attempt(answer, request, display)
+    if answer.error is not None and answer.verdict == "unchecked":
+        if answer.exact is not None:
+            answer.error.add_note(exact_summary(answer.exact))
+        raise answer.error
     return answer
 
 
@@ -69,6 +75,7 @@ def attempt(answer: Answer, request: VerifyRequest, display: Display, crew: Crew
     """
     try:
         with system_errors():
+            _check_machine(request)
             _prove(answer, request, display, crew)
     except ReshardError as error:
         answer.error = error
@@ -80,14 +87,22 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     Raises ReshardError for what cannot be checked.
     """
     original, place, shards = _open(request)
-    answer.plan = None if original.is_split else _own_plan(original, shards, request.plan_file)  # it will be refused
-    can_run = False
+    check_original(original, _typed(request))
+    answer.plan = _own_plan(original, shards, request.plan_file)
+    can_run, job = False, None
     if crew is None or crew.is_first:
-        if isinstance(shards, ExactReport):
-            answer.exact = shards
+        structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
+        if isinstance(structure, ExactReport):
+            answer.exact = structure
         else:
+            if not (structure.missing or structure.problems):
+                job = _forward_job(request, original, structure.shards) if answer.wants_forward else None
+                if request.engine is not None:
+                    from reshard.verify.engine.compare import check_run  # torch
+
+                    check_run(original, structure.shards, _engine_options(request))
             with _timed(answer, "bytes"), display.bytes() as compared:
-                answer.exact = compare(original, shards, compared)
+                answer.exact = compare_bytes(structure, compared)
             can_run = answer.exact.comparable
             if not can_run and answer.wants_forward:
                 answer.notes.append("The forward was not run: these are not the original's tensors.")
@@ -98,20 +113,57 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
         if isinstance(shards, ExactReport):  # the first rank has opened others, on a disk of its own
             which = f"rank {crew.rank}" if crew is not None else "this rank"
             raise ReshardError(f"{which}: {'; '.join(shards.problems)}")
-        from reshard.verify.forward.compare import run_forward  # torch
-        from reshard.verify.forward.job import ForwardOptions
+        from reshard.verify.forward.compare import run  # torch
 
         with _timed(answer, "forward"), display.phases() as say:
-            whole = _unmerged(request, original) or original
-            answer.forward = run_forward(whole, shards, ForwardOptions(**answer.options), say)
+            answer.forward = run(job or _forward_job(request, original, shards), say)
     if can_run and request.engine is not None and not isinstance(shards, ExactReport):
-        from reshard.verify.engine.compare import EngineOptions, run_engine  # torch
+        from reshard.verify.engine.compare import run_engine  # torch
 
         with _timed(answer, "engine"), display.phases() as say:
-            python, dtype = request.engine_python or sys.executable, request.compute_dtype or "float32"
-            answer.engine = run_engine(original, shards, EngineOptions(python, dtype, seed=request.seed), say)
+            answer.engine = run_engine(original, shards, _engine_options(request), say)
     if answer.exit_code == 1:
         answer.notes += _advice(original, place, shards)
+
+
+def _check_machine(request: VerifyRequest) -> None:
+    """Raise ReshardError where this machine lacks what a run takes. Nothing of the checkpoints is read."""
+    if not request.exact_only:
+        require_transformers("the forward pass", *(["peft"] if request.adapter is not None else []))
+        from reshard.verify.forward.compare import device_of  # torch
+
+        device_of(request)
+    if request.engine is not None:
+        require_transformers("the engine's run")
+        from reshard.verify.engine.compare import check_engine  # torch
+
+        check_engine(_engine_options(request).python)
+
+
+def _typed(request: VerifyRequest) -> str:
+    """Both checkpoints, as they are given to another command, with what is needed to read them."""
+    places = {"ORIGINAL": request.original, "SHARDS": request.shards}
+    words = [str(place) if re.fullmatch(r"[^\s']+", str(place)) else name for name, place in places.items()]
+    for name, option in (("config", "config"), ("plan_file", "plan"), ("dtype", "dtype")):
+        value = getattr(request, name)
+        words += [f"--{option} {value}"] if value is not None else []
+    return " ".join(words)
+
+
+def _engine_options(request: VerifyRequest) -> EngineOptions:
+    from reshard.verify.engine.compare import EngineOptions  # torch
+
+    python, dtype = request.engine_python or sys.executable, request.compute_dtype or "float32"
+    return EngineOptions(python, dtype, seed=request.seed)
+
+
+def _forward_job(request: VerifyRequest, original: Source, shards: Source) -> Job:
+    """What the ranks of the forward pass are to do. Raises ReshardError for what cannot be run."""
+    from reshard.verify.forward.compare import prepare  # torch
+    from reshard.verify.forward.job import ForwardOptions
+
+    options = {name: getattr(request, name) for name in _OF_A_RUN}
+    return prepare(_unmerged(request, original) or original, shards, ForwardOptions(**options))
 
 
 @contextmanager
@@ -155,6 +207,7 @@ class VerifyRequest(Access, RunSettings):
     engine_python: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         stated = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         if self.engine not in {None, "vllm"}:
             raise refused("engine", self.engine, "the engine is vllm")
@@ -188,7 +241,9 @@ def needs(request: VerifyRequest) -> Needs:
     """What the forward pass would take: both checkpoints are opened, and nothing is compared. Raises ReshardError."""
     if request.exact_only:
         raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
+    _check_machine(request)
     original, _, shards = _open(request)
+    check_original(original, _typed(request))
     if isinstance(shards, ExactReport):
         raise CheckpointError(shards.problems[0])
     from reshard.verify.forward.compare import needs as needs_of  # torch
@@ -250,10 +305,13 @@ def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _:
 
     Raises ReshardError.
     """
+    require_transformers("profile")
+    from reshard.verify.profile.run import node_of  # torch
+    from reshard.verify.profile.run import profile as profile_folder
+
+    node = node_of(request)
     path = find(request.source, request, Weights.HEADERS)
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
-    from reshard.verify.profile.run import profile as profile_folder  # torch
-
-    return profile_folder(folder, request, progress)
+    return profile_folder(folder, node, request, progress)

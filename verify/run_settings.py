@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.formats.errors import refused
 from reshard.source.source import Source
 
 BYTES_ALONE = "--exact-only compares the bytes alone"
@@ -29,6 +30,10 @@ class RunSettings:
     backward: bool = False
     streamed: bool = False
     timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise refused("compute_dtype", self.compute_dtype, "it is float32, bfloat16 or float16")
 
 
 @dataclass(frozen=True)

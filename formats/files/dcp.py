@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from reshard.formats.documents import is_inside
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError
 from reshard.formats.files.checkpoint import METADATA
 from reshard.formats.files.chunks import Chunk, Sharded, check_tiling
 from reshard.formats.files.pickles import (
@@ -111,7 +111,7 @@ def read_distributed(folder: FilePath) -> Distributed:
     """
     path = folder / METADATA
     if not path.is_file():
-        raise CheckpointError(
+        raise IncompleteError(
             f"{folder}: {METADATA} is missing, which says what the .distcp files hold",
             "fetch it too: its name begins with a dot, so that many tools leave it out",
         )
@@ -237,7 +237,7 @@ def _look_into(
     Raises CheckpointError.
     """
     if not path.is_file():
-        raise CheckpointError(
+        raise IncompleteError(
             f"{path} is missing: {METADATA} says that it holds '{parts[0][1]}'",
             "bring the files of all ranks into one folder",
         )

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError
 from reshard.formats.files.chunks import Chunk, Sharded, flat_chunks, from_list, list_range, together, whole
 from reshard.formats.files.dcp import (
     STATE,
@@ -113,7 +113,7 @@ def read_zero(folder: FilePath) -> Distributed:
             main, own = models[0], optimizers[0].table("optimizer_state_dict") if optimizers else {}
             ranks = max(int(main.content.get("mp_world_size") or 1), *(number + 1 for number in parallel))
             if (missing := next((each for each in range(ranks) if each not in parallel), None)) is not None:
-                raise CheckpointError(f"{folder}: the files of model parallel rank {missing} are missing", TOGETHER)
+                raise IncompleteError(f"{folder}: the files of model parallel rank {missing} are missing", TOGETHER)
             origins = {str(copy): str(first) for copy, first in main.table("shared_params").items()}  # others have none
             info = main.table(_CUTS) or own.get(_CUTS)
             cuts = info if ranks > 1 and not is_universal else None
@@ -205,7 +205,7 @@ def _files(folder: FilePath, pattern: re.Pattern[str], parallel: int) -> list[_F
     paths = {int(match[1] or 0): path for path, match in matches if int(match[2]) == parallel}
     missing = next((rank for rank in range(max(paths, default=0)) if rank not in paths), None)
     if missing is not None:
-        raise CheckpointError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", TOGETHER)
+        raise IncompleteError(f"{folder}: of {paths[max(paths)].name} the file of rank {missing} is missing", TOGETHER)
     return [_read(paths[rank]) for rank in sorted(paths)]
 
 

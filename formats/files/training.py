@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from reshard.formats.documents import Record, optional, read_document, whole
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError
 from reshard.formats.files.checkpoint import CONFIG, METADATA, TRACKERS, step_of
 from reshard.formats.files.chunks import Chunk, Sharded, read_chunks, whole_shape
 from reshard.formats.files.dcp import STATE, Distributed, Entries, gathered, read_distributed
@@ -187,7 +187,7 @@ def _read_ranks(folder: FilePath, matches: list[re.Match[str]]) -> Distributed:
         # a name can say any number of ranks: no list of them all is made
         if files and (missing := next((rank for rank in range(world) if rank not in files), None)) is not None:
             why = f"{folder}: the {what}'s file of rank {missing} of {world} is missing"
-            raise CheckpointError(why, "bring all ranks' files together")
+            raise IncompleteError(why, "bring all ranks' files together")
     pairs = [(models[rank], optimizers.get(rank)) for rank in range(world)]
     return read_fsdp(folder, pairs, "saved by verl or SkyRL" if worlds else "saved by accelerate")
 

@@ -347,9 +347,13 @@ def option_names(command: click.Command) -> Callable[[str, object], str]:
     return call
 
 
+class _TypedError(ReshardError):
+    names_options = True
+
+
 def with_option_names(error: ReshardError, command: click.Command) -> ReshardError:
     """The error with the fields of a request called by the options of a command."""
     if not isinstance(error, SettingError):
         return error
     call = option_names(command)
-    return ReshardError(error.refusal.message(call), error.refusal.hint(call))
+    return _TypedError(error.refusal.message(call), error.refusal.hint(call))

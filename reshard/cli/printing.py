@@ -251,6 +251,7 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
     if os.environ.get("_RESHARD_COMPLETE"):  # a shell asks what a word may become
         group.main(prog_name="reshard")
+    ReshardError.names_options = True
     try:
         # not by main: click would drop the words of a KeyboardInterrupt, and exit by itself for a closed pipe
         with group.make_context("reshard", [*arguments], obj=run) as context:
@@ -282,6 +283,8 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> 
     except Exception as error:
         hint = None if "tracebacks" in run else "run the same command with --debug and report what it shows"
         return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback="tracebacks" in run)
+    finally:
+        ReshardError.names_options = False
 
 
 def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:

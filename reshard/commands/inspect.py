@@ -47,7 +47,7 @@ from reshard.text import Result, human_bytes, plural
 
 @dataclass(repr=False)
 class Report(Result):
-    """What a path is.
+    """What a path is. True if it is complete.
 
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, or
     of ``everything`` (``parameters_are_of``); none of shards that cannot be opened and have no manifest. ``loaded_by``:
@@ -93,6 +93,9 @@ class Report(Result):
     def complete(self) -> bool:
         """Whether nothing is missing or damaged, as far as headers and sizes tell."""
         return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.complete
 
     @property
     def headline(self) -> str:

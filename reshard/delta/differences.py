@@ -28,7 +28,7 @@ from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
-from reshard.text import Result, align, human_bytes, plural, shape_text
+from reshard.text import Comparison, align, human_bytes, plural, shape_text
 from reshard.transforms.tensors import ARITHMETIC, Content, tensors_of
 
 Codes = NDArray[Any]
@@ -120,8 +120,9 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, repr=False)
-class Diff(Result):
-    """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone.
+class Diff(Comparison):
+    """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone. True
+    if no tensor differs; ``raise_if_different()`` raises MismatchError.
 
     ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """
@@ -136,6 +137,9 @@ class Diff(Result):
     def same(self) -> bool:
         """Whether no tensor differs."""
         return all(tensor.kind == SAME for tensor in self.tensors)
+
+    def __bool__(self) -> bool:
+        return self.same
 
     def of(self, kind: str) -> tuple[TensorDiff, ...]:
         """The tensors of a kind."""

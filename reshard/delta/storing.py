@@ -83,13 +83,13 @@ def write_delta(
             sums[name] = sum_a.value(), sum_b.value()
             del begun[name]
 
-    diff = differences(a, b, add, progress, aliases=True)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"  # named first: Ctrl-C may come when it is made
     building = temporary / "delta"
     try:
         with disk_errors(out):
             temporary.mkdir(mode=0o700)
             building.mkdir()
+        diff = differences(a, b, add, progress, aliases=True)
         file, stored, changes = _write(a, b, diff, sums, building, is_compressed=is_compressed)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}

@@ -80,7 +80,7 @@ def _answer(rank: int, output: str) -> Sequence[str]:
             return answer
     last = [line for line in lines if "Error" in line] or lines or ["it said nothing"]
     lacks = "No module named" in output
-    hint = "--engine-python names the Python of an environment that has vLLM and reshard" if lacks else None
+    hint = "give the Python of an environment that has vLLM and reshard with --engine-python" if lacks else None
     raise LiveError(f"rank {rank} of the check ended early: {last[-1]}", hint)
 
 

@@ -264,7 +264,7 @@ def compare(
         elif room.dtype != TORCH_DTYPES[stored.dtype]:
             line = (
                 f" is {stored.dtype} by our rules, and {room.dtype} in the engine: push(dtype=) rounds F32, and the "
-                "engine's --dtype chooses"
+                "engine's own dtype is what it was started with"
             )
         elif not np.array_equal(expected, rows := ranges(loaded[name])):
             line = _difference(room.shape, arrangement.plan.model.tensors, expected, rows)

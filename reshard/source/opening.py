@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes
-from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
+from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -154,7 +154,7 @@ def _check_recorded(path: FilePath, manifest: Manifest) -> None:
             all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
             one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
             what = all_of_it if len(lacking) == len(records) else one
-            raise CheckpointError(what, "bring the files of all ranks together")
+            raise IncompleteError(what, "bring the files of all ranks together")
         for file, size in ((path / record.name, record.size) for record in records):
             if file.stat().st_size != size:
                 raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
@@ -318,7 +318,7 @@ def _open_sharded(folder: Folder) -> Source:
     ranks = read_ranks(folder, OWN, files, identity.mesh)
     side = folder.side_files()
     for lacking in (at for at in side.values() if not at.is_file()):
-        raise CheckpointError(f"{lacking} is missing, {MANIFEST} lists it")
+        raise IncompleteError(f"{lacking} is missing, {MANIFEST} lists it")
     config = read_model_config(path)
     architecture = folder.architecture(config)
     sizes = AxisSizes(architecture, config, {}).of({})

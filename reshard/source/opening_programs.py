@@ -78,8 +78,8 @@ class _Reading:
     """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
-    files that do not lie in the folder as they are, ``note`` what was changed in config.json. ``twice`` are the second
-    names of tied tensors.
+    files that do not lie in the folder as they are, ``given_dtype`` the dtype of a config.json if the weights have
+    another. ``twice`` are the second names of tied tensors.
     """
 
     format: Format
@@ -91,7 +91,7 @@ class _Reading:
     mesh: Mesh | None
     is_known: bool
     computed: Mapping[str, bytes] = field(default_factory=dict)
-    note: str | None = None
+    given_dtype: str | None = None
     twice: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -188,7 +188,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
     shards = read_shards(folder, files)
     split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
-    chunks, training, note, computed = None, None, None, dict[str, bytes]()
+    chunks, training, given_dtype, computed = None, None, None, dict[str, bytes]()
     with _misfit(1):
         if format.container.chunks and not format.files.is_distributed:
             ranks, chunks = read_chunked(folder, files)
@@ -222,8 +222,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
                 config, _ = with_dtype(config, architecture.section(config), dtype)
-                was = " and ".join(sorted(others))
-                note = f"config.json says {dtype}, as the weights are; the one that was given says {was}"
+                given_dtype = " and ".join(sorted(others))
                 computed[CONFIG] = json_bytes(own) + b"\n"
         if mesh is not None and format.rules.numbered:
             mesh, tensors = numbered_globally(format, mesh, ranks)
@@ -259,7 +258,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
                     "stored",
                     "it is not the config.json of these tensors, or is damaged",
                 )
-    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, note, twice)
+    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, given_dtype, twice)
 
 
 _MARGIN = 64
@@ -285,7 +284,7 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     return folder.source(
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
         (folder.file(file, entry) for file, entry in infos.items()), side, computed=reading.computed,
-        intact=intact, chunks=reading.chunks, training=training, note=reading.note, twice=reading.twice,
+        intact=intact, chunks=reading.chunks, training=training, given_dtype=reading.given_dtype, twice=reading.twice,
         left_behind=training.parts.words() if training else left_behind(folder, format, reading.files),
         rank_files=reading.files,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.formats.errors import CheckpointError, MismatchError, brief
+from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, brief
 from reshard.formats.files.checkpoint import step_of
 from reshard.formats.files.chunks import Chunk, read_chunks
 from reshard.formats.files.dcp import Blob, Distributed, object_bytes
@@ -173,11 +173,11 @@ def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) ->
 def without_files(format: Format, folder: FilePath) -> CheckpointError:
     """The error for a folder whose manifest names a format, but which has none of that format's weight files."""
     if format.files.tracker is None or (folder / format.files.tracker).is_file():
-        return CheckpointError(
+        return IncompleteError(
             f"{folder} has no weight files of the format '{format.name}' ({format.files.name})",
             "bring the files of all ranks together, or write them again",
         )
-    return CheckpointError(
+    return IncompleteError(
         f"{folder}: {format.files.tracker} is missing, which names the folder of the weights",
         f"bring it back, with the text '{format.files.folder}' or the number of the iteration",
     )
@@ -229,7 +229,7 @@ def read_ranks(
                     "; with another --expert-tensor-parallel-size than tp, they are read if it is 1, and tp and ep are "
                     "equal or one divides the other: save others with --ckpt-format torch_dist, which is for any mesh"
                 )
-            raise CheckpointError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}", hint)
+            raise IncompleteError(f"{where}: the files of rank {rank} of {len(ranks)} are missing{name}", hint)
     return tuple(ranks)
 
 

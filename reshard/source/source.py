@@ -157,7 +157,9 @@ class Source:
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
-    """What a reader of an output must know: changes of the given config.json, or what was cast."""
+    """What a reader of an output must know of what was computed: what was cast, say."""
+    given_dtype: str | None = None
+    """The dtype in the config.json that was given, if the weights had another: ``model.config`` says what they have."""
     twice: Mapping[str, str] = field(default_factory=dict)
     """The second names of tied tensors in its files, each with the first."""
     error: Callable[[], tuple[str, float] | None] | None = None

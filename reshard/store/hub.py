@@ -135,7 +135,7 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
     if access.revision is not None and (is_elsewhere or (source and os.path.lexists(path))):
         where = "at a URL" if is_elsewhere else "on this machine"
         message = f"{source} is {where}: there is no revision {access.revision} of it"
-        raise CheckpointError(message, "leave --revision out")
+        raise CheckpointError(message, "leave out --revision")
     if is_elsewhere:
         return fetch_stored(source, weights, assets_folder(access.cache_dir))
     if os.path.lexists(path) and path.is_symlink():
@@ -343,7 +343,7 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
                 hint = f"accept them at {page}, then {log_in}"
             case RevisionNotFoundError():
                 what = f"{repo} has no revision {request.access.revision}"
-                hint = "give a branch, a tag or a full commit hash, or leave --revision out"
+                hint = "give a branch, a tag or a full commit hash, or leave out --revision"
             case RepositoryNotFoundError():
                 what = f"no folder {repo} here, and no repository of that name on the Hub (or a private one)"
                 hint = f"check the name; for a private repository {log_in}"

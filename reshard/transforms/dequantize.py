@@ -53,7 +53,7 @@ def dequantize(source: Source) -> RangeStore:
     kinds = {name: Stored(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scaled, gone = scaled_weights(config, kinds, partial(_input_first, source.model.architecture, sizes))
     if not scaled:
-        raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave --dequantize out")
+        raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave out --dequantize")
     contents = {name: tensor for name, tensor in tensors.items() if name not in gone}
     problem = next((f"tensor '{name}' is F16" for name, kept in contents.items() if kept.dtype == "F16"), None)
     if problem is None and "float16" in {sizes.settings.get("dtype"), sizes.settings.get("torch_dtype")}:

@@ -57,15 +57,15 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         path, plan_file=access.plan_file, config=access.config, beginning=access.beginning, is_part=is_part
     )
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
-        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave --config out")
+        raise CheckpointError(f"{opened.path} has a config.json of its own", "leave out --config")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
         opened = _with_unlike_constants(opened)
     first = opened
 
     def transformed(store: RangeStore) -> Source:
         source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
-        source = replace(source, left_behind=first.left_behind, strays=first.strays)
-        return replace(source, was_split=first.is_split, note=first.note)
+        source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
+        return replace(source, was_split=first.is_split, given_dtype=first.given_dtype)
 
     if access.averaged is not None:
         from reshard.transforms.average import average  # numpy

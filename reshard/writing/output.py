@@ -449,7 +449,7 @@ class Output:
             existing.check_replaceable({}, overwrite=overwrite)
             raise CheckpointError(
                 f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",
-                "remove it, choose another folder, or leave --rank out to replace it by all ranks",
+                "remove it, choose another folder, or leave out --rank: all ranks then replace it",
             )
         existing.refuse_unknown([name for name in existing.names if name.partition("/")[0] in self.folders])
 

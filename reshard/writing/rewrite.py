@@ -22,6 +22,7 @@ from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Sums, checksum_of, contents_of
+from reshard.placement.program_plan import with_dtype
 from reshard.placement.stored import Location
 from reshard.publishing.existing import check_name, check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
@@ -337,6 +338,11 @@ def _summary(
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float32, rounded once")
     notes += [source.note] if source.note else []
+    config, given = source.model.config, source.given_dtype
+    _, stated = with_dtype(config, source.model.architecture.section(config), given)  # in the end, after a cast
+    if given is not None and stated:
+        says = " and ".join(sorted(stated)) + (", as the weights are" if request.quantize is None else "")
+        notes.append(f"config.json says {says}; the one that was given says {given}")
     for dtype, wider in new.format.rules.dtypes.items():
         if any(kind.dtype == dtype for kind in plan.model.kinds) and new.files:
             notes.append(f"weights in {dtype} were cast to {wider}")

@@ -53,8 +53,9 @@ def test_what_reads_a_source_reads_it() -> None:
     part, expected = reshard.load(source, tp=2, rank=1), reshard.load(model, tp=2, rank=1)
     assert part.keys() == expected.keys() and all(torch.equal(part[name], expected[name]) for name in expected)
     assert dict(reshard.tensors(source)).keys() == dict(reshard.tensors(model)).keys()
-    answer = reshard.verify(source, model, exact_only=True)
-    assert answer.error is not None and "cannot be the original" in answer.error.message
+    with pytest.raises(ReshardError, match="cannot be the original") as error:
+        reshard.verify(source, model, exact_only=True)
+    assert f'reshard.diff(ORIGINAL, "{model}")' in str(error.value.hint)
 
 
 def test_tensors_by_name_need_a_config(tmp_path: Path) -> None:

@@ -52,6 +52,22 @@ def test_the_config_of_a_run_in_float32_says_float32(form: str, key: str, tmp_pa
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("command_", ["merge", "split"])
+def test_what_is_said_of_the_config_is_true_after_a_cast(command_: str, tmp_path: Path) -> None:
+    """Weights in float32, a config.json that says bfloat16."""
+    original = store.checkpoint("qwen3")
+    run = _run(tmp_path / "run", original, "dcp")
+    given = _config(tmp_path / "given", original, dtype="bfloat16")
+    for word, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
+        out = tmp_path / word
+        options = ["--dtype", word, *(["--tp", "2", "--as", "vllm"] if command_ == "split" else [])]
+        done = command(command_, run, out, "--config", given, *options, "--json")
+        assert done.returncode == 0 and json.loads((out / "config.json").read_text())["dtype"] == dtype
+        said = f"config.json says {dtype}, as the weights are; the one that was given says bfloat16"
+        assert (said in json.loads(done.stdout)["note"]) == (dtype != "bfloat16"), done.stdout
+        assert ("config.json says" in done.stdout) == (dtype != "bfloat16"), done.stdout
+
+
 def test_what_agrees_is_kept_byte_for_byte(tmp_path: Path) -> None:
     original = store.checkpoint("qwen3")
     run = _run(tmp_path / "run", original, "dcp")

@@ -174,12 +174,12 @@ def test_without_the_engine(tmp_path: Path) -> None:
     assert code == 2 and "has no vLLM" in said
 
 
-def test_only_what_the_engine_loads(tmp_path: Path) -> None:
+def test_only_what_the_engine_loads(engine: Path, tmp_path: Path) -> None:
     original, own = store.checkpoint("llama"), store.shards("llama", tp=2)
-    code, _, said = _verify(original, own, "--exact-only")
+    code, _, said = _verify(original, own, "--exact-only", "--engine-python", engine)
     assert code == 2 and "which vllm does not load" in said
     split(original, tmp_path / "legacy", tp=2, format="megatron-legacy")
-    code, _, said = _verify(original, tmp_path / "legacy", "--exact-only")
+    code, _, said = _verify(original, tmp_path / "legacy", "--exact-only", "--engine-python", engine)
     assert code == 2 and "has the format 'megatron-legacy', which vllm does not load" in said
     done = command("verify", original, own, "--exact-only", "--engine-python", sys.executable)
     assert done.returncode == 2 and "--engine-python is not possible: no engine is asked for" in done.stderr

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from reshard.api import merge, split
 from reshard.cli.commands import main
-from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.errors import CheckpointError, IncompleteError, PlanError
 from reshard.formats.files.safetensors import build_header, parse_header, read_header
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import architecture_from_document
@@ -265,16 +265,15 @@ def test_extra_and_missing_files(llama: Pair) -> None:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_missing_file_of_a_rank(llama: Pair, name: str) -> None:
     (llama.shards / "rank-01-of-04" / name).unlink()
-    report = check(llama)
-    assert report.verdict == "different"
-    assert f"rank-01-of-04/{name}" in str(report)
+    with pytest.raises(CheckpointError, match=f"rank-01-of-04/{name}"):
+        check(llama)
 
 
 def test_missing_rank(llama: Pair) -> None:
     shutil.rmtree(llama.shards / "rank-01-of-04")
     (llama.shards / "reshard.json").unlink()
-    report = check(llama)
-    assert report.verdict == "different" and "the files of rank 1 of 4 are missing" in report.problems[0]
+    with pytest.raises(IncompleteError, match="the files of rank 1 of 4 are missing"):
+        check(llama)
 
 
 def test_missing_and_extra_tensors(llama: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,5 +35,20 @@ def test_an_original_that_is_none_is_refused(form: str | None, told: str, tmp_pa
     done = command("verify", "shards", full, "--exact-only", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.splitlines()[-2:] == [
         f"Error: shards {told}: it cannot be the original",
-        "Hint: give the full checkpoint first, then the shards; 'reshard merge shards OUT' makes one",
+        f"Hint: give the full checkpoint first; 'reshard diff shards {full}' compares any two forms, tensor by tensor",
     ]
+    hint = re.search("'reshard (.*)'", done.stderr)
+    assert hint is not None and command(*hint[1].split(), cwd=tmp_path).stdout.startswith("SAME")
+
+
+def test_a_training_run_is_compared_as_the_hint_says(tmp_path: Path) -> None:
+    full = store.checkpoint("llama")
+    split(full, tmp_path / "run", format="dcp")
+    for name in ("config.json", "reshard.json"):
+        (tmp_path / "run" / name).unlink()
+    split(tmp_path / "run", tmp_path / "out", tp=2, config=full, dtype="bf16")
+    for more in ((), ("--dry-run",), ("--exact-only", "--dtype", "bf16")):
+        done = command("verify", "run", "out", "--config", full, *more, cwd=tmp_path)
+        hint = re.search("'reshard (diff run out --config .*)'", done.stderr)
+        assert done.returncode == 2 and hint is not None, done.stderr
+    assert command(*hint[1].split(), cwd=tmp_path).stdout.startswith("SAME")

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from reshard.formats.errors import ReshardError
@@ -58,6 +60,29 @@ def test_weights_that_stay_in_float32(tmp_path: Path, one_rank: None) -> None:
 def test_decode_without_a_cache(tmp_path: Path, one_rank: None) -> None:
     with pytest.raises(ReshardError, match="decode is not possible: BertForMaskedLM keeps no keys and values"):
         run_job(job_of_zoo("bert", tmp_path, Workload("decode", 1, 4)))
+
+
+def test_the_cache_has_its_newer_name_where_a_model_takes_it(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.24 has it, where ``past_key_values`` is deprecated."""
+    whole = transformers.LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Any = None, cache: Any = None, use_cache: bool = True, **more: Any) -> Any:
+        assert "past_key_values" not in more
+        output = whole(self, input_ids, past_key_values=cache, use_cache=use_cache, **more)
+        return SimpleNamespace(cache=output.past_key_values, logits=output.logits)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    runs = run_job(
+        job_of(
+            tmp_path,
+            {**LLAMA, "hidden_size": 24, "dtype": "float32"},
+            Workload("decode", 1, 4),
+            Workload("prefill", 1, 4),
+        )
+    )
+    assert all(sum(measured.cache.values()) > 0 for measured in runs.measured.values())
 
 
 def test_operations_and_bytes_of_a_llama(tmp_path: Path, one_rank: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -322,11 +323,16 @@ def test_the_config_file_of_the_program(tmp_path: Path) -> None:
     assert exact(folder, "llama3", "meta").missing == ("params.json",)
 
 
-def test_a_missing_rank_is_a_difference(llama: Path) -> None:
-    (llama / "reshard.json").unlink()
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_a_missing_rank_is_no_difference(llama: Path, has_manifest: bool) -> None:
+    if not has_manifest:
+        (llama / "reshard.json").unlink()
     (llama / "model-rank-0-part-0.safetensors").unlink()
     done = command("verify", checkpoint("vllm", "llama"), llama, "--exact-only")
-    assert done.returncode == 1 and "the files of rank 0 of 2 are missing" in done.stdout
+    assert done.returncode == 2 and done.stdout == "UNCHECKED\n"
+    assert re.search(r"Error: .*: the files of rank 0 of 2 are missing", done.stderr)
+    answer = json.loads(command("verify", checkpoint("vllm", "llama"), llama, "--exact-only", "--json").stdout)
+    assert answer["summary"].startswith("Not all files are there: ") and answer["exact"] is None
 
 
 def _paths(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.formats.errors import CheckpointError, PlanError, ReshardError
+from reshard.formats.errors import CheckpointError, IncompleteError, PlanError, ReshardError
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath
 from reshard.mesh.degrees import with_blocks
@@ -59,26 +59,46 @@ def compare(
     ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split or
     in another program's format, or if a file cannot be read.
     """
+    check_original(original, f"{original.path} {shards.path}")
+    structure = structure_of(original, shards)
+    return structure if isinstance(structure, ExactReport) else compare_bytes(structure, progress, workers)
+
+
+def check_original(original: Source, both: str) -> None:
+    """Raise CheckpointError if the original is split; ``both`` is how it and its shards are given to a command."""
     if original.is_split:
         what = "split itself" if original.format.plain else f"in the format {original.format.name}"
         raise CheckpointError(
             f"{original.path} is {what}: it cannot be the original",
-            f"give the full checkpoint first, then the shards; 'reshard merge {original.path} OUT' makes one",
+            f"give the full checkpoint first; 'reshard diff {both}' compares any two forms, tensor by tensor",
         )
-    plain = shards.format.plain
+
+
+def structure_of(original: Source, shards: Source) -> Structure | ExactReport:
+    """Compare all but the bytes of tensors; a report with the reason if the shards contradict themselves.
+
+    Raises CheckpointError if a file cannot be read.
+    """
     try:
         arrangement = shards.arrangement
-        if plain:
+        if shards.format.plain:
             arrangement = arrangement_of(_planned(original, shards), OWN, twice=shards.twice)
         structure = Structure(original, shards, arrangement)
         structure.check()
+    except ReshardError as error:
+        return _report_of(error, shards)
+    return structure
+
+
+def compare_bytes(structure: Structure, progress: Progress = no_progress, workers: int | None = None) -> ExactReport:
+    """Compare the bytes too. Raises CheckpointError if a file cannot be read."""
+    original, shards = structure.original, structure.shards
+    try:
         sums = folder.begun_sums(original, shards)
         files = Files(original, shards, sums=sums)
-        comparison = Comparison(original, shards, arrangement, structure.comparable, progress, files)
+        comparison = Comparison(original, shards, structure.arrangement, structure.comparable, progress, files)
     except ReshardError as error:
-        if _is_unreadable(error):
-            raise
-        return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
+        return _report_of(error, shards)
     report = comparison.run(workers or files.workers)
     structure.problems += folder.wrong_checksums(original, shards, sums, comparison.damaged, files)
     mesh, ranks = ("of no stated mesh", None) if structure.of_any_mesh else (report.mesh, report.ranks)
@@ -86,17 +106,23 @@ def compare(
         report,
         mesh=mesh,
         ranks=ranks,
-        format=None if plain else shards.format.name,
+        format=None if shards.format.plain else shards.format.name,
         is_listed=shards.other_files is not None,
         cast=original.cast.dtype if original.cast is not None else None,
         **structure.differences,
     )
 
 
+def _report_of(error: ReshardError, shards: Source) -> ExactReport:
+    """The report on shards that contradict themselves. Raises the error, if it is of a file that cannot be read."""
+    if _is_unreadable(error):
+        raise error
+    return ExactReport(str(shards.plan.mesh), len(shards.ranks), 0, 0, problems=(error.message,))
+
+
 def _is_unreadable(error: ReshardError) -> bool:
-    """Whether a file is there that cannot be read: that says nothing about what is in it."""
-    reason = error.__context__
-    return isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
+    """Whether a file is not there, or cannot be read: that says nothing about what is in it."""
+    return isinstance(error, IncompleteError) or isinstance(error.__context__, OSError)
 
 
 def _planned(original: Source, shards: Source) -> Plan:

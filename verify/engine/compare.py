@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
+from reshard.formats.errors import CheckpointError, ReshardError, refused
 from reshard.formats.mesh import Mesh
 from reshard.formats.store import local_folder
 from reshard.source.source import Source
@@ -126,11 +126,25 @@ def run_engine(
 
     Raises ReshardError if one of them cannot run them, or vLLM computes something else of the original itself.
     """
-    _check_format(shards)
+    check_run(original, shards, options)
     return run_shards(run_original(original, options, progress), shards, progress)
 
 
-def _check_format(shards: Source) -> None:
+def check_engine(python: str) -> None:
+    """Raise SettingError unless vLLM is installed for this Python interpreter."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    advice = "give the python of an environment that has vLLM"
+    try:
+        found = subprocess.run([python, "-c", probe], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
+    except OSError as error:
+        raise refused("engine_python", python, error.strerror or str(error), advice=advice) from None
+    if not found:
+        raise refused("engine_python", python, "it has no vLLM", advice=advice)
+
+
+def check_run(original: Source, shards: Source, options: EngineOptions) -> None:
+    """Raise CheckpointError unless vLLM loads the shards' format, and the original's vocabulary can be run."""
+    tokens_of(original, options)
     format = shards.format
     if format.loading.engine != "vllm":
         what = "reshard's own folders" if format.plain else f"the format '{format.name}'"
@@ -179,7 +193,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def tokens_of(original: Source, options: EngineOptions) -> Tokens:
     """Random tokens of a model's vocabulary. Raises CheckpointError if it is too large."""
-    require_transformers("--engine")
     size = original.model.sizes.of({}).get("vocab")
     if size is None or size > LARGEST_VOCABULARY:
         raise CheckpointError(f"{original.path}: a vocabulary of {size} tokens is not run in an engine")
@@ -235,18 +248,11 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
             )  # fmt: skip
             sessions.append(process.pid)
             output, _ = process.communicate(timeout=options.timeout)
-    except OSError as error:
-        advice = "give the python of an environment with vLLM"
-        raise refused("engine_python", command[0], error.strerror or str(error), advice=advice) from None
     except subprocess.TimeoutExpired:
         process.wait()
         raise ReshardError(f"{name} has not ended after {options.timeout:.0f} s") from None
     if process.returncode or not out.exists():
-        hint = f"{command[0]} has no vLLM: give the python of an environment that has it with --engine-python"
-        raise ReshardError(
-            f"{name} ended with status {process.returncode}: {reason_of(output)}",
-            hint if "No module named 'vllm" in output else None,
-        )
+        raise ReshardError(f"{name} ended with status {process.returncode}: {reason_of(output)}")
 
 
 def reason_of(output: str) -> str:

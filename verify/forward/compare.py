@@ -28,12 +28,12 @@ from reshard.system import check_space
 from reshard.text import plural
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.forward.job import ForwardOptions, Job, Needs, needs_of, run_plan
-from reshard.verify.forward.launch import run_ranks
+from reshard.verify.forward.launch import check_ranks, run_ranks
 from reshard.verify.forward.report import ForwardReport, report_of
 from reshard.verify.rank.device import resolve
 from reshard.verify.rank.group import RankAnswer
 from reshard.verify.rank.roles import positions_of
-from reshard.verify.run_settings import BYTES_ALONE, Unmerged
+from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
@@ -47,12 +47,23 @@ def run_forward(
     progress: Progress = lambda _: None,
 ) -> ForwardReport:  # fmt: skip
     """Run the original and its shards, which may be a full checkpoint, and compare. Raises ReshardError."""
-    job = _job(original, shards, options)
-    device, world = _device(options), job.plan.mesh.size
-    needed = needs_of(job, device)
-    of_this_machine = needed.files * int(os.environ.get("LOCAL_WORLD_SIZE", world)) // world
+    return run(prepare(original, shards, options), progress)
+
+
+def prepare(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:
+    """What the ranks are to do, after all that can be known before they run. Raises ReshardError."""
+    device, job = device_of(options), _job(original, shards, options)
+    world = job.plan.mesh.size
+    check_ranks(world)
+    of_this_machine = needs_of(job, device).files * int(os.environ.get("LOCAL_WORLD_SIZE", world)) // world
     check_space(Path(gettempdir()), of_this_machine, "the ranks' folders", "set TMPDIR to a folder of another disk")
-    progress(f"starting {plural(world, 'rank')}, {device}: {needed.headline}")
+    return job
+
+
+def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
+    """Start the ranks, and compare what they found. Raises ReshardError."""
+    device, world, options = device_of(job.options), job.plan.mesh.size, job.options
+    progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
     from reshard.verify.forward.shards import run_job
     from reshard.verify.rank.loading import quiet_transformers
@@ -70,10 +81,11 @@ def run_forward(
 
 def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
     """What a comparison would take: everything but the run is checked. Raises ReshardError."""
-    return needs_of(_job(original, shards, options), _device(options))
+    return needs_of(_job(original, shards, options), device_of(options))
 
 
-def _device(options: ForwardOptions) -> str:
+def device_of(options: RunSettings) -> str:
+    """The kind of device that the ranks compute on. Raises ReshardError for one that is not there."""
     device = resolve(options.device)
     if device == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
@@ -142,15 +154,13 @@ def _check_dequantizing(original: Source, options: ForwardOptions) -> None:
 
 def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
     """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if options.compute_dtype is not None:
-        if options.compute_dtype not in dtypes:
-            raise refused("compute_dtype", options.compute_dtype, "it is float32, bfloat16 or float16")
-        return dtypes[options.compute_dtype]
-    count: dict[torch.dtype, int] = {}
+        asked_for: torch.dtype = getattr(torch, options.compute_dtype)
+        return asked_for
+    count, dtypes = dict[torch.dtype, int](), (torch.float32, torch.bfloat16, torch.float16)
     for name, tensor in original.ranks[0].items():
         dtype = TORCH_DTYPES.get(tensor.dtype) if name in plan.layouts else None
-        if dtype in dtypes.values() and dtype is not None:
+        if dtype in dtypes:
             count[dtype] = count.get(dtype, 0) + tensor.nbytes
     return max(count, key=lambda dtype: count[dtype], default=torch.float32)
 

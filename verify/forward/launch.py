@@ -79,13 +79,8 @@ def _run_as_rank(
 
     Raises ReshardError for another number of ranks, RankError where the function fails here.
     """
-    started, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    if started != world_size:
-        raise ReshardError(
-            f"the launcher started {started} ranks, but {world_size} are needed",
-            f"Start it with {world_size} processes in all (torchrun --nproc-per-node).",
-        )
-    joined = not dist.is_initialized()
+    check_ranks(world_size)
+    rank, joined = int(os.environ["RANK"]), not dist.is_initialized()
     try:
         if joined:
             join_group(device, timeout)
@@ -99,6 +94,16 @@ def _run_as_rank(
     if joined:
         dist.destroy_process_group()
     return results
+
+
+def check_ranks(world_size: int) -> None:
+    """Raise ReshardError if a launcher started another number of ranks."""
+    started = int(os.environ["WORLD_SIZE"]) if is_launched() else world_size
+    if started != world_size:
+        raise ReshardError(
+            f"the launcher started {started} ranks, but {world_size} are needed",
+            f"Start it with {world_size} processes in all (torchrun --nproc-per-node).",
+        )
 
 
 def rank_device(device: str) -> torch.device:

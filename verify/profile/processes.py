@@ -100,7 +100,11 @@ def run_processes(
             # A rank is not to wait for each collective of NCCL: it would start the next kernels late.
             environment = {"TORCH_NCCL_BLOCKING_WAIT": "0", **os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank}
             variables = {name: str(value) for name, value in environment.items()}
-            work = context.Process(target=_be, args=(variables, sending, device, timeout, fn, args), daemon=True)
+            work = context.Process(
+                target=_be,
+                args=(variables, sending, device, timeout, fn, args, ReshardError.names_options),
+                daemon=True,
+            )
             work.start()
             sending.close()
             pipes.append(receiving)
@@ -139,8 +143,10 @@ def _follow(pipes: Sequence[Connection], ranks: Sequence[Any], progress: Callabl
 
 
 def _be(
-    variables: Mapping[str, str], pipe: Connection, device: str, timeout: float, fn: Callable[..., Any], args: Any
-) -> None:
+    variables: Mapping[str, str], pipe: Connection, device: str, timeout: float, fn: Callable[..., Any], args: Any,
+    names_options: bool,
+) -> None:  # fmt: skip
+    ReshardError.names_options = names_options
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(variables)

@@ -240,7 +240,8 @@ class _Runner:
         self._saved: dict[str, int] = {}
         parameters = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"  # of Mamba's classes
+        names = ("cache", "cache_params", "past_key_values")  # from transformers 5.24 on; of Mamba's classes, of others
+        self._cache = next((name for name in names if name in parameters), "past_key_values")
         for parameter in self._weights:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from reshard.formats.errors import ReshardError, SettingError, redacted, refused, require_transformers
+from reshard.formats.errors import ReshardError, SettingError, redacted, refused
 from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.mesh import mesh_of
 from reshard.formats.store import FilePath
@@ -27,10 +27,8 @@ from reshard.verify.rank.roles import positions_of
 _LESS = "give a smaller batch or seq, or another degree"
 
 
-def profile(folder: FilePath, request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
-    """Profile the model of the config.json in a folder. Raises ReshardError."""
-    require_transformers("profile")
-    node = node_of(request)
+def profile(folder: FilePath, node: Node, request: ProfileRequest, progress: Callable[[str], None]) -> Profile:
+    """Profile the model of the config.json in a folder on a node. Raises ReshardError."""
     from reshard.verify.profile.blocks import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)

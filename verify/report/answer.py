@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.errors import ReshardError
+from reshard.formats.errors import IncompleteError, ReshardError
 from reshard.formats.mesh import read_mesh
-from reshard.text import Result, align, human_bytes, number, percent, plural, ratio
+from reshard.text import Comparison, align, human_bytes, number, percent, plural, ratio
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 
 if TYPE_CHECKING:  # they import torch
@@ -69,10 +69,9 @@ def _difference_in_words(exact: ExactReport) -> str:
         further = "" if places == 1 else f"; {places} parts of tensors differ"
         place = f"at {list(first.index)} on rank {first.rank}{_stored(first)}"
         return f"Bytes differ, first in tensor '{first.tensor}' {place}{further}."
-    kinds = [("missing", exact.missing), ("extra", exact.extra), ("contradiction", exact.problems)]
-    for word, items in kinds:
+    for word, items in (("missing: ", exact.missing), ("extra: ", exact.extra), ("", exact.problems)):
         if items:
-            return f"The shards are not the original's: {word}: {items[0]}{_further(items)}."
+            return f"The shards are not the original's: {word}{items[0]}{_further(items)}."
     return f"A config is not as it should be: {exact.configs[0]}."
 
 
@@ -180,8 +179,9 @@ VERDICTS = ("same", "different", "unchecked", "without effect")
 
 
 @dataclass(repr=False)
-class Answer(Result):
-    """What was asked for, and what has been found so far.
+class Answer(Comparison):
+    """What was asked for, and what has been found so far. True only if the ``verdict`` is ``same``;
+    ``raise_if_different()`` raises MismatchError.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass and ``engine`` that of an engine's own
     run (asked for ``with_engine``); each is None if it was not done. ``seconds`` has the time of each part.
@@ -222,6 +222,9 @@ class Answer(Result):
         has_no_effect = self.forward is not None and self.forward.effect is not None and not self.forward.effect.is_seen
         return "without effect" if has_no_effect else "same"
 
+    def __bool__(self) -> bool:
+        return self.verdict == "same"
+
     @property
     def in_words(self) -> str:
         """The verdict in a few sentences, with the first tensor and the first layer that differ by name."""
@@ -236,7 +239,9 @@ class Answer(Result):
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
                 parts.append("Whether that plan is right, the forward alone can tell.")
-        if forward is not None:
+        if forward is not None and forward.is_same and self.verdict == "different":
+            parts.append(f"The forward pass does not see it: {forward.verdict.partition(': ')[2]}")
+        elif forward is not None:
             parts.append(forward.verdict)
             parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
         if self.engine is not None:
@@ -244,7 +249,9 @@ class Answer(Result):
         if self.error is not None:
             is_of_engine = self.with_engine and (forward is not None or not self.wants_forward)
             subject = "The engine's run" if is_of_engine else "The forward"
-            parts.append(f"{subject if exact is not None else 'It'} could not be checked: {self.error.message}")
+            what = f"{subject if exact is not None else 'It'} could not be checked"
+            what = "Not all files are there" if isinstance(self.error, IncompleteError) else what
+            parts.append(f"{what}: {self.error.message}")
         return " ".join(parts) or "Nothing was checked."
 
     @property

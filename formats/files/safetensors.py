@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from reshard.formats.documents import LARGEST, file_name, strict_json, utf8
 from reshard.formats.errors import CheckpointError, brief
 from reshard.formats.store import FilePath, open_file, unreadable
+from reshard.formats.wrappers import without_wrappers
 
 DTYPE_BITS = {"BOOL": 8} | {
     dtype: int(re.findall("[0-9]+", dtype)[0])
@@ -89,18 +90,26 @@ def _header(value: object, where: str) -> bytes:
 class SourceFileRecord:
     """A safetensors file of the source: enough to write it again byte for byte, given its tensors.
 
-    ``checksum`` is that of the whole file; None where not all of it was read.
+    ``checksum`` is that of the whole file; None where not all of it was read. ``beginning`` is what stands before the
+    names of the model in its header, where wrappers have words in them, too; None, if they are the model's own.
     """
 
     name: str = field(metadata={"read": file_name})
     size: int
     checksum: str | None
     header: bytes = field(metadata={"read": _header, "write": lambda raw: raw[8:].decode()})
+    beginning: str | None = None
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors in it. Raises CheckpointError for a header that is damaged or of another size."""
-        return parse_header(self.header, Path(self.name), self.size).tensors
+        """The tensors in it, by their names in the model. Raises CheckpointError for a header that is damaged or of
+        another size.
+        """
+        stored = parse_header(self.header, Path(self.name), self.size).tensors
+        if self.beginning is None:
+            return stored
+        names = {name: without_wrappers(name).removeprefix(self.beginning) for name in stored}
+        return {names[name]: info._replace(name=names[name]) for name, info in stored.items()}
 
     def places(self) -> Iterator[tuple[str, int]]:
         """Where each tensor lies in it."""

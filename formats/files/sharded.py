@@ -85,6 +85,11 @@ class SourceRecord:
     files: tuple[SourceFileRecord, ...]
 
     @property
+    def is_respelled(self) -> bool:
+        """Whether its files have other names than the model."""
+        return any(file.beginning is not None for file in self.files)
+
+    @property
     def twice(self) -> Mapping[str, str]:
         """The second names in the files, each with the first."""
         return {name: first for name, first in self.aliases.items() if any(name in file.tensors for file in self.files)}

@@ -316,16 +316,6 @@ _NUMBERS = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
 """The same, within a name."""
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
-"""The words that torch.compile, activation checkpointing, FSDP and Lightning put into names."""
-_WRAPPERS = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.")
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name without the words of wrappers."""
-    return _WRAPPERS.sub("", name)
-
-
 def without_numbers(name: str, mark: str = "*") -> str:
     """A name with a mark in place of each number."""
     return _NUMBERS.sub(mark, name)

@@ -131,6 +131,7 @@ def merge(request: WriteRequest) -> Summary:
     """
     began, opened = start(request), open_any(request.source, request)
     is_full = not opened.is_split and opened.checkpoint is not None and bool(opened.checkpoint.records)
+    is_full = is_full and not opened.record.is_respelled
     if is_full and not (request.is_changed or request.dtype):
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:

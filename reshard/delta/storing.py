@@ -67,7 +67,7 @@ def write_delta(
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
         require_zstd()
-    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE)
+    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, as_stored=False)
     sums, begun = Sums(), dict[str, tuple[PartialSum, PartialSum]]()
     sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
     sizes |= {second: sizes[first] for second, first in b.aliases.items()}

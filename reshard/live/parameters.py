@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from reshard.formats.errors import LiveError, PlanError, ReshardError
-from reshard.formats.notation.architecture import without_wrappers
 from reshard.formats.notation.axes import Run
 from reshard.formats.notation.placements import Cut, Runs, runs_of
 from reshard.formats.torch_internals import TORCH_DTYPES, unsaved_buffers
+from reshard.formats.wrappers import without_wrappers
 from reshard.live.sides import Slice
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import WRAPPERS, is_index, without_numbers
+from reshard.formats.notation.architecture import is_index, without_numbers
+from reshard.formats.wrappers import WRAPPERS
 
 _DEEPEST = 6
 _AVERAGE = re.compile(r"(?:ema|swa|avg|average|averaged)(?:_.*)?")

@@ -23,9 +23,10 @@ from reshard.formats.files.checkpoint import (
 )  # fmt: skip
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
-from reshard.formats.notation.architecture import SETTINGS, Architecture, without_wrappers
+from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.store import FilePath, StoredPath
+from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
@@ -264,7 +265,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
     """The checkpoint with the names of its model, and without what belongs to others.
 
-    Its files are not those that a merge writes: their names are other ones.
+    If it has all of them, its files can be written again: their records know what stands before the names.
     """
     names = {stored: name for name, stored in naming.known.items()}
     left = {stored for stored in checkpoint.tensors if stored not in names and not naming.is_other(stored)}
@@ -275,6 +276,9 @@ def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
         for alias, original in checkpoint.aliases.items()
         if original in names
     }
+    records = tuple(replace(record, beginning=naming.beginning) for record in checkpoint.records)
+    if len(tensors) == len(checkpoint.tensors) and {name for r in records for name in r.tensors} == tensors.keys():
+        return replace(checkpoint, tensors=tensors, aliases=aliases, records=records)
     return replace(checkpoint, tensors=tensors, aliases=aliases, records=(), index=None, index_name=None)
 
 

@@ -25,9 +25,10 @@ from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
-from reshard.formats.notation.architecture import Architecture, without_wrappers
+from reshard.formats.notation.architecture import Architecture
 from reshard.formats.notation.format import Format
 from reshard.formats.store import FilePath, name_in, read_file
+from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model

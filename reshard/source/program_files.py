@@ -24,10 +24,10 @@ from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shar
 from reshard.formats.files.torch_archive import pickled_tensor, read_saved
 from reshard.formats.files.training import find_training
 from reshard.formats.mesh import Mesh, mesh_of
-from reshard.formats.notation.architecture import without_wrappers
 from reshard.formats.notation.format import Format, Pattern, numbered_names
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath, glob, name_in, read_file, read_ranges
+from reshard.formats.wrappers import without_wrappers
 from reshard.model.naming import name_all
 from reshard.source.source import Folder
 

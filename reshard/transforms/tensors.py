@@ -332,10 +332,10 @@ def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
 def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes]]:
     """The weight files of the full checkpoint that a source is, or that a merge of it writes, and the index of them."""
     checkpoint = source.checkpoint
-    if checkpoint is not None and checkpoint.records:
+    if checkpoint is not None and checkpoint.records and not source.record.is_respelled:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
-    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE)
+    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, as_stored=False)
     return [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files], merged.documents
 
 

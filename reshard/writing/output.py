@@ -75,16 +75,20 @@ class Output:
         *,
         ranks: Sequence[int] | None = None,
         added_to: Path | None = None,
+        as_stored: bool = True,
         state: Affix | None = None,
         written: Counter[int] | None = None,
     ) -> None:
         """The folders of ``ranks`` are all of an output, or are ``added_to`` those in a folder.
 
-        Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them. ``state``
+        Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them, also with
+        names that are not the model's, if ``as_stored``; of such files themselves, it has the model's names. ``state``
         is the kind of states that are written, of which ``written`` files of each rank are there.
         """
         self.source, self.plan, self.format = source, plan, format
         is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
+        if source.record.is_respelled and (source.checkpoint is not None or not as_stored):
+            is_restored = False
         is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
         twice = source.twice if state is not None else source.aliases
         if not is_named:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import WRAPPERS, without_wrappers
+from reshard.formats.wrappers import WRAPPERS, without_wrappers
 from reshard.model.naming import Naming, name_all
 from tests import store, zoo
 from tests.marks import examples, one_of_each
@@ -167,7 +167,17 @@ def test_the_container_does_not_matter(container: str, spell: str, tmp_path: Pat
     done = command("split", run, tmp_path / "out", "--tp", "2", *options)
     assert done.returncode == 0, done.stderr
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    if container == "safetensors":  # its own files again
+        again = (tmp_path / "merged" / "model.safetensors").read_bytes()
+        assert again == (run / "model.safetensors").read_bytes()
+        assert command("merge", run, tmp_path / "published").returncode == 0
+        tuned = command("diff", model, tmp_path / "out", "--out", tmp_path / "delta")
+        assert (
+            tuned.returncode == 0 and command("patch", model, tmp_path / "delta", tmp_path / "patched").returncode == 0
+        )
+        again = (tmp_path / "patched" / "model.safetensors").read_bytes()
+        assert again == (tmp_path / "published" / "model.safetensors").read_bytes()
+    merged = load_file(tmp_path / ("published" if container == "safetensors" else "merged") / "model.safetensors")
     assert merged.keys() == plain.keys() and all(torch.equal(merged[name], plain[name]) for name in plain)
     done = command("verify", run if not options else model, tmp_path / "out", "--exact-only", "-q")
     assert done.stdout == "same\n", done.stderr

@@ -1,0 +1,14 @@
+"""The words that wrappers of a module put into the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+"""Those of torch.compile, activation checkpointing, FSDP and Lightning."""
+_WRAPPERS = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.")
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the words of wrappers."""
+    return _WRAPPERS.sub("", name)

@@ -18,6 +18,8 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.notation.architecture import is_index, without_numbers
 from reshard.formats.wrappers import WRAPPERS
 
+TOP = "/"
+"""How a user calls the beginning of names that have none."""
 _DEEPEST = 6
 _AVERAGE = re.compile(r"(?:ema|swa|avg|average|averaged)(?:_.*)?")
 _OF_OPTIMIZER = re.compile(
@@ -61,14 +63,14 @@ def name_all(
 ) -> Naming:
     """Find the model among ``names``: the stored ones, each with its name without wrappers.
 
-    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose.
+    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose, with or without its dot.
     Raises CheckpointError if there is no model, if several are equally good, and for a LoRA adapter inside it.
     """
     found = _models(names, knows)
     whole = [beginning for beginning in found if _role(beginning) is None]
     chosen = next(iter(whole or found), "")
     if weights is not None:
-        chosen = weights if not weights or weights.endswith(".") else f"{weights}."
+        chosen = "" if weights in ("", TOP) else f"{weights.removesuffix('.')}."
         if chosen not in found:
             there = f", they are {' and '.join(map(_place, found))}" if found else ""
             raise CheckpointError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
@@ -93,7 +95,7 @@ def name_all(
             raise CheckpointError(
                 f"{where} has two models: {len(found[chosen]):,} tensors are {_place(chosen)}, {len(tensors):,} "
                 f"{_place(beginning)}",
-                f"choose one: --weights {shlex.quote(chosen)} or --weights {shlex.quote(beginning)}",
+                f"choose one: {' or '.join(f'--weights {shlex.quote(b[:-1] or TOP)}' for b in (chosen, beginning))}",
             )
         others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}

@@ -63,8 +63,9 @@ def name_all(
 ) -> Naming:
     """Find the model among ``names``: the stored ones, each with its name without wrappers.
 
-    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose, with or without its dot.
-    Raises CheckpointError if there is no model, if several are equally good, and for a LoRA adapter inside it.
+    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose,
+    with or without its dot. Raises CheckpointError if there is no model, if several are equally good, and for a LoRA
+    adapter inside it.
     """
     found = _models(names, knows)
     whole = [beginning for beginning in found if _role(beginning) is None]

@@ -32,6 +32,7 @@ from reshard.formats.documents import (
 )
 from reshard.formats.errors import NotationError, brief
 from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import is_headless
 from reshard.formats.notation.expressions import Expression, read_expression
 
 T = TypeVar("T")
@@ -591,7 +592,7 @@ class Format:
     settings: Settings | None = field(default=None, metadata={"key": "config"})
     same_ranks: bool = False
     plain: bool = False
-    _of: dict[str, Format] = field(init=False, repr=False, default_factory=dict)
+    _of: dict[tuple[str, bool], Format] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def of_states(self) -> Format:
@@ -601,14 +602,15 @@ class Format:
 
     def of(self, config: Mapping[str, Any]) -> Format:
         """The format with the rules for a model of this config alone."""
-        kind = self.types.name_of(config)
-        if kind not in self._of:
+        kind, headless = self.types.name_of(config), is_headless(config)
+        if (kind, headless) not in self._of:
             is_own = kind in self.types.meshes  # a type with rules of its own has these alone
-
             rules = replace(self.rules, names=(), refusals=(), vectors=()) if is_own else self.rules
             only: dict[str, Any] = {
                 name: tuple(r for r in getattr(rules, name) if (not is_own if r.types is None else kind in r.types))
                 for name in ("lines", "constants", "dropped")
             }
-            self._of[kind] = replace(self, rules=replace(rules, **only))
-        return self._of[kind]
+            if headless:  # a table of the vocabulary is tied to nothing
+                only["lines"] = tuple(line for line in only["lines"] if line.without is None)
+            self._of[kind, headless] = replace(self, rules=replace(rules, **only))
+        return self._of[kind, headless]

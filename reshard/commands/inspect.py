@@ -67,7 +67,7 @@ class Report(Result):
     any_mesh: bool = False
     """Any mesh loads it; ``mesh`` is the one that it was written on."""
     beside: tuple[str, ...] = ()
-    """What is stored besides the model: training states."""
+    """What is stored besides the model: training states, and files that are not read with it."""
     nbytes: int = 0
     files: int = 0
     mesh: Mesh | None = None
@@ -166,6 +166,7 @@ def _take_source(report: Report, source: Source) -> None:
     # what a program saves beside tensors counts, too
     sizes = training.saved.files.values() if training is not None else [file.size for file in source.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
+    report.beside = (*source.left_behind, *source.strays)
     if checkpoint is not None:
         _take_checkpoint(report, checkpoint)
         return
@@ -176,7 +177,7 @@ def _take_source(report: Report, source: Source) -> None:
         _take_identity(report, source.stated)
     if not source.format.plain:
         _take_formats(report, [source.format])
-        report.any_mesh, report.beside = source.format.container.chunks, source.left_behind
+        report.any_mesh = source.format.container.chunks
         report.load = source.format.loading.command_of(report.path, plan.mesh)
     if training is None:
         report.ranks_present = tuple(range(len(source.ranks)))

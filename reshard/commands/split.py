@@ -12,6 +12,7 @@ from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
+from reshard.formats.store import StoredPath
 from reshard.mesh.degrees import finer_blocks, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
@@ -130,9 +131,11 @@ def merge(request: WriteRequest) -> Summary:
     Raises ReshardError; ``out`` exists only if it is complete.
     """
     began, opened = start(request), open_any(request.source, request)
-    is_full = not opened.is_split and opened.checkpoint is not None and bool(opened.checkpoint.records)
-    is_full = is_full and not opened.record.is_respelled
-    if is_full and not (request.is_changed or request.dtype):
+    checkpoint = None if opened.is_split else opened.checkpoint
+    is_full = checkpoint is not None and bool(checkpoint.records) and not opened.record.is_respelled
+    is_chosen = not isinstance(request.source, StoredPath) and Path(request.source).is_file()  # of several sets
+    is_mended = checkpoint is not None and checkpoint.note is not None  # its index, or copies
+    if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended):
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:
             what, hint = "a whole adapter", "reshard merge ADAPTER --into BASE OUT"

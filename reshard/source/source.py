@@ -489,4 +489,7 @@ class Folder:
         own = {METADATA, INTACT_FILE, format.files.tracker, *format.container.documents}
         own |= {format.settings.file} if format.settings is not None else set()
         known |= {f"{place}{name}" for place in places for name in own} if not format.plain else set()
-        return tuple(name for name in other_entries(self.path, known) if not is_side_file(name, ()))
+        others = other_entries(self.path, known)
+        if isinstance(self.path, StoredPath):  # for a plan alone, not all side files are fetched
+            others = [name for name in others if not is_side_file(name, ())]
+        return tuple(others)

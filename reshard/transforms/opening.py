@@ -12,6 +12,7 @@ from reshard.formats.store import FilePath, StoredPath
 from reshard.model.model import Model
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
+from reshard.source.weight_sets import sets_in
 from reshard.store.selection import HubAccess, Weights
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave out --config")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
         opened = _with_unlike_constants(opened)
+    if opened.manifest is None and SETTINGS not in opened.model.config and len(sets_in(path)) > 1:
+        from reshard.transforms.agreement import check_agreement  # numpy
+
+        check_agreement(opened, access.config)
     first = opened
 
     def transformed(store: RangeStore) -> Source:

@@ -161,6 +161,9 @@ def put(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"])
 def test_a_file_of_a_checkpoint_that_is_none(source: Path, name: str, kind: str) -> None:
     put(kind, source / name)
+    if (name, kind) == ("model.safetensors.index.json", "loop"):  # it is not there, and the files' numbers are complete
+        ok("plan", source)
+        return
     said = refused("plan", source)
     if kind != "loop":
         assert f"{name}: cannot be read: it is a {kind}, not a file" in said

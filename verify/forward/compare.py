@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
+from reshard.formats.files.checkpoint import open_checkpoint
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.store import local_folder
+from reshard.formats.store import local_folder, local_path
 from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.mesh.plan import Plan, dequantized, make_plan
 from reshard.model.model import padding_for
@@ -127,6 +128,12 @@ def _check_kinds(original: Source, shards: Source) -> None:
     if original.checkpoint is None:
         raise CheckpointError(
             f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
+        )
+    folder, files = local_path(original.path), {file.name for file in original.checkpoint.files}
+    if original.checkpoint.note or (folder and files != {file.name for file in open_checkpoint(folder).files}):
+        raise CheckpointError(
+            f"{original.path}: transformers would load other files or tensors of the folder than those that are meant",
+            f"write them alone, with 'reshard merge {original.path} NEW', and give NEW; or {BYTES_ALONE}",
         )
     if SETTINGS in original.model.config:
         raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")

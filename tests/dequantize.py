@@ -567,7 +567,8 @@ METHODS: dict[str, Method] = {
     "modelopt-int4-awq": _int4_awq(16),
     "no-config-fp8": _scaled({}, "", extra=_INPUT),
     "no-config-int8": _scaled({}, "out 1", dtype="I8", zero=".weight_offset", extra=(*_INPUT, *_BY_OUTPUT)),
-    "quark-fp8": _scaled({"quant_method": "quark", "global_quant_config": _QUARK_FP8}, "", extra=(".output_scale",)),
+    "quark-fp8": _scaled({"quant_method": "quark", "global_quant_config": _QUARK_FP8}, "", extra=_INPUT),
+    "quark-fp8-kv": _scaled({"quant_method": "quark", "global_quant_config": _QUARK_FP8}, "", extra=(".output_scale",)),
     "quark-mxfp4": _fp4(
         {"quant_method": "quark", "global_quant_config": _QUARK_FP4}, (".weight", ".weight_scale", ""), 32
     ),

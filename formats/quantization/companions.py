@@ -90,7 +90,16 @@ def takes_heads(weight: Shape) -> bool:
         return False
     (input_dim,) = {len(weight.dims) - 2, len(weight.dims) - 1} - {weight.output_dim}
     summands = weight.dims[input_dim].summands
-    return len(summands) == 1 and len(summands[0].factors) > 1 and isinstance(summands[0].factors[0], str)
+    return len(summands) == 1 and _is_of_heads(summands[0])
+
+
+def makes_heads(weight: Shape) -> bool:
+    """Whether an output of a weight, or a part of it, is a product of axes, heads first: queries, keys or values."""
+    return weight.output_dim is not None and any(map(_is_of_heads, weight.dims[weight.output_dim].summands))
+
+
+def _is_of_heads(summand: Summand) -> bool:
+    return len(summand.factors) > 1 and isinstance(summand.factors[0], str)
 
 
 # ---------------------------------------------------------------------------------------------------------- shapes

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.axes import parse
 from reshard.formats.numbers import CODES, as_float32, round_to
-from reshard.formats.quantization.companions import OF_ATTENTION, is_of_activations, shape_of
+from reshard.formats.quantization.companions import is_of_activations, shape_of
 from reshard.formats.quantization.methods import method_of, quantization_settings, scheme_of
 
 PACKED = "F8_E4M3"
@@ -72,11 +72,13 @@ def scaled_weights(
     config: Mapping[str, Any],
     tensors: Mapping[str, Stored],
     input_first: Callable[[str, tuple[int, ...]], Collection[bool]],
+    is_cached: Callable[[str], bool],
 ) -> tuple[dict[str, Scaled], set[str]]:
     """The weights of a checkpoint that can be dequantized, by name, and the names of what is then of no use.
 
-    ``input_first`` says of a weight, given its shape, whether its rule has the input first (both, if it may be either).
-    Raises PlanError, which names the tensor, for a checkpoint with anything else that is quantized.
+    ``input_first`` says of a weight, given its shape, whether its rule has the input first (both, if it may be either);
+    ``is_cached`` whether the attention caches what it makes. Raises PlanError, which names the tensor, for a checkpoint
+    with anything else that is quantized.
     """
     scheme, dtypes = scheme_of(config), {name: info.dtype for name, info in tensors.items()}
     scaled, gone = dict[str, Scaled](), set[str]()
@@ -84,7 +86,13 @@ def scaled_weights(
         companion = scheme.companion(name, info.dtype, dtypes)
         if companion is None:
             continue
-        if is_of_activations(name) and not name.endswith(tuple(OF_ATTENTION)):
+        if companion.of_attention or (name.endswith("output_scale") and is_cached(companion.weight)):
+            raise PlanError(
+                f"tensor '{name}' is a scale of the attention or of its KV cache, which cannot be dequantized: a "
+                "checkpoint without quantization has no place for it",
+                "leave --dequantize out, or take the checkpoint that was quantized",
+            )
+        if is_of_activations(name):
             gone.add(name)
             continue
         weight = tensors.get(companion.weight)

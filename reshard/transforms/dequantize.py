@@ -13,6 +13,7 @@ from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.checkpoint import CONFIG, MODELOPT
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.architecture import Architecture
+from reshard.formats.quantization.companions import makes_heads
 from reshard.formats.quantization.fp8 import DTYPE, Grid, Stored, scaled_weights
 from reshard.formats.quantization.methods import without_quantization
 from reshard.formats.store import public_name
@@ -51,7 +52,8 @@ def dequantize(source: Source) -> RangeStore:
     tensors, config = tensors_of(source), source.model.config
     sizes = AxisSizes(source.model.architecture, config, {})
     kinds = {name: Stored(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    scaled, gone = scaled_weights(config, kinds, partial(_input_first, source.model.architecture, sizes))
+    rules = source.model.architecture
+    scaled, gone = scaled_weights(config, kinds, partial(_input_first, rules, sizes), partial(_is_cached, rules))
     if not scaled:
         raise CheckpointError(f"{source.path} has no weights of 8-bit floats", "leave out --dequantize")
     contents = {name: tensor for name, tensor in tensors.items() if name not in gone}
@@ -79,3 +81,10 @@ def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shap
     known = sizes.of(match.indices)  # not a size that is measured
     fitting = (layout for layout in rule.shapes if not layout.axes <= known.keys() or layout.sizes(known) == shape)
     return {layout.arrow is not None for layout in fitting}
+
+
+def _is_cached(architecture: Architecture, weight: str) -> bool:
+    """Whether an attention caches what a weight makes, or multiplies it with that: queries, keys, values, latents."""
+    match = architecture.match(weight)
+    shapes = (shape for rule in (match.rules if match else ()) for shape in rule.shapes)
+    return any(map(makes_heads, shapes)) or ".kv_a_proj" in weight

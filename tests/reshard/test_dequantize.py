@@ -304,9 +304,9 @@ def test_layouts_of_a_rule_are_told_by_the_shape_or_refused() -> None:
     config["quantization_config"] = {"quant_method": "fp8"}
     tensors = {down: Weight("F8_E4M3", (4, 64, 64)), f"{down}_scale": Weight("F32", (4, 64))}
     with pytest.raises(ReshardError, match="cannot be dequantized"):
-        scaled_weights(config, tensors, tell)
+        scaled_weights(config, tensors, tell, lambda _: False)
     tensors[f"{down}_scale"] = Weight("F32", (4,))
-    assert scaled_weights(config, tensors, tell)[0][down].grid == Grid(64, 64, 64, 64)
+    assert scaled_weights(config, tensors, tell, lambda _: False)[0][down].grid == Grid(64, 64, 64, 64)
 
 
 # ------------------------------------------------------------------------------------------------------------- refused

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture_files import BUILT_IN, find_architecture, load_architecture
 from reshard.formats.quantization.companions import takes_heads
@@ -99,3 +101,31 @@ def test_a_scale_for_each_head_there_and_back(tmp_path):
         name: t.array.tobytes() for name, t in read(source).items()
     }
     assert contents(tmp_path / "merged").keys() == contents(source).keys()
+
+
+SPELLINGS = [
+    "k_scale", "q_scale", "kv_scale", "prob_scale", "prob_output_scale", "k_zero_point", "attn.v_scale",
+    "k_proj.k_scale", "v_proj.v_scale", "qkv_proj.k_scale", "k_proj.output_scale", "v_proj.output_scale",
+    "q_proj.output_scale",
+]  # fmt: skip
+"""Of one thing, in an attention: compressed-tensors, ModelOpt, AMD Quark and vLLM's own."""
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_scale_of_the_cache_is_kept_or_refused_by_name(spelling, tmp_path):
+    first, _, _ = checkpoint(tmp_path / "first", METHODS["float8-channel"], PACKINGS[0])
+    name = f"model.layers.0.self_attn.{spelling}"
+    scale = {name: Stored("F32", np.array(1.75, np.float32))}
+    source = write(tmp_path / "source", json.loads((first / "config.json").read_text()), read(first) | scale)
+    for way in ({"tp": 2}, {"tp": 2, "format": "dcp"}):
+        split(source, tmp_path / "out", **way, **FAST)
+        merge(tmp_path / "out", tmp_path / "merged", **FAST)
+        assert read(tmp_path / "merged")[name].array == np.float32(1.75)
+        shutil.rmtree(tmp_path / "out")
+        shutil.rmtree(tmp_path / "merged")
+    for way in ({"format": "huggingface"}, {"tp": 2}, {"tp": 2, "format": "vllm"}, {"tp": 2, "format": "megatron"}):
+        with pytest.raises(PlanError, match=f"'{name}' is a scale of the attention or of its KV cache"):
+            split(source, tmp_path / "out", **way, dequantize=True, **FAST)
+    with pytest.raises(PlanError, match=f"'{name}' has no place in the format 'vllm'"):
+        split(source, tmp_path / "out", tp=2, format="vllm", **FAST)
+    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import pytest
 import reshard
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.options import NewFile, NewFolder
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import ReshardError
 from tests.support import command, contents, write_checkpoint
 
 READ = {"source", "base", "original", "shards", "a", "b", "delta", "plan_file", "config", "adapter", "patch", "into",
@@ -95,7 +95,7 @@ def test_a_folder_that_is_not_the_outputs_is_not_replaced(name: str, param: clic
         lambda made, out: reshard.split(made / "model", out, tp=2),
         lambda made, out: reshard.merge(made / "tp2", out),
         lambda made, out: reshard.average(made / "model", out, others=[made / "tuned"]),
-        lambda made, out: reshard.patch(made / "model", out, patch=[made / "delta"]),
+        lambda made, out: reshard.patch(made / "model", out, delta=made / "delta"),
         lambda made, out: reshard.diff(made / "model", made / "tuned", out=out),
     ],
     ids=["split", "merge", "average", "patch", "diff"],
@@ -104,7 +104,7 @@ def test_from_python(write: Callable[[Path, Path], object], made: Path) -> None:
     reshard.diff(made / "model", made / "tuned", out=made / "delta")
     before = contents(made)
     for other in OTHERS:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(ReshardError):
             write(made, made / other)
     assert contents(made) == before
 

@@ -276,7 +276,7 @@ _ALL = (
     Option("--part", group=_HOW, type=Value("part", part_of), metavar="I/N",
            help="Write part I (from 0) of N parts, or 'auto'."),
     Option("--plan", "plan_file", group=_WHERE, type=PATH, metavar="FILE", help="Your own architecture file."),
-    Option("--config", group=_WHERE, type=PATH, metavar="DIR", help="config.json and tokenizer, for a format without."),
+    Option("--config", group=_WHERE, type=PLACE, metavar="DIR", help="config.json and tokenizer, for a format without."),
     Option("--revision", group=_WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
     Option("--token", group=_WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
     Option("--cache-dir", group=_RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),

@@ -55,7 +55,7 @@ class Access(HubAccess):
     """
 
     plan_file: Path | None = None
-    config: Path | None = None
+    config: Place | None = field(default=None, repr=False)
     download: bool = False
     patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
     dequantize: bool = False
@@ -67,6 +67,11 @@ class Access(HubAccess):
     def deltas(self) -> tuple[str | Path, ...]:
         """The deltas that are put on the source, in their order."""
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
+
+    def found_config(self) -> FilePath | None:
+        """Where the given config.json and side files lie. Raises ReshardError."""
+        hub = HubAccess(token=self.token, cache_dir=self.cache_dir, quiet=self.quiet)
+        return None if self.config is None else find(self.config, hub, Weights.NONE)
 
     @property
     def is_changed(self) -> bool:
@@ -98,7 +103,7 @@ def open_source(
     path: FilePath,
     *,
     plan_file: Path | None = None,
-    config: Path | None = None,
+    config: FilePath | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
     adapted: Model | None = None,
@@ -154,7 +159,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     folder = Folder(path, plan_file=access.plan_file)
     if folder.kind == "split":
         return folder.architecture(read_model_config(path))
-    checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
+    checkpoint = open_adapter(path, access.found_config()) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 

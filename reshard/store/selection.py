@@ -42,6 +42,8 @@ class Weights(Enum):
     """They are read where they are; files that a cache has are taken from it."""
     HEADERS = "headers"
     """Enough to plan; only the side files that are needed for this."""
+    NONE = "none"
+    """The side files are all that is needed, and weights need not be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,8 @@ def select(
     if scope is Weights.HEADERS and not is_split:  # of shards all, because the manifest is compared with them
         side = [file for file in side if file.endswith(_FOR_HEADERS)]
     folder = copy(side)
+    if scope is Weights.NONE:
+        return folder, side, [], False
     weights = [file for file in weight_files(sizes, folder) if file in sizes]
     if not any(is_usable(file, sizes) for file in weights):
         refuse_foreign(name, sizes)

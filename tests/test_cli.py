@@ -645,7 +645,9 @@ def test_inspect_says_what_is_missing(model: Path, tp4: Path, tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------------- the Hub
 
 
-def in_one_process(*commands: Sequence[str | Path], **environment: str) -> list[subprocess.CompletedProcess[str]]:
+def in_one_process(
+    *commands: Sequence[str | Path], cwd: Path = ROOT, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
     """What commands do, one after the other, in a process with its own environment, which libraries read as they are
     imported: the Hub's client takes longer for that than a command.
     """
@@ -656,7 +658,7 @@ def in_one_process(*commands: Sequence[str | Path], **environment: str) -> list[
     )
     given = json.dumps([[*map(str, arguments)] for arguments in commands])
     env = os.environ | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, input=given, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, input=given, capture_output=True, text=True)
     return [subprocess.CompletedProcess([], *found) for found in json.loads(done.stdout)]
 
 

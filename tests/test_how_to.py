@@ -1,130 +1,189 @@
-"""The how-to pages, line by line to their last, with folders as programs write them."""
+"""Every command and every snippet of the how-tos: it runs on the model of the demo, in the order of its page.
+
+The capitals and ids of a page are folders, repositories and buckets here. What starts another program, or takes
+minutes, is parsed: its options exist, and have such values. Calls of Python are bound to the functions' arguments.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import json
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import click
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from reshard.api import split
-from tests import peft_adapters, store
-from tests.marks import one_of_each, thorough
-from tests.programs.oracles import checkpoint
-from tests.programs.test_megatron import golden
-from tests.support import LLAMA, command, contents, write_checkpoint
+from reshard.cli.commands import cli
+from reshard.cli.demo import CONFIG, write_model
+from tests.marks import of_ranks, thorough
+from tests.reshard.hub_server import HubServer
+from tests.reshard.store_server import StoreServer
+from tests.support import command
+from tests.test_cli import in_one_process
 
-PAGES = Path(__file__).parents[1] / "docs" / "how-to"
-ELSEWHERE = ("--engine", "profile", "live", "s3://", "org/model")
-"""What needs an engine, a server, or minutes of measuring: tests of its own run it."""
-
-
-def lines_of(page: str, **paths: Path) -> list[list[str]]:
-    """The commands of a page, with paths in place of its capital words."""
-    blocks = re.findall(r"```sh\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-    own = [
-        line[1:] for line in lines if line[:1] == ["reshard"] and not any(word in " ".join(line) for word in ELSEWHERE)
-    ]
-    return [[_filled(word, paths) for word in line] for line in own]
-
-
-def _filled(word: str, paths: Mapping[str, Path]) -> str:
-    first, slash, rest = word.partition("/")
-    return f"{paths[first]}{slash}{rest}" if first in paths else word
+HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
+PAGES = sorted(HOW_TO.glob("*.md"))
+PARSED = re.compile(r"--engine-python|^profile\b|--memory|^live check")
+"""Needs vLLM, or times."""
+MESSAGE_OF_ITS_OWN = {"reshard plan strange": 2}
+LAUNCHED = re.compile(r"^(srun|torchrun --\S+ \d+ --no-python) ")
+SMALL = CONFIG | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 16,
+                  "num_key_value_heads": 8, "head_dim": 4}  # fmt: skip
+"""Divides by 8 and by 16: the degrees of the pages."""
+ONE_PROCESS = {"JOB_COMPLETION_INDEX": "0", "RESHARD_PROCESSES": "1"}
 
 
-def walk(lines: Sequence[Sequence[str]], folder: Path) -> list[str]:
-    """What the commands print. Each of them succeeds."""
-    printed = []
-    for line in lines:
-        done = command(*line, cwd=folder)
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        printed.append(done.stdout)
-    return printed
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """The blocks of a page in one of these languages, without their indentation."""
+    for indent, language, text in re.findall(r"^( *)```(\w+)\n(.*?)^ *```", page.read_text(), re.M | re.S):
+        if language in languages:
+            yield textwrap.dedent(text) if indent else text
 
 
-RUNS = {
-    "torch_dist": ("llama-te-tp2", (), "any: its files have chunks"),
-    "legacy": ("llama-te-tp2", ("--legacy",), "tp 2"),
-    "legacy of two stages": ("llama-te-tp2-pp2", ("--legacy",), "pp 2 x tp 2"),
-    "legacy of experts": ("mixtral-te-tp2-ep2", ("--legacy",), "ep 2 x tp 2"),
-}
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each command of reshard, as a shell takes its line apart."""
+    for block in blocks(page, "sh", "console", "yaml"):
+        for line in block.splitlines():
+            line = re.sub(r"^(\$|run:) ", "", line.strip())
+            if listed := re.match(r"command: \[reshard, (.*)\]", line):
+                yield [word.strip(' "') for word in listed[1].split(",")]
+            elif (line := LAUNCHED.sub("", line)).startswith("reshard "):
+                yield shlex.split(line, comments=True)[1:]
+            else:
+                assert "reshard" not in line.partition("#")[0] or not re.match(r"\S*reshard ", line), line
 
 
-def megatron(case: str, options: Sequence[str], folder: Path, *numbers: str) -> list[list[str]]:
-    """The lines of the page about Megatron, with a run that Megatron-Core wrote, and what trainers put beside it."""
-    model = checkpoint("megatron", case.split("-")[0], *numbers)
-    run = golden(case, folder / "run", *options, model=model)
-    step = (run / "iter_0000001").rename(run / "iter_0001000")
-    (run / "latest_checkpointed_iteration.txt").write_text("1000")
-    for name in ("run_config.yaml", "modelopt_run_config.yaml"):
-        (step / name).write_text("trainer: bridge\n")
-    paths = {name: folder / name.lower() for name in ("OUT", "MERGED", "LOAD")}
-    return lines_of("megatron-to-vllm", RUN=run, MODEL=model, **paths)
+def test_the_pages_are_read() -> None:
+    assert sum(len([*commands(page)]) for page in PAGES) > 40
+    assert sum(len([*blocks(page, "python")]) for page in PAGES) >= 5
 
 
-@pytest.mark.parametrize("form", one_of_each(RUNS))
-def test_from_megatron_to_vllm(form: str, tmp_path: Path) -> None:
-    case, options, mesh = RUNS[form]
-    lines = megatron(case, options, tmp_path)
-    *_, verify = lines
-    assert verify[0] == "verify" and len(lines) == 5
-    inspected, *_ = walk([*lines[:-1], [*verify, "--exact-only"]], tmp_path)
-    assert re.search(r"loaded by +Megatron-LM", inspected) and re.search(rf"mesh +{mesh}\n", inspected), inspected
-    beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
-    assert beside - {"reshard.json"} == {"config.json"}, beside
-    command("merge", lines[1][1], tmp_path / "step", "--config", lines[1][-1])
-    assert contents(tmp_path / "step") == contents(tmp_path / "merged")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_option_is_there(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ONE_PROCESS.items():
+        monkeypatch.setenv(name, value)
+    for arguments in commands(page):
+        found = cli.get_command(click.Context(cli), arguments[0])
+        assert found is not None, arguments
+        with click.Context(found, info_name=arguments[0]) as context:
+            found.parse_args(context, arguments[1:])
+
+
+def _adapter(folder: Path) -> None:
+    """Of one projection, as PEFT saves it."""
+    chance, tensors = np.random.default_rng(0), {}
+    hidden = SMALL["hidden_size"]
+    for layer in range(SMALL["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{name}.lora_A.weight"] = chance.standard_normal((2, 64)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = chance.standard_normal((hidden, 2)).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], tuple[Path, dict[str, str]]]]:
+    """For a page, a folder with what it names, and the environment in which the Hub and buckets are servers of ours."""
+    root = tmp_path_factory.mktemp("how-to")
+    model = write_model(root / "model", SMALL)
+    _adapter(root / "adapter")
+    hub, store = root / "hub", root / "store"
+    for name in ("org/model", "Qwen/Qwen3-8B"):
+        shutil.copytree(model, hub / name)
+    shutil.copytree(model, store / "llama")
+
+    def made(page: Path) -> tuple[Path, dict[str, str]]:
+        folder = root / page.stem
+        (folder / "shared").mkdir(parents=True)
+        for name in ("MODEL", "SOURCE", "BASE", "model"):
+            shutil.copytree(model, folder / name)
+        shutil.copytree(root / "adapter", folder / "ADAPTER")
+        if page.stem == "verify":
+            assert command("split", "MODEL", "OUT", "--tp", "2", cwd=folder).returncode == 0
+        if page.stem == "megatron-to-vllm":  # as a training run leaves it
+            assert command("split", "MODEL", "RUN", "--as", "megatron", cwd=folder).returncode == 0
+            (folder / "RUN/release").rename(folder / "RUN/iter_0001000")
+            (folder / "RUN/latest_checkpointed_iteration.txt").write_text("1000")
+            for file in (folder / "RUN").glob("*.json"):
+                file.unlink()
+        return folder, hub_server.environment(root / "home") | store_server.environment | ONE_PROCESS
+
+    with ExitStack() as stack:
+        hub_server, store_server = stack.enter_context(HubServer(hub)), stack.enter_context(StoreServer(store))
+        yield made
 
 
 @thorough
-def test_from_megatron_to_vllm_with_the_forward_pass(tmp_path: Path) -> None:
-    *_, proof = walk(megatron("llama-te-tp2", (), tmp_path, "--random"), tmp_path)
-    assert "SAME" in proof
+@of_ranks
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_run(page: Path, world: Callable[[Path], tuple[Path, dict[str, str]]]) -> None:
+    folder, environment = world(page)
+    lines = []
+    for arguments in commands(page):
+        if not PARSED.search(" ".join(arguments)):
+            lines.append([re.sub(r"^/shared/", "shared/", word) for word in arguments])
+    if page.stem == "model-without-rules":
+        shutil.copytree(folder / "model", folder / "strange")
+        text = (folder / "strange/config.json").read_text()
+        (folder / "strange/config.json").write_text(text.replace("llama", "strange"))
+    ended = in_one_process(*lines, cwd=folder, **environment, PYTHONPATH=str(HOW_TO.parents[1]))
+    for line, done in zip(lines, ended, strict=True):
+        expected = MESSAGE_OF_ITS_OWN.get(f"reshard {' '.join(line)}", 0)
+        assert done.returncode == expected, (line, done.stdout, done.stderr)
+
+
+# --------------------------------------------------------------------------------------------------------------- Python
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_calls_fit_the_functions(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("reshard."):
+                module, _, function = name.rpartition(".")
+                signature = inspect.signature(getattr(importlib.import_module(module), function))
+                keywords = {str(keyword.arg): None for keyword in node.keywords}
+                signature.bind(*node.args, **keywords)
+                values = [*signature.parameters.values()]
+                assert any(value.kind is value.VAR_KEYWORD for value in values) or keywords.keys() <= {
+                    value.name for value in values
+                }
+
+
+STAND_INS = """
+import torch
+from transformers import AutoModelForCausalLM
+model, rank, served = AutoModelForCausalLM.from_pretrained("model"), 0, {}
+def upload(name, tensor): served[name] = tensor
+"""
 
 
 @thorough
-def test_adapters(tmp_path: Path) -> None:
-    paths = {name: tmp_path / name.lower() for name in ("OUT", "MERGED", "OTHER", "ALONE")}
-    adapter, base = peft_adapters.made("llama", "linear"), store.checkpoint("llama")
-    *_, merged, alone = walk(lines_of("adapters", ADAPTER=adapter, BASE=base, **paths), tmp_path)
-    assert "SAME" in merged and "SAME" in alone
-
-
-def test_a_degree(tmp_path: Path) -> None:
-    walk(lines_of("degree", SOURCE=store.checkpoint("llama")), tmp_path)
-    assert (tmp_path / "plan.html").is_file()
-
-
-@thorough
-def test_verify(tmp_path: Path) -> None:
-    split(store.checkpoint("llama"), tmp_path / "out", tp=2)
-    dry, exact, *_ = walk(lines_of("verify", MODEL=store.checkpoint("llama"), OUT=tmp_path / "out"), tmp_path)
-    assert "original" in dry and exact.startswith("bytes: all equal")
-    assert (tmp_path / "proof.html").is_file()
-
-
-@pytest.mark.parametrize(
-    "form",
-    one_of_each(
-        ["megatron", "megatron-local", "megatron-legacy", "dcp", "mistral", "torchtitan"], lambda form: form[:8]
-    ),
-)
-def test_a_containers_own_files_are_no_side_files(form: str, tmp_path: Path) -> None:
-    """Given the folder that holds the weights themselves, with a config.json and a tokenizer in it."""
-    heads = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 96, "vocab_size": 64}
-    config = LLAMA | heads | ({"model_type": "mistral"} if form == "mistral" else {})
-    base, out = write_checkpoint(tmp_path / "base", config=config), tmp_path / "out"
-    sizes = {} if form == "megatron-legacy" else {"max_shard_size": 20_000}  # of which there is an index
-    split(base, out, tp=1, format=form, **sizes)
-    (out / "reshard.json").unlink()
-    folder = out / "release" if (out / "release").is_dir() else out
-    for name in ("config.json", "tokenizer.json"):
-        (folder / name).write_bytes((base / name).read_bytes())
-    for to in ({"tp": 2}, {"tp": 1, "format": "vllm"}, {"tp": 1, "format": "dcp"}):
-        split(folder, tmp_path / "again", **to, overwrite=True)
-        there = {path.name for path in (tmp_path / "again").iterdir() if path.is_file() and ".json" in path.name}
-        assert there - {"params.json"} == {"config.json", "tokenizer.json", "reshard.json"}  # it describes the model
+def test_embedding_runs(world: Callable[[Path], tuple[Path, dict[str, str]]]) -> None:
+    """The page's snippets, on a CPU."""
+    page = HOW_TO / "embed.md"
+    folder, environment = world(page.with_stem("embed-python"))
+    (folder / "global_step_500").mkdir()
+    shutil.copytree(folder / "model", folder / "global_step_500/actor")
+    code = STAND_INS + "\n".join(blocks(page, "python")).replace('"cuda"', '"cpu"')
+    code += "\nassert served and weights and config['model_type'] == 'llama'\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "hf/config.json").exists() and (folder / "served/config.json").exists()

@@ -272,7 +272,7 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
         return None
     folder = request.config or settings.get("base_model_name_or_path") or original.path
     try:
-        base = open_any(str(folder), replace(plain, revision=None), Weights.FILES)
+        base = open_any(folder, replace(plain, revision=None), Weights.FILES)
     except ReshardError as error:
         hint = f"give the model with --config BASE; {BYTES_ALONE}"
         raise CheckpointError(f"an adapter runs beside its base model: {error.message}", hint) from error
@@ -310,7 +310,7 @@ def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _:
     from reshard.verify.profile.run import profile as profile_folder
 
     node = node_of(request)
-    path = find(request.source, request, Weights.HEADERS)
+    path = find(request.source, request, Weights.NONE)
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")

@@ -219,7 +219,7 @@ def has_adapter(folder: FilePath) -> bool:
     return all((folder / name).is_file() for name in names) and not has_usual_weights(folder)
 
 
-def open_adapter(path: FilePath, base: Path | None, known: dict[str, Any] | None = None) -> Checkpoint:
+def open_adapter(path: FilePath, base: FilePath | None, known: dict[str, Any] | None = None) -> Checkpoint:
     """Open a PEFT adapter. Its config is that of the model that it changes, with the adapter's as ``peft_config``.
 
     The model's is ``known``, or lies in the folder ``base``, or in the adapter's own. Without these, it is looked for

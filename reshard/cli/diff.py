@@ -9,6 +9,7 @@ import click
 
 from reshard.cli.options import ACCESS, PLACE, Command, Group, NewFolder, Option, changed, request_of
 from reshard.cli.printing import (
+    command_line,
     fields_of,
     print_json,
     print_lines,
@@ -70,6 +71,6 @@ def diff_command(report: Path | None, as_json: bool, quiet: bool, progress: str,
     if report is not None:
         from reshard.pages.diff_page import diff_page
 
-        write_report(report, diff_page(result))
+        write_report(report, diff_page(result, command_line()))
         print_note(f"Drew what differs: {report}")
     return result.same

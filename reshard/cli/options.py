@@ -233,10 +233,19 @@ PATH = LocalPath(path_type=Path)
 FILE = LocalPath(dir_okay=False, path_type=Path)
 
 
-def _in_a_folder(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
-    if file is not None and not file.absolute().parent.is_dir():
-        raise click.UsageError(f"--report: there is no folder {file.absolute().parent}")
-    return file
+class NewFile(LocalPath):
+    """A file to be written, at a place where one may be: that is known before anything is read."""
+
+    def __init__(self, *, is_page: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._is_page = is_page
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises click.BadParameter, CheckpointError."""
+        from reshard.publishing.existing import check_file
+
+        check_file(file := super().convert(value, param, ctx), is_page=self._is_page)
+        return file
 
 
 _WHAT, _WHERE, _HOW, _OUTPUT, _RARE = Group
@@ -267,7 +276,8 @@ _ALL = (
     Option("--part", group=_HOW, type=Value("part", part_of), metavar="I/N",
            help="Write part I (from 0) of N parts, or 'auto'."),
     Option("--plan", "plan_file", group=_WHERE, type=PATH, metavar="FILE", help="Your own architecture file."),
-    Option("--config", group=_WHERE, type=PATH, metavar="DIR", help="config.json and tokenizer, for a format without."),
+    Option("--config", group=_WHERE, type=PLACE, metavar="DIR",
+           help="config.json and tokenizer, for a format without."),
     Option("--weights", group=_WHAT, metavar="PREFIX",
            help="Of several models, the one whose names begin so."),
     Option("--revision", group=_WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
@@ -287,7 +297,7 @@ _ALL = (
            help="Ranks run on cpu, cuda, xpu or npu."),
     Option("--timeout", group=_RARE, type=click.FloatRange(0, min_open=True), default=300.0, metavar="SECONDS",
            help="How long a rank waits for others; default: 300."),
-    Option("--report", group=_OUTPUT, type=FILE, metavar="FILE", callback=_in_a_folder,
+    Option("--report", group=_OUTPUT, type=NewFile(is_page=True), metavar="FILE",
            help="Draw it as an HTML page, which needs no network."),
 )  # fmt: skip
 OPTIONS = {str(option.name): option for option in _ALL}

@@ -15,11 +15,11 @@ from reshard.cli.options import (
     MESH,
     NUMBERS,
     PADDING,
-    PATH,
     PLACE,
     RANKS,
     Command,
     Group,
+    NewFile,
     Option,
     Value,
     changed,
@@ -30,6 +30,7 @@ from reshard.cli.options import (
     request_of,
 )
 from reshard.cli.printing import (
+    command_line,
     fields_of,
     print_answer,
     print_json,
@@ -38,7 +39,7 @@ from reshard.cli.printing import (
     terminal_width,
     write_report,
 )
-from reshard.formats.errors import CheckpointError, PlanError, require_transformers
+from reshard.formats.errors import PlanError, require_transformers
 from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text, speed_of
 
@@ -72,9 +73,9 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         "dequantize", "dtype", *PADDING, *ACCESS,
         changed("report", help="Draw what each rank holds, as an HTML page."),
         Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
-        Option("--save", "save_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+        Option("--save", "save_file", group=Group.OUTPUT, type=NewFile(), metavar="FILE",
                help="Write the architecture file in use."),
-        Option("--draft", "draft_file", group=Group.OUTPUT, type=PATH, metavar="FILE",
+        Option("--draft", "draft_file", group=Group.OUTPUT, type=NewFile(), metavar="FILE",
                help="Draft one, for a model that has no rules."),
         Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
                help="A push between running ranks: from fsdp2:8."),
@@ -142,7 +143,7 @@ def plan_command(
             from reshard.pages.plan_page import plan_page
 
             attempts = sweep(model, pad=request.pad_vocab, uneven=request.uneven).attempts
-            write_report(report, plan_page(plans[0], source, [*_rows(model, attempts, request)]))
+            write_report(report, plan_page(plans[0], source, [*_rows(model, attempts, request)], command_line()))
             print_note(f"Drew the plan: {report}")
         for number, plan in enumerate(plans):
             if number:
@@ -178,7 +179,7 @@ def _plan_push(
     if report is not None:
         from reshard.pages.push_page import push_page
 
-        write_report(report, push_page(plan, f"{request.source}: {trainer} to {receiver}", link))
+        write_report(report, push_page(plan, f"{request.source}: {trainer} to {receiver}", link, command_line()))
         print_note(f"Drew the push: {report}")
 
 
@@ -188,14 +189,12 @@ def _plan_push(
 def _save(architecture: Architecture, file: Path) -> None:
     from reshard.formats.notation.architecture_files import to_toml
 
-    _write_new(file, to_toml(architecture), "--save")
+    _write_new(file, to_toml(architecture))
     count = plural(len(architecture.tensors), "rule")
     print_note(f"Wrote {count} of '{architecture.name}' to {file}. Use it with --plan {file}")
 
 
-def _write_new(file: Path, text: str, option: str) -> None:
-    if file.exists():
-        raise CheckpointError(f"{file} exists, it will not be overwritten", f"choose another name for {option}")
+def _write_new(file: Path, text: str) -> None:
     with disk_errors(file), file.open("x", encoding="utf-8") as stream:
         stream.write(text)
 
@@ -206,7 +205,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
     from reshard.store.selection import Weights
 
     draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))
-    _write_new(file, draft.text, "--draft")
+    _write_new(file, draft.text)
     degrees = valid_degrees(draft.model)
     possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
     print_note(

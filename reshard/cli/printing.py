@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -105,10 +106,20 @@ def terminal_width() -> int | None:
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
+def command_line() -> str:
+    """The running command as one types it, without secrets."""
+    words = click.get_current_context().ensure_object(dict).get("arguments", ())
+    hidden = ["..." if before == "--token" else word for before, word in zip(("", *words), words, strict=False)]
+    shown = ("--token=..." if word.startswith("--token=") else redacted(word) for word in hidden)
+    return shlex.join(["reshard", *shown])
+
+
 def write_report(file: Path, text: str) -> None:
-    """Write a page, whole or not at all; a file that exists is replaced. Raises CheckpointError."""
+    """Write a page, whole or not at all; another page is replaced. Raises CheckpointError."""
+    from reshard.publishing.existing import check_file
     from reshard.system import disk_errors
 
+    check_file(file, is_page=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     with disk_errors(file):
         try:
@@ -233,7 +244,7 @@ def tracebacks_are_wanted() -> bool:
 
 def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
     """Run the command that the arguments name, print what goes wrong, and return the exit code."""
-    run = dict[str, bool]()
+    run = dict[str, Any](arguments=[*arguments])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names of files need not be UTF-8, and are shown as \udcff, which in JSON is the very name
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -248,7 +259,7 @@ def run_to_exit_code(group: click.Group, arguments: Sequence[str]) -> int:
     return code
 
 
-def _run(group: click.Group, arguments: Sequence[str], run: dict[str, bool]) -> int:
+def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> int:
     if os.environ.get("_RESHARD_COMPLETE"):  # a shell asks what a word may become
         group.main(prog_name="reshard")
     ReshardError.names_options = True

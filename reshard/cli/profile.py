@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.cli.options import HUB, NUMBERS, PLACE, Command, Group, Option, Value, changed, request_of
-from reshard.cli.printing import print_answer, print_note, write_report
+from reshard.cli.printing import command_line, print_answer, print_note, write_report
 from reshard.text import size_of, speed_of
 
 _LEAST_MEMORY = 1_000_000
@@ -85,5 +85,5 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     if report is not None:
         from reshard.verify.profile.page import page
 
-        write_report(report, page(document))
+        write_report(report, page(document, command_line()))
         print_note(f"Drew the profile: {report}")

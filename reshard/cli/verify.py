@@ -18,6 +18,7 @@ import click
 from reshard.cli.options import FILE, HUB, PLACE, Command, Group, Option, changed, request_of, with_option_names
 from reshard.cli.printing import (
     bars_are_wanted,
+    command_line,
     print_answer,
     print_error,
     print_json,
@@ -146,7 +147,7 @@ def _finish(answer: Answer, report: Path | None, *, as_json: bool, quiet: bool) 
         from reshard.verify.report.page import page
 
         try:
-            write_report(report, page(answer.to_document()))
+            write_report(report, page(answer.to_document(), command_line()))
         except CheckpointError as error:
             print_error(error.message)
             report, code = None, code or 2

@@ -458,7 +458,7 @@ def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mappin
         return dict(json.loads(settings.to_json_string(use_diff=False)))
     if isinstance(config, Mapping):
         return config
-    return read_config(find(config, HubAccess(), Weights.HEADERS) / CONFIG)
+    return read_config(find(config, HubAccess(), Weights.NONE) / CONFIG)
 
 
 def pull(

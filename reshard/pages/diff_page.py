@@ -16,7 +16,7 @@ _LEAST = 1e-6
 _SCALE = (1e-6, 1e-4, 1e-2, 1.0)
 
 
-def diff_page(diff: Diff) -> str:
+def diff_page(diff: Diff, line: str = "reshard diff") -> str:
     """The text of the page."""
     kinds = {kind: len(diff.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in diff.tensors)}
     properties = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
@@ -24,7 +24,7 @@ def diff_page(diff: Diff) -> str:
     properties += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     marks = [Cell("some", _opacity(share), percent_text(share), "") for share in _SCALE]
     return html_page(
-        "reshard/pages/diff_page.html", f"{diff.a} and {diff.b}", command="diff", properties=properties,
+        "reshard/pages/diff_page.html", f"{diff.a} and {diff.b}", line, properties=properties,
         legend=[Cell("none", 1, SAME, ""), *marks, Cell("other", 1, "other kinds", "")],
         pictures=[*_pictures(diff.tensors)], head=HEAD,
         rows=rows_of([tensor for tensor in diff.tensors if tensor.kind != SAME]),

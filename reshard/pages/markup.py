@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from reshard import __version__
 from reshard.formats.errors import printable
 from reshard.text import human_bytes, human_time, number, percent, ratio, shorten
 
@@ -54,15 +56,16 @@ _TEMPLATES.filters |= {
 }  # fmt: skip
 
 
-def html_page(template: str, title: str, **values: object) -> str:
-    """The text of a page: a template such as ``verify/report/page.html`` with these values, of which one is
-    ``command``. It has the style sheet beside the template, behind the rules that all pages share; nothing else may be
-    loaded or run.
+def html_page(template: str, title: str, line: str, **values: object) -> str:
+    """The text of a page: a template such as ``verify/report/page.html`` with these values. Below it stands how the
+    page was made: by the command ``line``, by which version, and when. It has the style sheet beside the template,
+    behind the rules that all pages share; nothing else may be loaded or run.
     """
     sheets = Path(__file__).with_name("base.css"), (_ROOT / template).with_suffix(".css")
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets if sheet.is_file())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return _TEMPLATES.get_template(template).render(values, title=title, style=Html(style), digest=digest)
+    values |= {"title": title, "line": line, "reshard_version": __version__, "today": time.strftime("%Y-%m-%d")}
+    return _TEMPLATES.get_template(template).render(values, style=Html(style), digest=digest)
 
 
 WIDTHS = {"wide": 860, "narrow": 340}

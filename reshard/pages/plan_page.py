@@ -50,11 +50,11 @@ the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and
 """
 
 
-def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]]) -> str:
+def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]], line: str = "reshard plan") -> str:
     """The text of the page; ``degrees`` are the rows of its table: each degree, yes or no, and a remark."""
     picture = _Picture(plan)
     return html_page(
-        "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", command="plan",
+        "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", line,
         totals=[("rules", plan.model.architecture.name), *totals_pairs(plan, totals_of(plan, rows_of(plan)))],
         blocks=[(name, [[*picture.row(row)] for row in _modules(plan, kinds)]) for name, kinds in _blocks(plan)],
         patterns=[*picture.patterns()], legend=[*picture.legend()], ranks=plan.mesh.size, is_padded=bool(plan.padding),

@@ -23,6 +23,7 @@ from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import read_file
 from reshard.store.selection import INDICES, recorded, weights_named
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
+from reshard.system import disk_errors
 
 if TYPE_CHECKING:
     from reshard.formats.notation.format import Format
@@ -155,6 +156,30 @@ def check_name(out: str | Path) -> None:
     """Raise CheckpointError for a folder without a name of its own (``.``, ``..`` or ``/``)."""
     if Path(out).name in {"", ".."}:
         raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
+
+
+PAGE = b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard '
+"""How each page of ours begins (``reshard/pages/base.html``)."""
+
+
+def check_file(file: Path, *, is_page: bool = False) -> None:
+    """Raise CheckpointError if a command may not write a file: there is no such folder, or something is there already.
+
+    A page may be there where a page is written. Nothing else is replaced: what a file is for, only its owner knows.
+    """
+    if not file.absolute().parent.is_dir():
+        raise CheckpointError(f"{file}: there is no folder {file.absolute().parent}", "make it first")
+    if not os.path.lexists(file):
+        return
+    with disk_errors(file):
+        if not is_page or not file.is_file() or _begin(file) != PAGE:
+            what = " and is no page of reshard" if is_page else ""
+            raise CheckpointError(f"{file} exists{what}, it will not be overwritten", "choose another name")
+
+
+def _begin(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(len(PAGE))
 
 
 def check_place(out: Path, sources: Sequence[Path]) -> None:

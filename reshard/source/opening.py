@@ -58,7 +58,7 @@ class Access(HubAccess):
     """
 
     plan_file: Path | None = None
-    config: Path | None = None
+    config: Place | None = field(default=None, repr=False)
     weights: str | None = None
     download: bool = False
     patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
@@ -76,6 +76,11 @@ class Access(HubAccess):
     def deltas(self) -> tuple[str | Path, ...]:
         """The deltas that are put on the source, in their order."""
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
+
+    def found_config(self) -> FilePath | None:
+        """Where the given config.json and side files lie. Raises ReshardError."""
+        hub = HubAccess(token=self.token, cache_dir=self.cache_dir, quiet=self.quiet)
+        return None if self.config is None else find(self.config, hub, Weights.NONE)
 
     @property
     def is_changed(self) -> bool:
@@ -109,7 +114,7 @@ def open_source(
     path: FilePath,
     *,
     plan_file: Path | None = None,
-    config: Path | None = None,
+    config: FilePath | None = None,
     beginning: str | None = None,
     model: Model | None = None,
     base: Manifest | None = None,
@@ -145,7 +150,7 @@ def open_folder(
         return open_program(folder, model)
     if folder.kind == "split":
         if folder.beginning is not None:
-            raise CheckpointError(f"{path} is split: it has one model", "choose with --weights before it is split")
+            raise CheckpointError(f"{path} is split: it has one model", "leave out --weights")
         return _open_sharded(folder)
     return _open_full(folder, adapted, is_part=is_part)
 
@@ -169,7 +174,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     folder = Folder(path, plan_file=access.plan_file)
     if folder.kind == "split":
         return folder.architecture(read_model_config(path))
-    checkpoint = open_adapter(path, access.config) if folder.kind == "adapter" else open_checkpoint(path)
+    checkpoint = open_adapter(path, access.found_config()) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 

@@ -373,7 +373,7 @@ class Folder:
         self,
         path: FilePath,
         *,
-        config: Path | None = None,
+        config: FilePath | None = None,
         plan_file: Path | None = None,
         base: Manifest | None = None,
         beginning: str | None = None,

@@ -225,7 +225,8 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
     weights, side = weight_files(listing, folder), side_files(listing, read)
     files: dict[str, Content] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
     headers = _headers_folder(request, folder.name, Weights.HEADERS)
-    whole = bool(weights) and len(files) == len({*weights, *side})
+    wanted = {*side} if scope is Weights.NONE else {*weights, *side}
+    whole = bool(weights or scope is Weights.NONE) and len(files) >= len(wanted)
     kept = kept_in(headers) if scope is Weights.HEADERS and not whole else {}
     if not whole and not kept:
         raise error

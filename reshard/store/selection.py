@@ -44,6 +44,8 @@ class Weights(Enum):
     """They are read where they are; files that a cache has are taken from it."""
     HEADERS = "headers"
     """Enough to plan; only the side files that are needed for this."""
+    NONE = "none"
+    """The side files are all that is needed, and weights need not be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +179,8 @@ def select(
         side = [file for file in side if file.endswith(_FOR_HEADERS)]
     if {*side} - {*documents}:
         copy(side)
+    if scope is Weights.NONE:
+        return folder, side, [], False
     weights = [file for file in weight_files(sizes, folder) if file in sizes]
     if not any(is_usable(file, sizes) for file in weights):
         refuse_foreign(name, sizes)

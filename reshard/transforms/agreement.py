@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import open_checkpoint
 from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
-from reshard.formats.store import read_ranges
+from reshard.formats.store import FilePath, read_ranges
 from reshard.model.binding import tied_twice
 from reshard.model.model import FullTensor
 from reshard.source.opening import open_source
@@ -43,7 +43,7 @@ class _Sampled(NamedTuple):
         return self.read(first * bits // 8, min(count, first + _NUMBERS) * bits // 8)
 
 
-def check_agreement(source: Source, config: Path | None = None) -> None:
+def check_agreement(source: Source, config: FilePath | None = None) -> None:
     """Raise CheckpointError if the folder of a checkpoint has another set of weights, of other tensors.
 
     A set that cannot be read as a model's gives no tensors, and is left behind like any other file. ``config`` is a
@@ -63,7 +63,7 @@ def check_agreement(source: Source, config: Path | None = None) -> None:
             )
 
 
-def _difference(source: Source, other: WeightSet, config: Path | None) -> str | None:
+def _difference(source: Source, other: WeightSet, config: FilePath | None) -> str | None:
     """The first tensor that another set has otherwise, in words; None if there is none."""
     own, rules = _of_source(source), source.model.architecture
     try:

@@ -31,7 +31,7 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
     from reshard.transforms.convert import convert  # numpy
 
     path = find(source, access, Weights.FILES)
-    return open_source(StoredPath(convert(open_source(path, config=access.config), adapter_format(name))))
+    return open_source(StoredPath(convert(open_source(path, config=access.found_config()), adapter_format(name))))
 
 
 def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
@@ -54,9 +54,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     """
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
     is_part = access.is_changed  # what comes of it is complete
-    opened = open_source(
-        path, plan_file=access.plan_file, config=access.config, beginning=access.beginning, is_part=is_part
-    )
+    config = access.found_config()
+    opened = open_source(path, plan_file=access.plan_file, config=config, beginning=access.beginning, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave out --config")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
@@ -64,7 +63,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     if opened.manifest is None and SETTINGS not in opened.model.config and len(sets_in(path)) > 1:
         from reshard.transforms.agreement import check_agreement  # numpy
 
-        check_agreement(opened, access.config)
+        check_agreement(opened, config)
     first = opened
 
     def transformed(store: RangeStore) -> Source:

@@ -166,7 +166,7 @@ def test_temporary_files_too_deep_for_a_socket(model: Path, tmp_path: Path, monk
 def test_a_report_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     done = verify(model / "full", model / "shards", "--exact-only", "--report", tmp_path / "none" / "report.html")
     assert done.returncode == 2
-    assert "Error: --report: there is no folder" in done.stderr and done.stdout == ""
+    assert "report.html: there is no folder" in done.stderr and done.stdout == ""
     done = verify(model / "full", model / "shards", "--exact-only", "--report", "/proc/report.html")
     assert done.returncode == 2 and "SAME" in done.stdout, "the answer is known all the same"
     assert "Error: cannot write /proc/report.html: No such file or directory" in done.stderr

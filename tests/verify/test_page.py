@@ -285,7 +285,7 @@ def test_ratios() -> None:
 
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.html"
-    file.write_text("old")
+    file.write_text(page(different()))
     write_report(file, page(same()))
     assert file.read_text(encoding="utf-8") == page(same())
     assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~_umask()
@@ -319,7 +319,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 def test_json_has_all_that_the_page_has(real: tuple[Path, dict[str, Any]]) -> None:
     report, document = real
-    assert report.read_text(encoding="utf-8") == page(document)
+    line = f"reshard verify {report.parent}/full {report.parent}/shards --backward --json --report {report}"
+    assert report.read_text(encoding="utf-8") == page(document, line)
     words = Reader(page(document)).words
     assert {"model.layers.1.mlp.experts", "model.layers.0.self_attn.q_proj.weight", "The same model"} <= {
         word.strip() for word in words

@@ -17,13 +17,13 @@ Numbers = tuple[Mapping[str, float], str]
 """The parts of a bar, and the words beside it."""
 
 
-def page(document: Document) -> str:
+def page(document: Document, line: str = "reshard profile") -> str:
     """The text of the page."""
     best = document["recommended"]["tp"]
     headline = f"Use tp {best}" if best else "No degree fits"
     phases = dict.fromkeys(row["phase"] for row in document["rows"])
     return html_page(
-        "reshard/verify/profile/page.html", f"{headline}: {document['source']}", **document,
+        "reshard/verify/profile/page.html", f"{headline}: {document['source']}", line, **document,
         headline=headline, best=best, human_count=human_count,
         capacities=dict.fromkeys(human_bytes(row["memory"]["capacity"]) for row in document["rows"]),
         phases=[_phase(phase, [row for row in document["rows"] if row["phase"] == phase]) for phase in phases],

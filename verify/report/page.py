@@ -221,12 +221,12 @@ class _Drawn(NamedTuple):
     plot: Html
 
 
-def page(document: Document) -> str:
+def page(document: Document, line: str = "reshard verify") -> str:
     """The text of the page for a document of ``--json``."""
     headline = HEADLINES.get(str(document["verdict"]), HEADLINES["unchecked"])
     forward = document["forward"] or {}
     return html_page(
-        "reshard/verify/report/page.html", f"{headline}: {Path(str(document['shards'])).name}", **document,
+        "reshard/verify/report/page.html", f"{headline}: {Path(str(document['shards'])).name}", line, **document,
         headline=headline, most=ROWS, not_listed=NOT_LISTED,
         not_compared=not_compared, setting=_setting(document, forward),
         layers=_drawn(forward, "layers", "layer"), gradients=_drawn(forward, "gradients", "weight"),

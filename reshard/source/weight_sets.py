@@ -24,7 +24,7 @@ _OF_PROGRAMS = [
     re.compile(pattern)
     for pattern in (
         r"pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?",
-        rf"{re.escape(METADATA)}|__\d+_\d+\.distcp",
+        rf"{re.escape(METADATA)}|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors",
         r"model_world_size_\d+_rank_\d+\.pt",
         r"mp_rank_[\d_]+|.*mp_rank_\d+_model_states\.pt|zero_pp_rank_\d+_.*_states\.pt",
         r"consolidated\.\d+\.pth",

@@ -321,7 +321,12 @@ class Folder:
     """
 
     def __init__(
-        self, path: FilePath, *, config: FilePath | None = None, plan_file: Path | None = None, base: Manifest | None = None
+        self,
+        path: FilePath,
+        *,
+        config: FilePath | None = None,
+        plan_file: Path | None = None,
+        base: Manifest | None = None,
     ) -> None:
         self.path, self.config, self.plan_file, self.base = path, config, plan_file, base
         self.stamps = stamps_in(path)

@@ -12,9 +12,9 @@ import pytest
 from tests.support import LLAMA, command, llama_tensors, write_checkpoint, write_file
 
 MORE = {
-    "a vector": ("model.layers.0.scale", (20,)),
+    "a vector": ("model.layers.{}.scale", (20,)),
     "a number": ("model.temperature", ()),
-    "a vector of an expert": ("model.layers.0.mlp.experts.3.offset", (5,)),
+    "a vector of an expert": ("model.layers.{}.mlp.experts.0.offset", (5,)),
     "a strange name": ('model."odd" = scale', (3,)),
     "a scale of a split weight": ("model.layers.1.mlp.up_proj.scale", (24,)),
     "a matrix": ("model.layers.0.gate.weight", (8, 20)),
@@ -27,7 +27,8 @@ UNKNOWN = LLAMA | {"model_type": "nobody_knows"}
 def test_a_line_of_a_hint_is_taken_and_leaves_no_weight_whole(which: str, tmp_path: Path) -> None:
     name, shape = MORE[which]
     folder = write_checkpoint(tmp_path / "model")
-    write_file(folder / "model.safetensors", [*llama_tensors(), (name, "BF16", shape)])
+    names = dict.fromkeys(name.format(layer) for layer in range(LLAMA["num_hidden_layers"]))
+    write_file(folder / "model.safetensors", [*llama_tensors(), *((each, "BF16", shape) for each in names)])
     refused = command("plan", "model", "--tp", "2", cwd=tmp_path)
     assert refused.returncode == 2 and "has no rule" in refused.stderr
     line = re.search(r"add the line (.* = .*), and pass it", refused.stderr)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import read_config
-from reshard.formats.errors import CheckpointError, ReshardError, refused, require_transformers
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, refused, require_transformers
 from reshard.formats.files.safetensors import CASTS
+from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_folder
@@ -255,7 +256,13 @@ def needs(request: VerifyRequest) -> Needs:
 def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactReport]:
     is_run = not request.exact_only or request.engine is not None
     weights = Weights.FILES if is_run or request.download else Weights.RANGES
-    original = open_any(request.original, request, weights)
+    try:
+        original = open_any(request.original, request, weights)
+    except PlanError as error:
+        if request.plan_file is not None:
+            raise
+        hint = "if the shards were split with --plan FILE, give it here, too"
+        raise PlanError(error.message, with_hint(hint, error.hint or "")) from error
     place = find(request.shards, replace(request, revision=None), weights)
     return original, place, open_shards(place, original, plan_file=request.plan_file)
 

@@ -39,7 +39,7 @@ from reshard.cli.printing import (
     terminal_width,
     write_report,
 )
-from reshard.formats.errors import PlanError, require_transformers
+from reshard.formats.errors import PlanError, ReshardError, require_transformers
 from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text, speed_of
 
@@ -201,16 +201,22 @@ def _write_new(file: Path, text: str) -> None:
 
 def _write_draft(request: PlanRequest, file: Path) -> None:
     from reshard.mesh.degrees import valid_degrees
-    from reshard.source.opening import draft_of, find
+    from reshard.source.opening import draft_of, find, open_source
     from reshard.store.selection import Weights
 
-    draft = draft_of(find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS))
+    path = find(request.source, dataclasses.replace(request, quiet=True), Weights.HEADERS)
+    draft = draft_of(path)
     _write_new(file, draft.text)
-    degrees = valid_degrees(draft.model)
+    what = f"{file}: the rules of '{draft.base}', and {plural(draft.checks, 'line')} marked CHECK"
+    try:
+        degrees = valid_degrees(open_source(path, plan_file=file).model)
+    except ReshardError as error:
+        hint = f"edit {file} until 'reshard plan {request.source} --plan {file}' shows the degrees"
+        raise PlanError(f"wrote {what}, which do not fit yet: {error.message}", hint) from error
     possible = ", ".join(map(str, degrees[:12])) if degrees != [1] else "1 alone: it splits nothing"
     print_note(
-        f"Wrote a draft to {file}: the rules of '{draft.base}', and {plural(draft.checks, 'line')} marked CHECK. It "
-        f"allows the degrees {possible}. Check it, split with --plan {file}, and let 'reshard verify' decide."
+        f"Wrote a draft to {what}. It allows the degrees {possible}. Check it, split with --plan {file}, and let "
+        f"'reshard verify {request.source} OUT --plan {file}' decide."
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import tomli_w
+
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
@@ -318,6 +320,13 @@ class NoRuleError(PlanError):
     """A tensor that no line of an architecture covers."""
 
 
+def named_in(architecture: Architecture, name: str) -> str:
+    """A tensor's name as a line has it: its numbers are indices, of which the architecture may not know the names."""
+    return architecture.in_general(
+        name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
+    )
+
+
 def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> NoRuleError:
     shape = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
     what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shape}) has no rule in plan '{architecture.name}'"
@@ -333,8 +342,10 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
         rule = f"'{weight.rules[0].shapes[0]}'"
         line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
         return NoRuleError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
-    line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
-    return NoRuleError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
+    if tensor.shape is None or len(tensor.shape) > 1:  # a weight, which plain numbers would put whole on every rank
+        return NoRuleError(what, f"{save}, add a line with the axes of each dimension, and pass it with --plan FILE")
+    line = tomli_w.dumps({named_in(architecture, tensor.name): " ".join(map(str, tensor.shape))}).strip()
+    return NoRuleError(what, f"{save}, add the line {line}, and pass it with --plan FILE")
 
 
 def _measure(sizes: AxisSizes, groups: Iterable[_TensorGroup]) -> None:

@@ -23,7 +23,7 @@ from reshard.formats.errors import PlanError, ReshardError
 from reshard.formats.notation.architecture import Architecture, Rule, without_numbers
 from reshard.formats.notation.architecture_files import architecture_of, built_in_architectures
 from reshard.formats.quantization.methods import scheme_of
-from reshard.model.binding import bind
+from reshard.model.binding import bind, named_in
 from reshard.model.model import FullTensor, Model
 
 _NEAREST = 8
@@ -96,10 +96,7 @@ def _lines(
     groups: dict[str, list[FullTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
-        named = base.in_general(  # with names for indices that the base does not know
-            kind.name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
-        )
-        groups[match.template if match else named].append(kind)
+        groups[match.template if match else named_in(base, kind.name)].append(kind)
     unclear = set[str]()
     unlike = {name: group for name, group in groups.items() if not all(_fits(base, config, kind) for kind in group)}
     for template, group in unlike.items():

@@ -5,6 +5,7 @@ it when it is complete, and says how far it is, what was done, and where the tim
 from __future__ import annotations
 
 import hashlib
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -169,10 +170,10 @@ def _paragraph(summary: Summary) -> str:
 def _where(summary: Summary) -> str:
     if summary.complete:
         return f"the result is {summary.out}"
-    if summary.part is not None:
-        place = staging_of(summary.out) if isinstance(summary.out, Path) else summary.out
-        return f"other parts are still missing: see 'reshard inspect {place}'"
-    return f"other ranks are still missing: see 'reshard inspect {summary.out}'"
+    place, what = summary.out, "parts" if summary.part is not None else "ranks"
+    if isinstance(place, Path) and staging_of(place).exists():
+        place = staging_of(place)
+    return f"other {what} are still missing: see `{shlex.join(['reshard', 'inspect', str(place)])}`"
 
 
 if TYPE_CHECKING:

@@ -155,7 +155,7 @@ def _check_dequantizing(original: Source, options: ForwardOptions) -> None:
 def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
     """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
     if options.compute_dtype is not None:
-        asked_for: torch.dtype = getattr(torch, options.compute_dtype)
+        asked_for: torch.dtype = getattr(torch, str(options.compute_dtype))
         return asked_for
     count, dtypes = dict[torch.dtype, int](), (torch.float32, torch.bfloat16, torch.float16)
     for name, tensor in original.ranks[0].items():

@@ -7,7 +7,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 _WORDS = {
     # formats
@@ -143,6 +144,15 @@ def _argument(typed: re.Match[str]) -> str:
     if option in VALUED:
         return _name(option) + (f"={_value(value[1:])}" if value else "")
     return OTHERS.get(option, f"{_name(option)}=True") + value if option in FLAGS or option in OTHERS else typed[0]
+
+
+def typed(name: str, value: object, options: Mapping[str, str] = MappingProxyType({})) -> str:
+    """How a field of a request with a value is given on the command line: ``--tp 4``."""
+    other = next((option for option, field in _RENAMED.items() if field == name), name.replace("_", "-"))
+    flag = options.get(name, f"--{'no-' if value is False else ''}{other}")
+    if value is None or isinstance(value, bool):
+        return flag
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _name(option: str) -> str:

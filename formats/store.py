@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, NamedTuple, Protocol, cast
 
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, redacted
 
 NEAR = 1 << 14
 """Up to so many bytes between two ranges are read with them, because one more request would cost more."""
@@ -103,6 +103,9 @@ class StoredPath:
     def __str__(self) -> str:
         """What messages call it."""
         return f"{self.store.name}/{self.inner}" if self.inner else self.store.name
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {redacted(str(self))}>"
 
     @property
     def name(self) -> str:

@@ -14,8 +14,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.formats.errors import CheckpointError, PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+    Dtype = str | torch.dtype
+    Device = str | torch.device
+    Given = TypeVar("Given")
+    Held = TypeVar("Held")
+
+    class Taken(Generic[Given, Held]):
+        """A field of a request: what a caller may give, and what it is then (``reshard.commands.fields`` reads it)."""
+
+        def __get__(self, request: object, kind: type | None = None) -> Held: ...
+        def __set__(self, request: object, value: Given) -> None: ...
+else:
+    Dtype = Device = str
+
+    class Taken:
+        """The type that a field has. A type checker knows what may be given, too."""
+
+        def __class_getitem__(cls, types: tuple[object, object]) -> object:
+            return types[1]
+
+
+def default(value: Any) -> Any:
+    """The default of a field that is ``Taken``."""
+    return value
+
 
 PROCESSES = "RESHARD_PROCESSES"
 """The number of processes, where the launcher does not say it (Kubernetes)."""

@@ -61,11 +61,14 @@ def test_an_option_is_a_field_with_the_same_default(name: str) -> None:
             assert given == default, param.name
 
 
-@pytest.mark.parametrize("name", [*ROLES, "load"])
-def test_help_says_what_each_field_is(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in reshard.__all__ if isfunction(getattr(reshard, name))])
+def test_help_lists_each_argument_with_what_it_is(name: str) -> None:
     function: Callable[..., Any] = getattr(reshard, name)
-    unsaid = [field for field in inspect.signature(function).parameters if f"``{field}`" not in str(function.__doc__)]
-    assert set(unsaid) <= {"source", "shards", "original", "rank"}
+    parameters = inspect.signature(function).parameters
+    text = pydoc.plain(pydoc.render_doc(function))
+    assert "<factory>" not in text and "<function" not in text and "'Path" not in text and "Taken" not in text
+    for each in parameters.values() if name != "state_dict" else ():
+        assert re.search(rf"\n        {each.name}: .*\n            \S", text), each.name
 
 
 def test_the_round(tmp_path: Path) -> None:
@@ -89,6 +92,7 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         "merge out merged": reshard.merge("out", "merged", quiet=True),
         "inspect out": reshard.inspect("out"),
         "plan model --tp 2": reshard.plan("model", tp=2),
+        "plan model": reshard.plan("model"),
         "diff model out": reshard.diff("model", "out"),
         "verify model out --exact-only": reshard.verify("model", "out", exact_only=True, quiet=True),
     }
@@ -292,7 +296,7 @@ def test_what_contradicts_is_refused_before_anything_is_read(call: str, fields: 
         ("merge m o", {"fsync": 1}, "fsync=1 is not possible: True or False is expected"),
         ("load m", {"format": "vllm", "pad_vocab_to": 64}, "it says itself what is padded"),
         ("rank_config m", {"format": "vllm"}, "ranks of programs read the config.json of the whole model"),
-        ("merge m o", {"progress": 3}, "progress=3 is not possible: a function is expected"),
+        ("merge m o", {"progress": 3}, "progress=3 is not possible: True or a function is expected"),
         ("load m", {"rank": None}, "rank is not possible: a whole number is expected"),
         ("profile m", {"link": "50"}, "link=50 is not possible: '50' is not a speed such as 450GB/s"),
         ("verify m o", {"timeout": "1.2.3"}, "timeout=1.2.3 is not possible: a number is expected"),
@@ -325,6 +329,45 @@ def test_a_launcher_says_which_process_this_is(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("RANK")
     with pytest.raises(reshard.ReshardError, match="'auto' needs a launcher's variable"):
         reshard.split(model, out, tp=2, part="auto")  # type: ignore[arg-type]
+
+
+def test_a_bar_in_a_notebook_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = checkpoint("llama"), tmp_path / "out"
+    calls = {
+        "split": partial(reshard.split, model, out, tp=2),
+        "merge": partial(reshard.merge, out, tmp_path / "merged"),
+        "load": partial(reshard.load, model),
+        "diff": partial(reshard.diff, model, out),
+        "verify": partial(reshard.verify, model, out, exact_only=True),
+    }
+    for name, call in calls.items():
+        call(progress=True)
+        assert f"{name}: 100%" in capsys.readouterr().err
+    reshard.load(model, progress=False)
+    assert not capsys.readouterr().err
+
+
+def test_tensors_in_memory_are_told_how_they_are_given(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    for thing in (module, module.state_dict()):
+        for call in (
+            reshard.inspect,
+            partial(reshard.split, out=tmp_path / "o"),
+            partial(reshard.diff, checkpoint("llama")),
+        ):
+            error = refusal_of(lambda call=call, thing=thing: call(thing))
+            assert error.message.endswith("tensors in memory are given as reshard.state_dict(model)"), error
+            assert len(error.message) < 120
+    assert repr(reshard.state_dict(module)) == "<StoredPath: Linear in memory>"
+
+
+@pytest.mark.parametrize(("degrees", "hint"), [({"tp": 2}, "give tp=2;"), ({"tp": 2, "pp": 3}, "give pp=3 tp=2;")])
+def test_a_rank_of_a_folder_wants_its_degrees(degrees: dict[str, int], hint: str, tmp_path: Path) -> None:
+    reshard.split(checkpoint("llama"), tmp_path / "out", **degrees, quiet=True)  # type: ignore[arg-type]
+    for call in (reshard.load, reshard.rank_config):
+        error = refusal_of(lambda call=call: call(tmp_path / "out", rank=1))
+        assert error.message.startswith("rank=1 is not possible: ") and str(error.hint).startswith(hint)
+    assert refusal_of(lambda: reshard.load(tmp_path / "out", rank=99)).hint is None
 
 
 def test_progress_of_what_writes_is_one_value(tmp_path: Path) -> None:

@@ -338,6 +338,48 @@ def test_python_examples_run(tmp_path: Path) -> None:
     assert (tmp_path / "merged" / "model.safetensors.index.json").exists()
 
 
+OF_THE_READER = """
+import torch
+
+model = torch.nn.Linear(2, 2)
+rank = step = 0
+MODEL = local_path = "model"
+
+
+def upload(name: str, tensor: torch.Tensor) -> None: ...
+"""
+"""What the pages' Python takes from its reader's program."""
+ALSO_TAKEN = """
+from pathlib import Path
+
+import reshard
+import torch
+
+reshard.split(Path("model"), "out", max_shard_size="1GB", part=(0, 1), dtype=torch.bfloat16, progress=True)
+reshard.split("model", "out", plan_file="mine.toml", config="model", cache_dir="cache", ranks=0, part="auto")
+reshard.load("model", device=torch.device("cpu"), progress=lambda done, total: None)
+answer = reshard.verify("model", "out", device=torch.device("cpu"), compute_dtype=torch.float32, progress=True)
+assert answer and reshard.diff("model", "out") and reshard.inspect("out")
+answer.raise_if_different()
+reshard.profile("model", tp=[1, 2], batch=1, phase="decode", memory="78GB", link="450GB/s", dtype=torch.bfloat16)
+print(reshard.plan("model").valid_degrees)
+"""
+
+
+@thorough
+def test_pythons_types_are_those_that_the_pages_show(tmp_path: Path) -> None:
+    pages = {page.stem: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in DOCS.rglob("*.md")}
+    scripts = {page: "\n".join(["import reshard", OF_THE_READER, *found]) for page, found in pages.items() if found}
+    assert len(scripts) > 2
+    for page, script in {**scripts, "also": ALSO_TAKEN}.items():
+        (tmp_path / f"{page}.py").write_text(script)
+    files = [str(file) for file in tmp_path.iterdir()]
+    ended = subprocess.run([sys.executable, "-m", "mypy", "--strict", *files], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+    (tmp_path / "also.py").write_text(ALSO_TAKEN.replace('"1GB"', "b'1GB'"))
+    assert subprocess.run([sys.executable, "-m", "mypy", "--strict", *files], cwd=ROOT, capture_output=True).returncode
+
+
 def test_the_pages_are_short() -> None:
     """What a person wrote: without what is generated, and without the changelog."""
     pages = [README, *DOCS.rglob("*.md")]

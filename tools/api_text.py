@@ -115,4 +115,5 @@ def _attributes(kind: type) -> Iterator[tuple[str, str]]:
 
 def _text(thing: object) -> str:
     """A docstring as Markdown."""
-    return re.sub(r"``([^`]*)``", r"`\1`", cleandoc(getattr(thing, "__doc__", None) or ""))
+    text = re.sub(r"``([^`]*)``", r"`\1`", cleandoc(getattr(thing, "__doc__", None) or ""))
+    return re.sub(r"^(`\w+`: )", r"- \1", text, flags=re.MULTILINE)  # the fields

@@ -23,9 +23,9 @@ from reshard.formats.store import FilePath, local_folder
 from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
-from reshard.system import system_errors
+from reshard.system import Taken, default, system_errors
 from reshard.transforms.opening import open_any
-from reshard.verify.bytes.comparison import no_progress
+from reshard.verify.bytes.comparison import Progress, no_progress
 from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
@@ -55,14 +55,14 @@ class Display:
 SILENT = Display()
 
 
-def verify(request: VerifyRequest, display: Display = SILENT) -> Answer:
+def verify(request: VerifyRequest) -> Answer:
     """Prove that shards are the model of a full checkpoint: compare the bytes, then run the model.
 
     The answer's ``verdict`` is ``same``, ``different`` or ``without effect``: of an adapter without which the outputs
     would be the same. Raises ReshardError for what cannot be checked.
     """
     answer = request.begin()
-    attempt(answer, request, display)
+    attempt(answer, request, Display(lambda: nullcontext(request.progress)))
     if answer.error is not None and answer.verdict == "unchecked":
         if answer.exact is not None:
             answer.error.add_note(exact_summary(answer.exact))
@@ -89,7 +89,7 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     """
     original, place, shards = _open(request)
     check_original(original, _typed(request))
-    answer.plan = _own_plan(original, shards, request.plan_file)
+    answer.plan = _own_plan(original, shards, request)
     can_run, job = False, None
     if crew is None or crew.is_first:
         structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
@@ -154,7 +154,7 @@ def _typed(request: VerifyRequest) -> str:
 def _engine_options(request: VerifyRequest) -> EngineOptions:
     from reshard.verify.engine.compare import EngineOptions  # torch
 
-    python, dtype = request.engine_python or sys.executable, request.compute_dtype or "float32"
+    python, dtype = request.engine_python or sys.executable, str(request.compute_dtype or "float32")
     return EngineOptions(python, dtype, seed=request.seed)
 
 
@@ -174,14 +174,14 @@ def _timed(answer: Answer, what: str) -> Iterator[None]:
     answer.seconds[what] = time.monotonic() - started
 
 
-def _own_plan(original: Source, shards: Source | ExactReport, plan_file: Path | None) -> OwnPlan | None:
+def _own_plan(original: Source, shards: Source | ExactReport, access: Access) -> OwnPlan | None:
     """The plan that is not a built-in one: the user's file, or the rules that the shards say they were split by."""
     if isinstance(shards, ExactReport):
         return None
     differences = own_rules(shards.plan, original.model.architecture)
-    if plan_file is None and not differences:
+    if access.plan_file is None and not differences:
         return None
-    name = str(plan_file) if plan_file is not None else f"of {shards.path}"
+    name = str(access.plan_file) if access.plan_file is not None else f"of {shards.path}"
     return OwnPlan(name, str(original.model.config.get("model_type")), differences)
 
 
@@ -193,11 +193,16 @@ _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
 
 @dataclass(frozen=True)
 class VerifyRequest(Access, RunSettings):
-    """What ``verify`` takes: the full checkpoint and its shards.
+    """What ``verify`` takes.
 
-    With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs. With
-    ``exact_only``, only bytes are compared. ``engine`` (``vllm``) runs the shards as well, with the Python
-    interpreter ``engine_python``.
+    With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs.
+
+    ``original``: the full checkpoint: a folder, a Hub id or a URL.
+    ``shards``: what was made of it, in any format.
+    ``exact_only``: only bytes are compared.
+    ``engine``: ``vllm``: it runs the shards as well.
+    ``engine_python``: the Python interpreter that the engine is installed for.
+    ``progress``: True shows a bar. A function is called with the bytes compared so far, and the total.
     """
 
     original: Place = field(repr=False)  # a URL may have a password
@@ -206,6 +211,7 @@ class VerifyRequest(Access, RunSettings):
     exact_only: bool = False
     engine: str | None = None
     engine_python: str | None = None
+    progress: Taken[Progress | bool, Progress] = default(no_progress)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,7 +270,11 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
         hint = "if the shards were split with --plan FILE, give it here, too"
         raise PlanError(error.message, with_hint(hint, error.hint or "")) from error
     place = find(request.shards, replace(request, revision=None), weights)
-    return original, place, open_shards(place, original, plan_file=request.plan_file)
+    return original, place, open_shards(place, original, plan_file=_plan_file(request))
+
+
+def _plan_file(access: Access) -> Path | None:
+    return access.plan_file
 
 
 def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from reshard.formats.errors import refused
 from reshard.source.source import Source
+from reshard.system import Device, Dtype, Taken, default
 
 BYTES_ALONE = "--exact-only compares the bytes alone"
 
@@ -15,14 +16,19 @@ BYTES_ALONE = "--exact-only compares the bytes alone"
 class RunSettings:
     """How the model is run.
 
-    The forward pass runs on ``device`` (``auto``, ``cpu``, or what torch calls the accelerator) in ``compute_dtype``
-    (``float32``, ``bfloat16`` or ``float16``), by default the checkpoint's own: ``batch`` x ``seq`` random tokens from
-    ``seed``, or those of ``prompt``. ``backward`` compares gradients too; ``streamed`` runs one block at a time. A rank
-    waits ``timeout`` seconds for the others.
+    ``device``: ``auto``, ``cpu``, or what torch calls the accelerator.
+    ``compute_dtype``: ``float32``, ``bfloat16`` or ``float16``; by default the checkpoint's own.
+    ``batch``: the number of sequences.
+    ``seq``: the number of tokens in each, which are random.
+    ``seed``: that of the random tokens.
+    ``prompt``: a text to run on, in place of random tokens.
+    ``backward``: gradients are compared too.
+    ``streamed``: one block runs at a time.
+    ``timeout``: the seconds that a rank waits for the others.
     """
 
-    device: str = "auto"
-    compute_dtype: str | None = None
+    device: Taken[Device, str] = default("auto")
+    compute_dtype: Taken[Dtype | None, str | None] = default(None)
     batch: int = 2
     seq: int = 32
     seed: int = 0

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ from click.shell_completion import CompletionItem
 
 from reshard.cli.printing import show_tracebacks
 from reshard.formats.errors import ReshardError, SettingError
+from reshard.formats.hints import typed
 from reshard.text import size_of
 
 if TYPE_CHECKING:
@@ -345,16 +347,9 @@ def has_degree(options: Mapping[str, Any]) -> bool:
 
 
 def option_names(command: click.Command) -> Callable[[str, object], str]:
-    """How a field of a request with a value is given on the command line: ``--tp 4``."""
-    options = {param.name: max(param.opts, key=len) for param in command.params if isinstance(param, click.Option)}
-
-    def call(name: str, value: object) -> str:
-        flag = options.get(name, f"--{name.replace('_', '-')}")
-        if value is None or isinstance(value, bool):
-            return flag
-        return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-    return call
+    """How a field of a request with a value is given to this command: ``--tp 4``."""
+    options = {str(par.name): max(par.opts, key=len) for par in command.params if isinstance(par, click.Option)}
+    return partial(typed, options=options)
 
 
 class _TypedError(ReshardError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from reshard.cli.options import (
     check_degrees,
     given_options,
     has_degree,
-    option_names,
     request_of,
 )
 from reshard.cli.printing import (
@@ -44,8 +42,7 @@ from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text, speed_of
 
 if TYPE_CHECKING:
-    from reshard.commands.split import PlanRequest
-    from reshard.formats.errors import Refusal
+    from reshard.commands.split import PlanRequest, PossibleDegrees
     from reshard.formats.notation.architecture import Architecture
     from reshard.formats.notation.format import Format
     from reshard.mesh.plan import Plan
@@ -94,9 +91,11 @@ def plan_command(
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
-    from reshard.commands.split import PlanRequest, planned_format
+    from reshard.commands.split import PlanRequest, planned_format, possible_degrees
+    from reshard.mesh.plan import make_plan
     from reshard.placement.program_plan import plan_for
     from reshard.source.opening import lines_of_any
+    from reshard.source.source import UNSPLIT
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 
@@ -139,11 +138,10 @@ def plan_command(
     elif is_split:
         plans = [plan_for(model, format, dataclasses.replace(request, tp=degree or request.tp)) for degree in degrees]
         if report is not None:
-            from reshard.mesh.degrees import sweep
             from reshard.pages.plan_page import plan_page
 
-            attempts = sweep(model, pad=request.pad_vocab, uneven=request.uneven).attempts
-            write_report(report, plan_page(plans[0], source, [*_rows(model, attempts, request)], command_line()))
+            rows = possible_degrees(make_plan(model, UNSPLIT), request).rows()
+            write_report(report, plan_page(plans[0], source, rows, command_line()))
             print_note(f"Drew the plan: {report}")
         for number, plan in enumerate(plans):
             if number:
@@ -153,7 +151,7 @@ def plan_command(
             else:
                 _print_program(plan, format, source, as_json)
     elif save_file is None or as_json:
-        _print_degrees(model, request, as_json)
+        _print_degrees(possible_degrees(make_plan(model, UNSPLIT), request), as_json)
 
 
 def _plan_push(
@@ -293,57 +291,20 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 # -------------------------------------------------------------------------------------------------- possible degrees
 
 
-def _print_degrees(model: Model, request: PlanRequest, as_json: bool) -> None:
+def _print_degrees(degrees: PossibleDegrees, as_json: bool) -> None:
     """Print which degrees are possible."""
-    from reshard.mesh.degrees import sweep
-    from reshard.mesh.totals import title
+    from reshard.commands.split import other_ways
 
-    source, swept = str(request.source), sweep(model, pad=request.pad_vocab, uneven=request.uneven)
-    if as_json:
-        attempts = [
-            {
-                "tp": degree, "valid": refusal is None, "reason": refusal and refusal.why,
-                "possible_with": _other_ways(refusal) if refusal else [],
-            }
-            for degree, refusal in swept.attempts.items()
-        ]  # fmt: skip
-        document = {
-            "source": source, "architecture": model.architecture.name, "sizes": model.sizes.of({}),
-            "valid_degrees": swept.valid, "valid_ep_degrees": swept.valid_ep, "degrees": attempts,
-        }  # fmt: skip
-        print_json(document)
-        return
-    table = align([("--tp", "possible", ""), *_rows(model, swept.attempts, request)], right=(0,), width=None)
-    of_ep = [f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}."] if len(swept.valid_ep) > 1 else []
-    valid = f"Valid degrees: {', '.join(map(str, swept.valid))}. 'reshard plan {source} --tp N' shows one in detail."
-    print_lines(f"{source}: {title(model)}", "", *table, "", *of_ep, valid)
-
-
-def _other_ways(refusal: Refusal) -> list[str]:
-    """The options that make a refused degree possible."""
-    call = option_names(plan_command)
-    return [" ".join(call(*setting) for setting in settings.items()) for settings in refusal.instead]
-
-
-def _rows(model: Model, attempts: Mapping[int, Refusal | None], request: PlanRequest) -> Iterator[tuple[str, str, str]]:
-    """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
-    unevenly, what is padded.
-    """
-    from reshard.formats.notation.format_file import OWN
-    from reshard.mesh.totals import rows_of, totals_of, uneven_lines
-    from reshard.placement.program_plan import plan_for
-
-    for degree, refusal in attempts.items():
-        if refusal is not None:
-            ways = _other_ways(refusal)
-            remark = refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-            yield str(degree), "no", remark
-            continue
-        degrees = dataclasses.replace(request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
-        plan, full = plan_for(model, OWN, degrees), model.sizes.of({})
-        totals = totals_of(plan, rows_of(plan))
-        remark = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
-        remark += f", {totals.share_replicated:.1%} of it on other ranks too" if degree > 1 else ""
-        remark += "".join(f", uneven: {line}" for line in uneven_lines(plan))
-        remark += "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
-        yield str(degree), "yes", remark
+    swept, model = degrees.swept, degrees.model
+    attempts = [
+        {
+            "tp": degree, "valid": refusal is None, "reason": refusal and refusal.why,
+            "possible_with": other_ways(refusal) if refusal else [],
+        }
+        for degree, refusal in swept.attempts.items()
+    ]  # fmt: skip
+    document = {
+        "source": str(degrees.request.source), "architecture": model.architecture.name, "sizes": model.sizes.of({}),
+        "valid_degrees": swept.valid, "valid_ep_degrees": swept.valid_ep, "degrees": attempts,
+    }  # fmt: skip
+    print_answer(as_json, document, degrees.to_text())

@@ -13,14 +13,19 @@ from reshard.publishing.existing import check_name
 from reshard.source.opening import Access, Place, find
 from reshard.source.source import Folder, Source
 from reshard.store.selection import Weights
+from reshard.system import Taken, default
 from reshard.transforms.opening import open_beside
 
 
 @dataclass(frozen=True)
 class DiffRequest(Access):
-    """What ``diff`` takes: two checkpoints of one model, each in any form. ``progress`` is called with the bytes
-    compared so far, and the total. ``out`` is a new folder for a delta (see ``formats.files.delta``), which
-    is smaller with ``compress``.
+    """What ``diff`` takes: two checkpoints of one model, each in any form.
+
+    ``a``: the first: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``b``: the second.
+    ``out``: a new folder for a delta (see ``formats.files.delta``).
+    ``compress``: the delta is smaller.
+    ``progress``: True shows a bar. A function is called with the bytes compared so far, and the total.
     """
 
     a: Place = field(repr=False)  # a URL may have a password
@@ -28,7 +33,7 @@ class DiffRequest(Access):
     _: KW_ONLY
     out: str | Path | None = field(default=None, repr=False)
     compress: bool = False
-    progress: Progress = no_progress
+    progress: Taken[Progress | bool, Progress] = default(no_progress)
 
 
 def diff(request: DiffRequest) -> Diff:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from ast import Subscript, Tuple, parse, unparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
-from inspect import cleandoc, signature
+from inspect import Signature, cleandoc, isfunction, signature
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
+from threading import Lock
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from reshard.formats.errors import refused
 from reshard.formats.store import opened
+from reshard.source.opening import Place
 from reshard.system import Share, share_of_launcher, system_errors
 from reshard.text import size_of, speed_of
 
@@ -31,7 +35,7 @@ _WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of}
 def by_fields(
     request: Callable[_Fields, _Request], command: Callable[[_Request], _Result]
 ) -> Callable[_Fields, _Result]:
-    """The command as a function whose arguments are the fields of its request's class; ``help`` shows them.
+    """The command as a function whose arguments are the fields of its request's class; ``help`` lists them.
 
     A value may be what the command line takes. Raises SettingError for one that its field cannot have.
     """
@@ -39,27 +43,83 @@ def by_fields(
     @wraps(command)
     def call(*places: _Fields.args, **options: _Fields.kwargs) -> _Result:
         try:
-            with system_errors():
-                return command(request(**values_of(request, *places, **options)))  # type: ignore[call-arg]
+            with system_errors(), ExitStack() as stack:
+                values = values_of(request, *places, **options)
+                if values.get("progress") is True:
+                    values["progress"] = stack.enter_context(_bar(command.__name__))
+                return command(request(**values))  # type: ignore[call-arg]
         finally:
             opened.cache_clear()  # else a long process would keep the space of files that are removed
 
-    kinds = [kind for kind in getattr(request, "__mro__", ()) if kind is not object]
-    call.__doc__ = "\n\n".join(cleandoc(thing.__doc__ or "") for thing in (command, *kinds))
-    returned = signature(command).return_annotation
-    call.__signature__ = signature(request).replace(return_annotation=returned)  # type: ignore[attr-defined]
+    shown = _shown(signature(request), signature(command).return_annotation)
+    said = "\n".join(cleandoc(kind.__doc__ or "") for kind in getattr(request, "__mro__", ()) if kind is not object)
+    lines = [f"    {each}\n        {_said(each.name, said)}" for each in shown.parameters.values()]
+    call.__doc__ = "\n".join([cleandoc(command.__doc__ or ""), "", "Arguments:", *lines])
+    call.__signature__ = shown  # type: ignore[attr-defined]
     return call
+
+
+class _Word(str):
+    """What a signature shows as it is, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _shown(whole: Signature, returned: str) -> Signature:
+    """A signature for people: the types that a caller may give, and defaults that say something."""
+    parameters = []
+    for each in whole.parameters.values():
+        kind, default = parse(each.annotation, mode="eval").body, each.default
+        if isinstance(kind, Subscript) and unparse(kind.value) == "Taken":
+            assert isinstance(kind.slice, Tuple)
+            kind = kind.slice.elts[0]
+        if isfunction(default):
+            default = False  # no progress
+        elif "factory" in repr(default):
+            default = _Word("...")
+        parameters.append(each.replace(annotation=_Word(unparse(kind)), default=default))
+    return whole.replace(parameters=parameters, return_annotation=_Word(returned))
+
+
+def _said(name: str, text: str) -> str:
+    """What the docstrings of requests say of a field."""
+    match = re.search(rf"^``{name}``: (.*(?:\n    .*)*)", text, re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[..., None]]:
+    """What shows the bytes that are done as a bar, in a notebook too. Any thread may call it."""
+    from tqdm.auto import tqdm
+
+    lock = Lock()
+    with tqdm(desc=title, unit="B", unit_scale=True) as bar:
+
+        def show(*state: Any) -> None:
+            done, total, *_ = state if len(state) > 1 else state[0]
+            with lock:
+                bar.total = total
+                bar.update(max(0, done - bar.n))
+
+        yield show
 
 
 def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict[str, Any]:
     """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
     values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
+    if values.get("progress") in (None, False):
+        values.pop("progress", None)
     for name, value in values.items():
+        if kinds[name] == Place and (hasattr(value, "state_dict") or isinstance(value, Mapping)):
+            why = "tensors in memory are given as reshard.state_dict(model)"
+            raise refused(name, type(value).__name__, why)
         with_unit = _WITH_UNITS.get(name) if isinstance(value, str) else None
         try:
             values[name] = with_unit(value) if with_unit else _read(value, kinds[name])
         except ValueError as error:
-            raise refused(name, value, str(error) if with_unit else f"{error} is expected") from None
+            given = value if type(value).__module__ == "builtins" else type(value).__name__  # whose repr may be long
+            raise refused(name, given, str(error) if with_unit else f"{error} is expected") from None
     return values
 
 
@@ -79,7 +139,7 @@ def _read(value: Any, kind: Any) -> Any:
             value = value.split(",") if item in (int, float, str) else [value]
         return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
     if get_origin(kind) is not None or kind is Callable:
-        return _checked(value, callable(value), "a function")
+        return _checked(value, value is True or callable(value), "True or a function")
     if kind in (int, float):
         pattern, number, what = _NUMBERS[kind]
         is_text = isinstance(value, str) and re.fullmatch(pattern, value) is not None

@@ -111,7 +111,10 @@ class Report(Result):
 
 @dataclass(frozen=True)
 class InspectRequest(HubAccess):
-    """What ``inspect`` takes: a folder, a file, a Hub id or a URL."""
+    """What ``inspect`` takes.
+
+    ``source``: a folder, a file, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    """
 
     source: Place = field(repr=False)  # a URL may have a password
 

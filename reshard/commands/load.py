@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.formats.errors import CheckpointError, refused
+from reshard.formats.errors import CheckpointError, ReshardError, SettingError, refused
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
@@ -22,7 +23,9 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT, Source
+from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together
+from reshard.system import Device, Taken, default
 from reshard.transforms.opening import open_any
 
 if TYPE_CHECKING:
@@ -140,18 +143,21 @@ def _device(name: str) -> str:
 
 @dataclass(frozen=True)
 class LoadRequest(Access, Degrees):
-    """What ``load`` takes: a full checkpoint or one that is split to any degree, and the number of a rank.
+    """What ``load`` takes.
 
-    ``format`` is that of the rank's names and shapes, as in ``split``. ``device`` is torch's name of where the tensors
-    go. ``progress`` is called with the loaded bytes so far, and the total.
+    ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
+    ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
+    ``format``: that of the rank's names and shapes, as in ``split``.
+    ``device``: torch's name of where the tensors go.
+    ``progress``: True shows a bar. A function is called with the loaded bytes so far, and the total.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
     format: str | None = None
-    device: str = "cpu"
-    progress: Progress = no_progress
+    device: Taken[Device, str] = default("cpu")
+    progress: Taken[Progress | bool, Progress] = default(no_progress)
 
 
 def load(request: LoadRequest) -> dict[str, torch.Tensor]:
@@ -159,7 +165,7 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     Returns tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
-    request.mesh.check_ranks([request.rank])
+    _check_rank(request)
     device, format = _device(request.device), format_to_write(request.format)
     if format.files.is_distributed:
         raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
@@ -171,12 +177,26 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _check_rank(request: LoadRequest) -> None:
+    """Raise SettingError for a rank that the mesh does not have, with the degrees of the source if it has that rank."""
+    try:
+        request.mesh.check_ranks([request.rank])
+    except SettingError as error:
+        with suppress(ReshardError):  # this is about the rank
+            mesh = open_any(request.source, request, Weights.HEADERS).plan.mesh
+            if 0 <= request.rank < mesh.size:
+                same = {"same_ranks": True} if mesh.same_ranks else {}
+                ways = (dict(mesh.degrees) | same,)
+                error = SettingError(replace(error.refusal, instead=ways, advice="the source is split so"))
+        raise error from None
+
+
 def rank_config(request: LoadRequest) -> dict[str, Any]:
     """The ``config.json`` of one rank: that of the checkpoint, with the sizes of the tensors that ``load`` returns.
 
     Reads no weights. Raises ReshardError.
     """
-    request.mesh.check_ranks([request.rank])
+    _check_rank(request)
     if request.format is not None:
         raise refused("format", request.format, "ranks of programs read the config.json of the whole model")
     return config_of(plan_for(open_any(request.source, request).model, OWN, request), request.rank)
@@ -184,7 +204,11 @@ def rank_config(request: LoadRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorsRequest(Access):
-    """What ``tensors`` takes: a checkpoint in any form. ``format`` is that of the names and shapes."""
+    """What ``tensors`` takes.
+
+    ``source``: a checkpoint in any form: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``format``: that of the names and shapes.
+    """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY

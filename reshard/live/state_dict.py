@@ -26,7 +26,7 @@ FILE = "shard-00001-model-00001-of-00001.safetensors"
 """Transformers' distributed checkpoints have the names of live modules, and such files."""
 
 
-def state_dict(model: nn.Module | Mapping[str, torch.Tensor]) -> StoredPath:
+def state_dict(model: nn.Module | Mapping[str, Any]) -> StoredPath:
     """The tensors of a module, or those that its ``state_dict()`` gave, as a source for ``reshard.split`` and others.
 
     Nothing is copied: what reads it reads the tensors, on whatever device they are. They must not change meanwhile, and

@@ -21,7 +21,7 @@ from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import Architecture, is_index
 from reshard.formats.notation.axes import Dim, Run, Shape, Share, Split, owned
-from reshard.mesh.degrees import check_degrees
+from reshard.mesh.degrees import check_degrees, valid_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
 from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of, sizes_of_parts
@@ -170,6 +170,11 @@ class Plan(Result):
         totals = align(totals_pairs(self, totals_of(self, rows), download), right=(), width=None)
         return "\n".join([head, "", *format_table(rows, width), "", *totals])
 
+    @property
+    def valid_degrees(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism that are possible."""
+        return tuple(valid_degrees(self.model))
+
     @cached_property
     def unsplit(self) -> Plan:
         """The same padded sizes on one rank."""
@@ -260,12 +265,14 @@ def _times(dims: Sequence[Dim], axis: str) -> int:
 class Degrees:
     """The ranks that a model is split over: ``pp`` x ``ep`` x ``tp``.
 
-    ``tp``: tensor parallelism, each large weight is split. ``ep``: expert parallelism, whole experts on each rank.
-    ``pp``: pipeline parallelism, the layers in stages; ``pp_layers`` is the number of layers of each stage, by default
-    as equal as possible, and says how many stages there are. ``same_ranks``: ``ep`` and ``tp`` use the same ranks, with
-    the same degree. ``uneven``: if an axis has no equal split, or none that keeps scale blocks whole, the last ranks
-    get less. ``pad_vocab``: a vocabulary that does not divide is padded, else it is refused; ``pad_vocab_to``: it is
-    padded to a multiple of this, too.
+    ``tp``: tensor parallelism, each large weight is split.
+    ``ep``: expert parallelism, whole experts on each rank.
+    ``pp``: pipeline parallelism, the layers in stages.
+    ``pp_layers``: the number of layers of each stage, by default as equal as possible; says how many stages there are.
+    ``same_ranks``: ``ep`` and ``tp`` use the same ranks, with the same degree.
+    ``uneven``: if an axis has no equal split, or none that keeps scale blocks whole, the last ranks get less.
+    ``pad_vocab``: a vocabulary that does not divide is padded, else it is refused.
+    ``pad_vocab_to``: it is padded to a multiple of this, too.
     """
 
     tp: int = 1

@@ -182,9 +182,10 @@ DEFAULT = Sizes()
 class Options:
     """How bytes are moved.
 
-    ``workers``: the number of threads, by default one a core, two to eight. ``checksum``: checksums are recorded, and
-    compared with recorded ones. ``fsync``: the output is flushed to the disk before it gets its name. ``sizes``: the
-    sizes of pieces to move.
+    ``workers``: the number of threads, by default one a core, two to eight.
+    ``checksum``: checksums are recorded, and compared with recorded ones.
+    ``fsync``: the output is flushed to the disk before it gets its name.
+    ``sizes``: the sizes of pieces to move.
     """
 
     workers: int | None = None

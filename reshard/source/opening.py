@@ -36,6 +36,7 @@ from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source
 from reshard.store.selection import HubAccess, Weights
+from reshard.system import Dtype, Taken, default
 
 if TYPE_CHECKING:
     from reshard.model.draft import Draft
@@ -48,16 +49,18 @@ Place = str | Path | StoredPath
 class Access(HubAccess):
     """How a source is opened.
 
-    ``plan_file`` is an architecture file of the user's own, ``config`` a folder with the config.json of a model in
-    another program's format, ``weights`` what the names of the chosen one of several models in it begin with. With
-    ``download`` the weights of a Hub id are downloaded into the cache, not read by ranges. ``patch`` is a delta, or
-    several in order, that are put on the source first. With ``dequantize`` weights of 8-bit floats are read as if they
-    were in bfloat16. ``adapter`` is a LoRA adapter: the source is read as if it had been merged into it. ``quantize``
-    (``fp8-block``): then weights are read as if they were in 8-bit floats with scales for blocks. ``dtype`` (``bf16``,
-    ``fp16`` or ``fp32``): last, other weights are cast to it.
+    ``plan_file``: an architecture file of the user's own.
+    ``config``: a folder, a Hub id or a URL with the config.json of a model in another program's format.
+    ``weights``: what the names of the chosen one of several models begin with; ``/`` for the one at the top.
+    ``download``: the weights of a Hub id are downloaded into the cache, not read by ranges.
+    ``patch``: a delta, or several in order, that are put on the source first.
+    ``dequantize``: weights of 8-bit floats are read as if they were in bfloat16.
+    ``adapter``: a LoRA adapter; the source is read as if it had been merged into it.
+    ``quantize``: ``fp8-block``: then weights are read as if they were in 8-bit floats with scales for blocks.
+    ``dtype``: ``bf16``, ``fp16``, ``fp32``, or torch's: last, other weights are cast to it.
     """
 
-    plan_file: Path | None = None
+    plan_file: Taken[str | Path | None, Path | None] = default(None)
     config: Place | None = field(default=None, repr=False)
     weights: str | None = None
     download: bool = False
@@ -65,7 +68,7 @@ class Access(HubAccess):
     dequantize: bool = False
     adapter: str | Path | None = field(default=None, repr=False)
     quantize: str | None = None
-    dtype: str | None = None
+    dtype: Taken[Dtype | None, str | None] = default(None)
 
     @property
     def beginning(self) -> str | None:

@@ -26,6 +26,7 @@ from reshard.formats.files.side_files import NAMING, is_side_file, named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import FilePath, read_file
 from reshard.store.staging_names import json_of
+from reshard.system import Taken, default
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DOCUMENTS = (MANIFEST, *INDICES, *NAMING)
@@ -52,13 +53,15 @@ class Weights(Enum):
 class HubAccess:
     """How the Hub is reached.
 
-    ``revision`` is a branch, tag or commit; ``token`` by default HF_TOKEN, or that of ``hf auth login``; ``cache_dir``
-    the Hub's cache, by default HF_HUB_CACHE. ``quiet``: no progress of downloads on stderr.
+    ``revision``: a branch, tag or commit.
+    ``token``: the Hub's token, by default HF_TOKEN or that of ``hf auth login``.
+    ``cache_dir``: the Hub's cache, by default HF_HUB_CACHE.
+    ``quiet``: no progress of downloads on stderr.
     """
 
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
-    cache_dir: Path | None = None
+    cache_dir: Taken[str | Path | None, Path | None] = default(None)
     quiet: bool = False
 
 

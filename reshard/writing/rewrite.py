@@ -31,9 +31,9 @@ from reshard.publishing.staging import PublishedError, Staging
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import tried_again
-from reshard.store.selection import is_url
+from reshard.store.selection import HubAccess, is_url
 from reshard.store.staging_names import staging_of
-from reshard.system import Share
+from reshard.system import Share, Taken, default
 from reshard.text import Result, human_bytes, plural
 from reshard.writing.output import Output
 
@@ -182,23 +182,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WriteRequest(Access, Options):
-    """What ``merge`` takes; ``split`` takes more.
+    """What is written, and where.
 
-    ``out`` may be the URL of a place in a bucket. ``max_shard_size`` is the size of the largest weight file, in bytes:
-    by default 5 GB, and for ``merge`` as in the original. ``overwrite``: an existing output is replaced once the new
-    one is complete (in a bucket: before). ``dry_run``: everything is checked and nothing written. ``part``: this
-    process writes its share of the files, and the last of all processes publishes. ``progress`` is called with one
-    value: the bytes ``written`` of ``to_write``, and the requests made ``again``.
+    ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``out``: a new folder, or the URL of a place in a bucket.
+    ``max_shard_size``: the largest weight file, such as ``"5GB"``; by default 5 GB, for ``merge`` as in the original.
+    ``overwrite``: an existing output is replaced once the new one is complete (in a bucket: before).
+    ``dry_run``: everything is checked and nothing written.
+    ``part``: this process's share of the files, such as ``(0, 2)``; the last of all processes publishes.
+    ``progress``: True shows a bar. A function is called with one value: the bytes ``written`` of ``to_write``, and the
+        requests made ``again``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     out: str | Path = field(repr=False)  # a URL may have a password
     _: KW_ONLY
-    max_shard_size: int | None = None
+    max_shard_size: Taken[int | str | None, int | None] = default(None)
     overwrite: bool = False
     dry_run: bool = False
-    part: Share | None = None
-    progress: Progress = no_progress
+    part: Taken[Share | tuple[int, int] | str | None, Share | None] = default(None)
+    progress: Taken[Progress | bool, Progress] = default(no_progress)
 
 
 class Start(NamedTuple):
@@ -212,10 +215,10 @@ class Start(NamedTuple):
 
 def start(request: WriteRequest) -> Start:
     """The place of an output, and now. Raises CheckpointError if there can be no output."""
-    return Start(*place_of(request.out, request.cache_dir), time.monotonic(), tried_again())
+    return Start(*place_of(request.out, request), time.monotonic(), tried_again())
 
 
-def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | None]:
+def place_of(out: str | Path, access: HubAccess) -> tuple[Path, Bucket | None]:
     """The folder in which an output is built, and its place in a bucket, if ``out`` is a URL.
 
     Raises CheckpointError for a web server, and for a folder without a name of its own (``.``, ``..`` or ``/``).
@@ -233,7 +236,7 @@ def place_of(out: str | Path, cache_dir: Path | None) -> tuple[Path, Bucket | No
     from reshard.store.bucket import Bucket
     from reshard.store.hub import assets_folder
 
-    folder = assets_folder(cache_dir) / "reshard" / "uploads"
+    folder = assets_folder(access.cache_dir) / "reshard" / "uploads"
     folder.mkdir(parents=True, exist_ok=True)
     built = folder / hashlib.sha256(out.rstrip("/").encode()).hexdigest()[:32]
     return built, Bucket(out)

@@ -136,7 +136,8 @@ def _check_kinds(original: Source, shards: Source) -> None:
     if is_other or (folder and files != {file.name for file in open_checkpoint(folder).files}):
         raise CheckpointError(
             f"{original.path}: transformers would load other files or tensors of the folder than those that are meant",
-            f"write them alone, under the names of the model, with 'reshard merge {original.path} NEW', and give NEW; or {BYTES_ALONE}",
+            f"'reshard merge {original.path} NEW' writes them alone, under the names of the model: give NEW; or "
+            f"{BYTES_ALONE}",
         )
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
@@ -163,7 +164,7 @@ def _check_dequantizing(original: Source, options: ForwardOptions) -> None:
 def _dtype(original: Source, plan: Plan, options: ForwardOptions) -> torch.dtype:
     """The dtype asked for, or the one of most of the checkpoint's numbers, scales and packed ones aside."""
     if options.compute_dtype is not None:
-        asked_for: torch.dtype = getattr(torch, options.compute_dtype)
+        asked_for: torch.dtype = getattr(torch, str(options.compute_dtype))
         return asked_for
     count, dtypes = dict[torch.dtype, int](), (torch.float32, torch.bfloat16, torch.float16)
     for name, tensor in original.ranks[0].items():

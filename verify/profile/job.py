@@ -11,6 +11,7 @@ from reshard.mesh.plan import Plan
 from reshard.mesh.stages import is_layered
 from reshard.model.model import Kind, Model
 from reshard.store.selection import HubAccess
+from reshard.system import Device, Dtype, Taken, default
 
 OUTSIDE = ("embedding", "head")
 """The parts of a model that stand before and behind its layers."""
@@ -89,30 +90,39 @@ class Workload:
 
 @dataclass(frozen=True)
 class ProfileRequest(HubAccess):
-    """What ``profile`` takes: a checkpoint, or only its config.json, and perhaps a ``plan_file`` of the user's own.
+    """What ``profile`` takes.
 
-    ``tp`` are the degrees to run, by default all that are possible on ``ranks`` ranks (by default one for each GPU or
-    core) of a ``device``, in a ``dtype``; the degrees ``predict_tp`` are predicted without running. ``batch`` sequences
-    of ``seq`` tokens run in each ``phase``: ``decode``, ``prefill``, ``train``. ``memory`` is a rank's memory in bytes,
-    by default this node's; ``link`` the bytes per second between the ranks of predicted degrees. A measurement is
-    repeated for ``seconds``, unless its spread is small earlier; a rank waits ``timeout`` seconds for the others.
+    ``source``: a checkpoint, or only its config.json.
+    ``tp``: the degrees to run, by default all that are possible on ``ranks`` ranks.
+    ``predict_tp``: degrees that are predicted without running.
+    ``batch``: the numbers of sequences.
+    ``seq``: the numbers of tokens in a sequence.
+    ``phase``: ``decode``, ``prefill``, ``train``: what runs.
+    ``ranks``: the most ranks, by default one for each GPU or core.
+    ``device``: ``auto``, ``cpu``, or what torch calls the accelerator.
+    ``dtype``: ``bfloat16``, ``float16`` or ``float32``; by default that of the config.json.
+    ``memory``: a rank's memory, such as ``"78GB"``; by default this node's.
+    ``link``: the bytes per second between the ranks of predicted degrees, such as ``"450GB/s"``.
+    ``seconds``: a measurement is repeated for so long, unless its spread is small earlier.
+    ``timeout``: the seconds that a rank waits for the others.
+    ``plan_file``: an architecture file of the user's own.
     """
 
     source: str | Path = field(repr=False)  # a URL may have a password
     _: KW_ONLY
-    tp: tuple[int, ...] | None = None
-    predict_tp: tuple[int, ...] = ()
-    batch: tuple[int, ...] = (1,)
-    seq: tuple[int, ...] = (512,)
-    phase: tuple[str, ...] = ("decode", "prefill")
+    tp: Taken[int | Sequence[int] | None, tuple[int, ...] | None] = default(None)
+    predict_tp: Taken[int | Sequence[int], tuple[int, ...]] = default(())
+    batch: Taken[int | Sequence[int], tuple[int, ...]] = default((1,))
+    seq: Taken[int | Sequence[int], tuple[int, ...]] = default((512,))
+    phase: Taken[str | Sequence[str], tuple[str, ...]] = default(("decode", "prefill"))
     ranks: int | None = None
-    device: str = "auto"
-    dtype: str | None = None
-    memory: int | None = None
-    link: float | None = None
+    device: Taken[Device, str] = default("auto")
+    dtype: Taken[Dtype | None, str | None] = default(None)
+    memory: Taken[int | str | None, int | None] = default(None)
+    link: Taken[float | str | None, float | None] = default(None)
     seconds: float = 3.0
     timeout: float = 600.0
-    plan_file: Path | None = None
+    plan_file: Taken[str | Path | None, Path | None] = default(None)
 
     def __post_init__(self) -> None:
         if unknown := [phase for phase in self.phase if phase not in PHASES]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import __version__
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.mesh import Mesh
@@ -26,6 +26,7 @@ from reshard.placement.stored import Location
 from reshard.publishing.existing import check_name, check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
+from reshard.source.completeness import towers_left_out
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import tried_again
@@ -337,6 +338,8 @@ def _summary(
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float32, rounded once")
     notes += [source.note] if source.note else []
+    if towers := towers_left_out(source.model):
+        notes.append(f"it is the language model alone, without {listed(towers)}")
     for dtype, wider in new.format.rules.dtypes.items():
         if any(kind.dtype == dtype for kind in plan.model.kinds) and new.files:
             notes.append(f"weights in {dtype} were cast to {wider}")

@@ -4,6 +4,10 @@ Of a type that transformers has no class for, the published layouts in ``tests/r
 them is required within its module, but biases and a head, which come with a setting. Of a type without either, what all
 others of its architecture file require.
 
+The towers of a type are what is not of its language model: the module of transformers that has the settings of the
+text, and the head. Where one rule covers a tower (``model.visual.*``), the lines are the names, with an index for each
+list whose length a setting changes.
+
 A line is required within a module if every build that has the module has the line. The builds of a type are the tests'
 small models of it, and each of these with one setting changed: those settings on which a condition in the source of the
 class depends. A build that fails, or whose names have no rule, is left out.
@@ -23,9 +27,10 @@ import resource
 import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +44,8 @@ from reshard.formats.notation.architecture_files import (
 )
 from reshard.formats.notation.format import Types
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor
-from reshard.source.completeness import REQUIRED, Present, is_within, modules_around, outermost
+from reshard.model.model import BoundTensor, FullTensor, Model
+from reshard.source.completeness import REQUIRED, KnownLines, Present, is_within, modules_around, outermost
 from tools.tables import text_of
 
 LEVELS = {"types": 3}
@@ -60,6 +65,13 @@ class Saved:
 
     config: Mapping[str, Any]
     tensors: tuple[FullTensor, ...]
+    cls: str = ""
+    changed: tuple[str, Any] = ("", None)
+    """The setting in which its config is not the first one, and its value."""
+    towers: frozenset[str] = frozenset()
+    """The names of the tensors that are not of the language model."""
+    sections: Mapping[str, tuple[frozenset[str], str]] = field(default_factory=dict)
+    """The names that are of each section of the config; and its model type, if it may have another."""
 
 
 def tables() -> dict[str, Any]:
@@ -67,9 +79,19 @@ def tables() -> dict[str, Any]:
     from tests.zoo import ZOO
 
     types = sorted({entry.model_type for entry in ZOO.values()})
-    return as_entries(
-        {model_type: table_of(list(as_read(saved(model_type)))) for model_type in types} | published(types)
-    )
+    with ProcessPoolExecutor(initializer=limit) as pool:
+        tables = dict(zip(types, pool.map(table_of_type, types), strict=True))
+    return as_entries(tables | published(types))
+
+
+def table_of_type(model_type: str) -> Mapping[str, Any]:
+    """The table of a type that transformers has a class for."""
+    return table_of(list(as_read(saved(model_type))))
+
+
+def limit() -> None:
+    """Bounds the memory of a process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def with_kin(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -115,7 +137,22 @@ def published(others: Collection[str]) -> dict[str, Mapping[str, Any]]:
             free = [line for line in lines if line.endswith("bias") or line in heads]
             tables[kind]["always"] |= {module: [line for line in lines if line not in free]}
             tables[kind]["also"] = sorted({*tables[kind]["also"], *free})
+        if towers := published_towers(builds):
+            tables[kind]["towers"] = towers
     return tables
+
+
+def published_towers(builds: Sequence[Build]) -> dict[str, Any]:
+    """The towers of a published layout that one rule covers each, if its config.json has a section for them."""
+    found = dict[str, Any]()
+    for build in builds:
+        settings = (key for key, value in build.model.config.items() if isinstance(value, dict))
+        sections = [key for key in settings if re.search("vision|visual|vit_|audio", key)]
+        for line in build.model.used_templates if sections else ():
+            if line.endswith(".*") and "{" not in line and line not in read_document(HEADS)["tensors"]:
+                kinds = [key for key in sections if ("audio" in key) == ("audio" in line)]
+                found[line.removesuffix(".*")] = {"classes": [], "sections": kinds or sections, "types": []}
+    return found
 
 
 def is_head(line: str, build: Present) -> bool:
@@ -134,16 +171,17 @@ def saved(model_type: str) -> list[Saved]:
     given = [(cls, settings) for kind, cls, settings in (e.build.args for e in ZOO.values()) if kind == model_type]
     cls, settings = given[0]
     first = built(model_type, cls, settings)
-    given += [(other, settings) for other in CLASSES]
-    given += [(cls, changed) for changed in changes(first, settings)]
-    found = {frozenset(first.state_dict()): first}
-    for other, changed in given[1:]:
+    as_given = [(cls, settings, ("", None)) for cls, settings in given]
+    as_given += [(other, settings, ("", None)) for other in CLASSES]
+    as_given += [(cls, changed, change) for changed, change in changes(first, settings)]
+    found = {frozenset(first.state_dict()): (first, ("", None))}
+    for other, changed, change in as_given[1:]:
         try:
             model = built(model_type, other, changed)
         except Exception:  # the class or the setting is not for this type
             continue
-        found.setdefault(frozenset(model.state_dict()), model)
-    return [each for model in found.values() for each in written(model)]
+        found.setdefault(frozenset(model.state_dict()), (model, change))
+    return [replace(each, changed=change) for model, change in found.values() for each in written(model)]
 
 
 def built(model_type: str, cls: str, settings: Mapping[str, Any]) -> Any:
@@ -185,20 +223,136 @@ def written(model: Any) -> Iterator[Saved]:
     saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
     state = {key: tensor for key, tensor in saved if not any(re.search(name, key) for name in ignored)}
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    towers, sections = frozenset[str](), dict[str, tuple[frozenset[str], str]]()
     try:
-        tensors = revert_weight_conversion(model, state)
+        tensors = revert_weight_conversion(model, dict(state))
+        for section, modules in modules_of(model).items():
+            names = {key for key in state if any(is_within(key, module) for module in modules)}
+            inside = frozenset(revert_weight_conversion(model, {key: state[key] for key in names}))
+            if section is None:
+                towers = frozenset(tensors) - inside
+            else:
+                sections[section] = inside, free_type(model.config, section)
     except (ValueError, RuntimeError):
         return
-    yield Saved(config, tuple(FullTensor(name, _dtype(t), tuple(t.shape), "") for name, t in tensors.items()))
+    saved = tuple(FullTensor(name, _dtype(t), tuple(t.shape), "") for name, t in tensors.items())
+    yield Saved(config, saved, type(model).__name__, towers=towers, sections=sections)
 
 
-def as_read(found: Iterable[Saved]) -> Iterator[Present]:
+def modules_of(model: Any) -> dict[str | None, list[str]]:
+    """The modules with the settings of each section of a config; under ``None``, those of the language model.
+
+    Nothing of a model without towers.
+    """
+    text = model.config.get_text_config()
+    paths = {id(config): path for path, config in sections(model.config) if path}
+    found: dict[str | None, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if config is text and config is not model.config:
+            found[None].append(name)
+        elif id(config) in paths and hasattr(module, "save_pretrained"):
+            found[".".join(paths[id(config)])].append(name)
+    if None not in found:
+        return {}
+    with suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
+        found[None] += [name for name, module in model.named_modules() if module is head]
+    return found
+
+
+def free_type(config: Any, section: str) -> str:
+    """The model type of a section that may have any; empty if the class says which."""
+    from transformers import AutoConfig
+
+    *outer_keys, key = section.split(".")
+    for each in outer_keys:
+        config = getattr(config, each)
+    return str(getattr(config, key).model_type) if config.sub_configs.get(key) is AutoConfig else ""
+
+
+def as_read(found: Iterable[Saved]) -> Iterator[Build]:
     """The checkpoints bound to the rules of their type, without those that do not fit them."""
+    bound = list[tuple[Saved, Model]]()
     for each in found:
-        try:
-            yield Present(bind(find_architecture(each.config, Path()), each.config, each.tensors))
-        except ReshardError:
-            continue
+        with suppress(ReshardError):
+            bound.append((each, bind(find_architecture(each.config, Path()), each.config, each.tensors)))
+    builds = [
+        {dotted(own_name(tensor, model)) for tensor in model.tensors if tensor.name in each.towers}
+        for each, model in bound
+    ]
+    known = KnownLines({}, frozenset(in_general(builds)) - {""})
+    for each, model in bound:
+        present = Build(model, known)
+        present.saved = each
+        yield present
+
+
+class Build(Present):
+    """A checkpoint, with what is known of how it was made."""
+
+    saved: Saved
+
+    @cached_property
+    def tower_lines(self) -> frozenset[str]:
+        """The lines of its towers."""
+        return self.lines_within(self.saved.towers)
+
+    def lines_within(self, names: Set[str]) -> frozenset[str]:
+        """The lines of some tensors, without heads and tables of the vocabulary."""
+        lines = {line for line, places in self.lines.items() for found in places.values() if found[0].name in names}
+        tables = {line for line in lines & self.architecture.tensors.keys() if self.architecture.is_table(line)}
+        dealt = {line for line in lines if outermost(line) and self.is_dealt(outermost(line))}
+        return frozenset(lines - read_document(HEADS)["tensors"].keys() - tables - dealt)
+
+
+def own_name(tensor: BoundTensor, model: Model) -> str:
+    """The name of a tensor that a rule for all of a module covers, with the architecture's first prefix; else empty."""
+    stem, (first, *others) = tensor.template[:-1], model.architecture.prefixes or ("",)
+    if not tensor.template.endswith(".*") or "{" in stem or tensor.template in read_document(HEADS)["tensors"]:
+        return ""
+    spelled = [prefix + stem.removeprefix(first) for prefix in (first, *others) if stem.startswith(first)] or [stem]
+    spelled = [each for each in spelled if tensor.name.startswith(each)]
+    return stem + tensor.name[len(max(spelled, key=len)) :]
+
+
+Dotted = tuple[str, ...]
+
+
+def dotted(name: str) -> Dotted:
+    """The parts of a name."""
+    return tuple(name.split("."))
+
+
+def in_general(builds: Sequence[Set[Dotted]], number: int = 1) -> Iterator[str]:
+    """The names of several builds, with an index for the numbers of a list whose length differs, or whose members are
+    alike. Other numbers, as those of a sequence of some modules, stay.
+    """
+    heads = {name[0] for build in builds for name in build if name and name[0]}
+    members = [{int(name[0]) for name in build if name and name[0].isdigit()} for build in builds]
+    if any(members) and is_list(builds, [each for each in members if each]):
+        inside = [{name[1:] for name in build if name and name[0].isdigit()} for build in builds]
+        for rest in in_general(inside, number + 1):
+            yield f"{{n{number}}}.{rest}" if rest else f"{{n{number}}}"
+        heads = {head for head in heads if not head.isdigit()}
+    for head in sorted(heads):
+        inside = [{name[1:] for name in build if name and name[0] == head} for build in builds]
+        yield from (f"{head}.{rest}" if rest else head for rest in in_general(inside, number))
+    if any(() in build for build in builds):
+        yield ""
+
+
+def is_list(builds: Sequence[Set[Dotted]], members: Sequence[Set[int]]) -> bool:
+    """Whether numbers are those of a list, not of modules that differ."""
+    if any(each != {*range(len(each))} for each in members) or max(map(len, members)) < 2:
+        return False
+    of_member: dict[tuple[int, str], set[Dotted]] = defaultdict(set)
+    for at, build in enumerate(builds):
+        for name in build:
+            if name and name[0].isdigit():
+                of_member[at, name[0]].add(name[1:])
+    kinds = {(at, frozenset(rest)) for (at, _), rest in of_member.items()}
+    return len({*map(len, members)}) > 1 or len(kinds) < len(of_member)
 
 
 def _dtype(tensor: Any) -> str:
@@ -208,29 +362,34 @@ def _dtype(tensor: Any) -> str:
 # ----------------------------------------------------------------------------------------------- what may be changed
 
 
-def changes(model: Any, settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings with one of them changed, at the top or in the section of the language model."""
+def changes(model: Any, settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], tuple[str, Any]]]:
+    """The settings with one of them changed, at the top or in a section, or without a section; and the change."""
     from transformers import PreTrainedConfig
 
     asked = asked_in_source(type(model))
     general = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    for section, config in sections(model.config):
+    for keys, config in sections(model.config):
         asked_here = {**asked, **asked_in_source(type(config))}
+        if keys:
+            yield with_setting(settings, keys, None), (".".join(keys), None)
         for name, value in config.to_dict().items():
             for other in () if name in general else others(value, asked_here.get(name)):
-                if section is None:
-                    yield {**settings, name: other}
-                else:
-                    yield {**settings, section: {**settings.get(section, {}), name: other}}
+                yield with_setting(settings, (*keys, name), other), (".".join((*keys, name)), other)
 
 
-def sections(config: Any) -> Iterator[tuple[str | None, Any]]:
-    """The top of a config as ``None``, and the section of its language model by name."""
-    yield None, config
-    text = config.get_text_config()
+def with_setting(settings: Mapping[str, Any], keys: Sequence[str], value: Any) -> Mapping[str, Any]:
+    """The settings with another value at some keys."""
+    first, *rest = keys
+    return {**settings, first: with_setting(settings.get(first) or {}, rest, value) if rest else value}
+
+
+def sections(config: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A config, and each section inside, with the keys that lead to it."""
+    yield keys, config
     for name in config.sub_configs:
-        if getattr(config, name, None) is text:
-            yield name, text
+        inner = getattr(config, name, None)
+        if hasattr(inner, "sub_configs"):
+            yield from sections(inner, (*keys, name))
 
 
 def others(value: Any, constants: set[str] | None) -> Iterable[Any]:
@@ -288,22 +447,82 @@ def conditions(node: ast.AST) -> Iterator[ast.AST]:
 # -------------------------------------------------------------------------------------------------- what is required
 
 
-def table_of(builds: Sequence[Present]) -> dict[str, Any]:
-    """The lines of a type: those that a module of it brings with it, by module, and the others."""
-    lines = {line for build in builds for line in build.model.used_templates if is_own(line, build)}
-    floats = {kind.template for build in builds for kind in build.model.kinds if kind.dtype == "F32"} & lines
+def table_of(builds: Sequence[Build]) -> dict[str, Any]:
+    """The lines of a type: those that a module of it brings with it, by module, and the others; and its towers."""
+    used = {line for build in builds for line in build.model.used_templates if is_own(line, build)}
+    of_towers = frozenset[str]().union(*(build.tower_lines for build in builds))
+    lines = used | of_towers
+    floats = {
+        line
+        for build in builds
+        for line, places in build.lines.items()
+        if any(tensor.kind.dtype == "F32" for tensors in places.values() for tensor in tensors)
+    } & lines
     stacks = {outermost(line) for line in lines} - {""}
     dealt = {stack for stack in stacks if any(build.is_dealt(stack) for build in builds)}
-    towers = {tower_of(stack, dealt) for stack in stacks - dealt}
+    unknown = {tower_of(stack, dealt) for stack in stacks - dealt if not any(is_within(e, stack) for e in of_towers)}
     heads = read_document(HEADS)["tensors"]
+    towers, counts = towers_of(builds, of_towers), counts_of(builds, of_towers)
     always: dict[str, list[str]] = defaultdict(list)
     for line in sorted(floats - heads.keys()):
-        if not line.endswith("*") and not any(is_within(line, tower) for tower in towers):
+        if not line.endswith("*") and not any(is_within(line, tower) for tower in unknown):
             modules = demanding(line, lines, {list_of(stack) for stack in dealt})
+            if line in of_towers:  # of a language model alone, none is demanded
+                modules = (each for each in modules if any(is_within(f"{each}.", tower) for tower in towers))
             module = next((each for each in modules if holds(line, each, builds)), None)
             if module is not None:
                 always[module].append(line)
-    return {"always": dict(sorted(always.items())), "also": sorted(lines.difference(*always.values()))}
+    table: dict[str, Any] = {"always": dict(sorted(always.items()))}
+    table["also"] = sorted(lines.difference(*always.values()))
+    return table | ({"towers": towers} if towers else {}) | ({"stacks": counts} if counts else {})
+
+
+def towers_of(builds: Sequence[Build], of_towers: Set[str]) -> dict[str, Any]:
+    """The towers of a type: the classes and the sections of a config that bring each with them.
+
+    A tower is the largest module that has nothing of the language model.
+    """
+    text = {module for build in builds for line in build.lines.keys() - of_towers for module in modules_around(line)}
+    text |= {stack for build in builds for stack in build.stacks if build.is_dealt(stack)}
+    around = (reversed([module for module in modules_around(line) if module not in text]) for line in of_towers)
+    found: dict[str, Any] = {}
+    for tower in sorted({module for modules in around for module in itertools.islice(modules, 1)}):
+        holding = [build for build in builds if build.has(tower)]
+        own = {
+            (section, kind)
+            for build in holding
+            for section, (names, kind) in build.saved.sections.items()
+            if any(is_within(line, tower) for line in build.lines_within(names))
+        }
+        without = [build for build in builds if build not in holding]
+        named = {build.saved.changed[0] for build in without if build.saved.changed[1] is None}
+        needed = {section for build in builds for section in build.saved.sections if section in named}
+        sections = sorted({section for section, _ in own}) or sorted(needed or every_section(builds))
+        others = {build.saved.cls for build in without if build.saved.changed[1] or not build.saved.changed[0]}
+        found[tower] = {
+            "classes": sorted({build.saved.cls for build in holding} - others),
+            "sections": sections,
+            "types": sorted({kind for _, kind in own} - {""}) if len(sections) == 1 else [],
+        }
+    return {tower: entry for tower, entry in found.items() if entry["sections"]}
+
+
+def every_section(builds: Sequence[Build]) -> set[str]:
+    """The sections of towers in the configs of some builds."""
+    return {section for build in builds for section in build.saved.sections}
+
+
+def counts_of(builds: Sequence[Build], of_towers: Set[str]) -> dict[str, str]:
+    """The setting that says how many members each stack of a tower has: the number changes with it."""
+    found: dict[str, str] = {}
+    for stack in sorted({outermost(line) for line in of_towers} - {""}):
+        for build in builds:
+            name, value = build.saved.changed
+            count = len(build.stacks.get(stack, ()))
+            before = [len(other.stacks.get(stack, ())) for other in builds if other.saved.changed[0] != name]
+            if count and count == value and not isinstance(value, bool) and count not in before:
+                found[stack] = name
+    return found
 
 
 def is_own(line: str, build: Present) -> bool:
@@ -362,7 +581,7 @@ def holds(line: str, module: str, builds: Sequence[Present]) -> bool:
         stack == outermost(line)
         and line not in there
         and any(is_within(each, module) for each in there)
-        and line in build.architecture.tensors
+        and build.architecture.covers(line)
         and all(build.needed(line, place) for place in build.places(line, at))
         for build in builds
         for stack, at, there in build.members()
@@ -370,7 +589,6 @@ def holds(line: str, module: str, builds: Sequence[Present]) -> bool:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     import transformers
 
     made_with = {"transformers": transformers.__version__}

@@ -4,14 +4,17 @@
     VLLM_PYTHON tests/oracles/vllm/observe.py FOLDER DUMPS
     python -m tools.vllm_names more FOLDER DUMPS      # and observe again
     python -m tools.vllm_names write FOLDER DUMPS
+    python -m tools.vllm_names registry FILE VERSION  # the classes in FILE, registry.py of a release of vLLM
     python -m tools.vllm_names count                  # how many types of each kind
 
 FOLDER gets a checkpoint for each model of ``tests/zoo`` in which each element has a number of its own. vLLM loads them
 on 1, 2 and 4 ranks, and DUMPS gets what each rank holds. A model type whose shards, written by the general rules of
 ``vllm.toml``, are equal to that element for element is ``compared``. For each other one, lines are made from where the
 numbers are found, and it is compared again: then it is ``described``. What still differs is ``refused``, with the
-tensor. What only tests and this tool read stands in ``tests/oracles/vllm``: ``zoo.json.xz`` has a hash for each rank,
-``observed.json`` has vLLM's module for each class of Hugging Face's, the modules that were compared, and vLLM's errors.
+tensor. A model that did not load says nothing of vLLM, but that it was not compared; only of a class that is not in
+``registry.json`` it says that vLLM has none. What only tests and this tool read stands in ``tests/oracles/vllm``:
+``zoo.json.xz`` has a hash for each rank, ``observed.json`` has vLLM's module for each class of Hugging Face's, the
+modules that were compared, and vLLM's errors.
 
 Some tensors vLLM holds in bfloat16 whatever the model's dtype, and there numbers that lie near each other become one.
 ``more`` adds checkpoints of such a model in which the elements have the *digits* of their numbers, one digit a
@@ -21,6 +24,7 @@ checkpoint, which bfloat16 holds exactly. Elements that agree in every digit are
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import json
@@ -58,7 +62,8 @@ OUTPUT = PROGRAMS / "vllm.json"
 ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "vllm"
 FIXTURE = ORACLES / "zoo.json.xz"
 OBSERVED = ORACLES / "observed.json"
-FAILS = "vLLM does not load it"
+REGISTRY = ORACLES / "registry.json"
+UNCOMPARED = "not compared with vLLM yet"
 LEVELS = {"lines": 3, "seen": 3, "refused": 2}
 PUBLISHED = json.loads((ORACLES / "published.json").read_text())
 FIRST = 0x3F000000
@@ -543,13 +548,15 @@ class Verdict:
     largest: int = 1
     """The largest degree at which vLLM loaded a model of it."""
     reason: str | None = None
+    error: str | None = None
+    """What vLLM said of a model that it did not load."""
 
 
 def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
     """What is known of a class, of all models of it that vLLM loads."""
     loaded = [case for case in cases if case.degrees]
     if not loaded:
-        return Verdict(names, "", reason=f"{FAILS}: {next(iter(cases[0].failed.values()))[:160]}")
+        return Verdict(names, "", error=next(iter(cases[0].failed.values()))[:160])
     module, left = loaded[0].built["module"], {case.name: Reading(case).left_out for case in loaded}
     loaded = [case for case in loaded if left[case.name] is None]
     if not loaded:
@@ -670,15 +677,30 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
     raise KeyError(source)
 
 
+def uncompared(cls: str, error: str, version: str) -> str:
+    """Why a class is refused whose small model a version of vLLM did not load."""
+    registry = json.loads(REGISTRY.read_text())
+    lacks = f"vLLM {registry['made_with']['vllm']} has no class for it, and " if cls not in registry["classes"] else ""
+    return f"{UNCOMPARED}: {lacks}our small model did not load in vLLM {version} ({error})"
+
+
 def to_documents(
-    verdicts: Sequence[Verdict], builds: Mapping[str, str], others: Mapping[str, Sequence[str]] | None = None
+    verdicts: Sequence[Verdict],
+    registry: Mapping[str, Any],
+    others: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rules, and what was observed. ``others`` are what other fixtures compare, and on which meshes."""
-    others = others or {}
-    described = [each for each in verdicts if each.is_described and each.reason is None]
-    general = [each for each in verdicts if not each.is_described and each.reason is None]
+    others, builds = others or {}, registry["modules"]
+    described = [each for each in verdicts if each.is_described and each.reason is None and each.error is None]
+    general = [each for each in verdicts if not each.is_described and each.reason is None and each.error is None]
     lines = document_of([Lines(each.names[0], each.names[-1], each.lines) for each in described])
-    reasons = {name: each.reason for each in verdicts if each.reason for name in each.names if name not in others}
+    errors = {name: each.error for each in verdicts if each.error for name in each.names if name not in others}
+    reasons = {
+        name: each.reason or uncompared(each.names[0], str(each.error), registry["version"])
+        for each in verdicts
+        for name in each.names
+        if (each.reason or each.error) and name not in others
+    }
     dropped: dict[tuple[str, ...], set[str]] = defaultdict(set)
     constants: dict[str, set[str]] = defaultdict(set)
     for each in described:
@@ -695,14 +717,15 @@ def to_documents(
         "classes": sorted({each.names[0] for each in verdicts}),
         "compared": sorted({name for each in [*general, *described] for name in each.names} | same | {*others}),
         "meshes": {name: _meshes(each, others.get(name, ())) for each in described for name in each.names},
-        "refused": by_reason({name: FAILS if why.startswith(FAILS) else why for name, why in reasons.items()}),
+        "refused": by_reason(reasons),
         "lines": lines["lines"],
         "seen": [{"types": sorted(types), "tensors": _by_head(tensors)} for tensors, types in seen.items()],
         "constants": [*_constants({text: sorted(types) for text, types in sorted(constants.items())})],
         "dropped": [{"names": [*names], "types": sorted(types)} for names, types in sorted(dropped.items())],
     }
-    errors = {name: why for name, why in sorted(reasons.items()) if why.startswith(FAILS)}
-    return rules, {"builds": dict(sorted(builds.items())), "modules": sorted(modules), "errors": errors}
+    return rules, {
+        "builds": dict(sorted(builds.items())), "modules": sorted(modules), "errors": dict(sorted(errors.items()))
+    }  # fmt: skip
 
 
 def _constants(types: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
@@ -808,17 +831,29 @@ def write(folder: Path, dumps: Path) -> None:
     for names, cases in by_class(cases_in(folder, dumps)):
         verdict = judge(cases, names, format)
         verdicts.append(verdict)
-        state = "refused: " + str(verdict.reason) if verdict.reason else ("lines" if verdict.is_described else "rules")
+        why = verdict.reason or verdict.error
+        state = f"refused: {why}" if why else ("lines" if verdict.is_described else "rules")
         print(f"{', '.join(names)}: {state}", flush=True)
-        if verdict.reason is None:
+        if why is None:
             for case in cases:
                 of = case.digits if case.degrees and is_narrowed(case) else [case]
                 fixture |= {each.name: hashes(each) for each in of if each.degrees}
-    document, observed = to_documents(verdicts, registry["modules"], fixtures())
+    document, observed = to_documents(verdicts, registry, fixtures())
     made_with = {"vllm": registry["version"]}
     OUTPUT.write_text(text_of(document, made_with, LEVELS), encoding="utf-8")
     OBSERVED.write_text(text_of(observed, made_with), encoding="utf-8")
     FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
+
+
+def write_registry(file: Path, version: str) -> None:
+    """Write which classes of Hugging Face's a release of vLLM has a class for, its own or one of a plugin of it."""
+    found = set[str]()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        name = target.id if isinstance(target, ast.Name) else ""
+        if name.endswith("_MODELS") and "PREVIOUSLY" not in name and isinstance(table := node.value, ast.Dict):  # type: ignore[attr-defined]
+            found |= {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    REGISTRY.write_text(text_of({"classes": sorted(found)}, {"vllm": version}), encoding="utf-8")
 
 
 def counts() -> Iterator[tuple[str, int]]:
@@ -826,7 +861,7 @@ def counts() -> Iterator[tuple[str, int]]:
     types, format, observed = {*built_in_architectures()}, format_of("vllm"), json.loads(OBSERVED.read_text())
     compared, described = format.types.compared & types, {*format.types.meshes} & types
     refused = {*format.types.refused} & types
-    loads = {name for name in refused if format.types.refused[name] != FAILS}
+    loads = {name for name in refused if not format.types.refused[name].startswith(UNCOMPARED)}
     same = [name for name, module in observed["builds"].items() if module in observed["modules"]]
     yield "model types with rules", len(types)
     yield "of these, vLLM loads a small model", len(compared | loads)
@@ -834,9 +869,9 @@ def counts() -> Iterator[tuple[str, int]]:
     yield "- by the general rules of vllm.toml", len(compared - described)
     yield "- by lines that were made from what vLLM holds", len(described)
     yield "refused, because something differs", len(loads)
-    yield "refused, because vLLM does not load them", len(refused) - len(loads)
+    yield "not compared, because the small model did not load; refused", len(refused) - len(loads)
     yield (
-        "not observed; refused, unless vLLM runs their class in a module that was compared",
+        "not compared; refused, unless vLLM runs their class in a module that was",
         len(types - compared - {*refused}),
     )
     yield "further classes that run in such a module", len({*same} - format.types.classes - {*fixtures()})
@@ -866,7 +901,7 @@ def make_all(folder: Path) -> None:
 def main() -> None:
     """Make the checkpoints, those of digits, write the file, or count what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["make", "more", "write", "count"])
+    parser.add_argument("action", choices=["make", "more", "write", "registry", "count"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("dumps", type=Path, nargs="?")
     arguments = parser.parse_args()
@@ -876,6 +911,8 @@ def main() -> None:
         for case in cases_in(arguments.folder, arguments.dumps):
             for place in range(places_of(case.checkpoint)) if case.degrees and is_narrowed(case) else ():
                 make(f"{case.name}{DIGIT}{place}", arguments.folder / f"{case.name}{DIGIT}{place}")
+    elif arguments.action == "registry":
+        write_registry(arguments.folder, str(arguments.dumps))
     elif arguments.action == "write":
         write(arguments.folder, arguments.dumps)
     if arguments.action in {"write", "count"}:

@@ -198,6 +198,10 @@ class Architecture:
         covering = _find(self.tries["tensors"], name)
         return Match(covering[0], self.tensors[covering[0]], covering[1]) if covering else None
 
+    def covers(self, template: str) -> bool:
+        """Whether a line, or one that ends in ``*``, covers the names of a template."""
+        return template in self.tensors or self.match(with_first_indices(template)) is not None
+
     def stage_of(self, name: str) -> Expression | None:
         """What ``[stages]`` says of a tensor of this name; None if it says nothing."""
         match = _find(self.tries["stages"], name)
@@ -384,6 +388,17 @@ def _find(node: _Node, name: str) -> tuple[str, dict[str, int]] | None:
         return last.template, _indices(name, places)
     open_ends = ((node.rest, _indices(name, axes)) for node, axes in reversed(way[:length]) if node.rest is not None)
     return next(open_ends, None)
+
+
+class LineNames:
+    """Finds the line of each name among some lines, in each spelling."""
+
+    def __init__(self, lines: Iterable[str], prefixes: tuple[str, ...]) -> None:
+        self._root = trie(lines, prefixes)
+
+    def find(self, name: str) -> tuple[str, dict[str, int]] | None:
+        """The line that covers a name, and the indices in the name, outermost first."""
+        return _find(self._root, name)
 
 
 def _below(node: _Node) -> Iterator[str]:

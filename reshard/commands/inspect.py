@@ -37,6 +37,7 @@ from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath, StoredPath, glob
 from reshard.model.model import Kind
 from reshard.publishing.journal import unfinished_command, unfinished_parts
+from reshard.source.completeness import towers_left_out
 from reshard.source.opening import Place, find, open_folder
 from reshard.source.program_files import readings, weights_folder
 from reshard.source.source import Folder, Source
@@ -68,6 +69,8 @@ class Report(Result):
     """Any mesh loads it; ``mesh`` is the one that it was written on."""
     beside: tuple[str, ...] = ()
     """What is stored besides the model: training states, and files that are not read with it."""
+    without: tuple[str, ...] = ()
+    """The towers of the model type, if it is a language model alone."""
     nbytes: int = 0
     files: int = 0
     mesh: Mesh | None = None
@@ -166,6 +169,7 @@ def inspect(request: InspectRequest) -> Report:
 def _take_source(report: Report, source: Source) -> None:
     """Add to the report what is said of a checkpoint that is complete."""
     plan, training, checkpoint = source.plan, source.training, source.checkpoint
+    report.without = towers_left_out(source.model)
     # what a program saves beside tensors counts, too
     sizes = training.saved.files.values() if training is not None else [file.size for file in source.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)
@@ -421,6 +425,7 @@ def _pairs(report: Report) -> Iterator[tuple[str, str]]:
         ("dtypes", ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())),
         ("tensors", f"{report.tensors:,}" if report.dtypes else None),
         ("beside", f"{listed(report.beside, 5)}: not of the model, and not counted" if report.beside else None),
+        ("without", f"{listed(report.without)}: it is the language model alone" if report.without else None),
         ("load it", report.load),
         ("weights", weights if report.files else None),
         *(("padding", f"{axis} {full:,} -> {padded:,}") for axis, (full, padded) in report.padding.items()),

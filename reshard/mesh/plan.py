@@ -24,7 +24,7 @@ from reshard.formats.notation.axes import Dim, Run, Shape, Share, Split, owned
 from reshard.mesh.degrees import check_degrees, valid_degrees
 from reshard.mesh.stages import staged, with_stages
 from reshard.model.binding import belonging_of, bind
-from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of, sizes_of_parts
+from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of
 from reshard.text import Result, align
 
 
@@ -196,13 +196,17 @@ class Plan(Result):
 
     def rank_sizes(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of each axis on a rank."""
+        return {axis: run.length for axis, run in self.rank_runs(rank, sizes).items()}
+
+    def rank_runs(self, rank: int, sizes: Mapping[str, int]) -> dict[str, Run]:
+        """The indices that a rank has along each axis."""
         padded, architecture = padded_sizes(sizes, self.padding), self.model.architecture
         shares = shares_of(architecture, self.mesh, rank, padded, frozenset())
         if self.mesh.same_ranks:  # an axis that only experts have is not split by tp
             outside = {axis for axes in self.model.axis_sets(experts=False) for axis in axes}
             shares = {axis: part for axis, part in shares.items() if axis in outside}
             shares |= shares_of(architecture, self.mesh, rank, padded, architecture.expert_axes)
-        return sizes_of_parts(padded, shares)
+        return {axis: shares[axis].run(size) if axis in shares else Run(0, size) for axis, size in padded.items()}
 
 
 def make_plan(
@@ -349,6 +353,24 @@ def _settings_at(
 
 
 def _at(plan: Plan, rank: int, expression: Any, indices: Mapping[str, int]) -> Any:
+    """The value of an expression of ``[config]`` on a rank.
+
+    An axis is the rank's size. The id of a token is its row among the rank's own, of the vocabularies that the
+    expression names; None if another rank has the row. ``whole`` are the settings of the whole model.
+    """
     sizes = plan.model.sizes
-    local = plan.rank_sizes(rank, sizes.of(indices))
-    return expression.evaluate(lambda name: local[name] if name in local else sizes.settings.get(name))
+    full = sizes.of(indices)
+    runs = plan.rank_runs(rank, full)
+    vocabularies = [axis for axis in plan.model.architecture.pad if axis in expression.names and axis in runs]
+
+    def look_up(name: str) -> Any:
+        value = sizes.settings.get(name)
+        if name in runs:
+            return runs[name].length
+        if vocabularies and name.endswith("_token_id") and isinstance(value, int):
+            rows = [(value % full[axis] if value < 0 else value) - runs[axis].offset for axis in vocabularies]
+            is_here = all(0 <= row < runs[axis].length for row, axis in zip(rows, vocabularies, strict=True))
+            return rows[0] if is_here and len({*rows}) == 1 else None
+        return sizes.settings if name == "whole" else value
+
+    return expression.evaluate(look_up)

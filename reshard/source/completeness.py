@@ -8,13 +8,16 @@ tensor. The tensors that are there demand others:
 - What all models of a type have, this one has (``required.json``).
 
 ``when`` and ``optional`` in a rule state the exceptions of a model. MTP layers may be missing, because publishers leave
-them out; or they are all that is there, as a draft for the model that has the rest. Replicated towers are only checked
-for gaps in their layers: some are published without their last layers.
+them out; or they are all that is there, as a draft for the model that has the rest.
 
 ``required.json`` has the lines that transformers' own class has for every model of a type, whatever the settings; of a
 type without such a class, those of published checkpoints. ``python -m tools.required`` writes it. A line is demanded
 within a module: if the module has any tensor, it must have that of the line. A checkpoint may spell a part of its names
 in another way (experts that a quantizer names one by one). Nothing is demanded of a part that has other lines.
+
+A tower is an encoder of images or sound, or what leads from it to the language model. A checkpoint has all of a tower
+or nothing. It has all if config.json has the tower's section, and names a class that has the tower. The file has the
+lines of towers that one rule covers (``model.visual.*``), too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +34,7 @@ from typing import Any, TypeVar
 from reshard.formats.errors import CheckpointError, MismatchError, NotationError
 from reshard.formats.files.chunks import check_tiling
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.notation.architecture import Match, filled
+from reshard.formats.notation.architecture import SETTINGS, LineNames, Match, filled
 from reshard.formats.notation.architecture_files import built_in_file, language_model
 from reshard.formats.notation.format import Types
 from reshard.formats.quantization.companions import is_of_activations
@@ -45,11 +48,50 @@ REQUIRED = Path(__file__).parent / "required.json"
 
 
 @dataclass(frozen=True)
+class Tower:
+    """A module of a model type that a language model alone does not have.
+
+    ``classes`` have it, unless one of its ``sections`` of config.json is null; if there are none, any class has it for
+    which there are all sections. ``types`` are the model types, in the section of its own, for which its lines are
+    known; any, if there are none.
+    """
+
+    classes: frozenset[str]
+    sections: tuple[str, ...] = ()
+    types: frozenset[str] = frozenset()
+
+    def is_known(self, config: Mapping[str, Any]) -> bool:
+        """Whether its lines are those of the tower in this ``config.json``."""
+        stated = setting_at(config, f"{self.sections[0]}.model_type") if self.types else None
+        return stated is None or stated in self.types
+
+    def is_of(self, config: Mapping[str, Any]) -> bool:
+        """Whether the model of a ``config.json`` has it, by the class and the sections there."""
+        named = config.get("architectures")
+        default: Mapping[str, Any] | None = {} if self.classes else None
+        has_sections = all(isinstance(setting_at(config, each, default), Mapping) for each in self.sections)
+        return isinstance(named, list) and bool(named) and has_sections and named[0] in (self.classes or named)
+
+
+def setting_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The setting of a ``config.json`` at keys with dots between them."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key, default) if isinstance(value, Mapping) else None
+    return value
+
+
+@dataclass(frozen=True)
 class KnownLines:
-    """The lines of a model type: ``always`` has those that each module always has, and ``all`` has all lines."""
+    """The lines of a model type: ``always`` has those that each module always has, and ``all`` has all lines.
+
+    ``stacks`` has the setting that says how many members a tower's stack has.
+    """
 
     always: Mapping[str, tuple[str, ...]]
     all: frozenset[str]
+    towers: Mapping[str, Tower] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> frozenset[str]:
@@ -64,22 +106,25 @@ class KnownLines:
             lines_of[outermost(module)][module] = lines
         return lines_of
 
-    def lacking(self, stack: str, present: Set[str], *, is_draft: bool = False) -> Iterator[str]:
+    def lacking(
+        self, stack: str, present: Set[str], *, strange: Set[str] = frozenset(), is_draft: bool = False
+    ) -> Iterator[str]:
         """The lines that a member of a stack (or with "", the whole checkpoint) must have besides those ``present``.
 
-        The layers of a draft have lines of their own beside those of other layers.
+        ``strange`` are further names that no line has. The layers of a draft have lines of their own beside those of
+        other layers.
         """
-        unknown = (line for line in present if line not in self.all and not line.endswith("bias"))
+        unknown = (line for line in (*present, *strange) if line not in self.all and not line.endswith("bias"))
         around = ((*modules_around(line), "") for line in unknown)
-        strange = {next(part for part in parts if part in self.modules or not part) for parts in around} - {""}
-        other_layers = {part for part in strange if part.endswith("}")}
-        strange -= other_layers
+        others = {next(part for part in parts if part in self.modules or not part) for parts in around} - {""}
+        other_layers = {part for part in others if part.endswith("}")}
+        others -= other_layers
         if other_layers and not is_draft:  # layers of another class under the same type
             return
         modules = {module for line in present for module in modules_around(line)}
         for module, lines in self.of_stack.get(stack, {}).items():
             for line in lines if module in modules else ():
-                if line not in present and not any(is_within(line, part) for part in strange):
+                if line not in present and not any(is_within(line, part) for part in others):
                     yield line
 
 
@@ -109,6 +154,12 @@ def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
     """
     towers, inside = known_lines(str(config.get("model_type") or Types.class_of(config))), language_model(config)
     inner = known_lines(inside.model_type) if inside is not None else None
+    if towers is not None and (others := [name for name, each in towers.towers.items() if not each.is_known(config)]):
+        always = {
+            module: tuple(line for line in lines if not any(is_within(line, other) for other in others))
+            for module, lines in towers.always.items()
+        }
+        towers = replace(towers, always=always)
     if inside is None or inner is None:
         return towers
     always = dict(towers.always) if towers is not None else {}
@@ -116,7 +167,8 @@ def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
         own = (inside.spelled(line) for line in lines if line.startswith(inside.own_prefix))
         spelled = inside.spelled(f"{module}.")[:-1]
         always[spelled] = (*always.get(spelled, ()), *own)
-    return KnownLines(always, (towers.all if towers is not None else frozenset()) | {*map(inside.spelled, inner.all)})
+    inner_lines = frozenset(map(inside.spelled, inner.all))
+    return replace(towers, always=always, all=towers.all | inner_lines) if towers else KnownLines(always, inner_lines)
 
 
 @lru_cache
@@ -128,7 +180,11 @@ def known_lines(model_type: str) -> KnownLines | None:
     if entry is None:
         return None
     always = {module: tuple(lines) for module, lines in entry["always"].items()}
-    return KnownLines(always, frozenset(entry["also"]).union(*always.values()))
+    towers = {
+        name: Tower(frozenset(tower["classes"]), tuple(tower["sections"]), frozenset(tower["types"]))
+        for name, tower in entry.get("towers", {}).items()
+    }
+    return KnownLines(always, frozenset(entry["also"]).union(*always.values()), towers, entry.get("stacks", {}))
 
 
 @lru_cache(maxsize=1)
@@ -192,6 +248,14 @@ def check_complete(model: Model, where: FilePath) -> None:
     """Raise CheckpointError if tensors are missing, with the first name and the count; never for a partial plan."""
     if model.architecture.partial:
         return
+    present = Present(model)
+    if gone := [] if present.is_draft else sorted(tower for tower in present.towers if not present.has(tower)):
+        name = (model.config.get("architectures") or [""])[0]
+        raise CheckpointError(
+            f"{where}: no tensor of '{present.spelled(gone[0])}' is there, which the class '{name}' of config.json has",
+            "fetch the missing files; for the language model alone, give the config.json of such a model: its class "
+            "under 'architectures', and no settings of a tower",
+        )
     names = sorted(set(missing(model)), key=_in_order)
     if names:
         one = len(names) == 1
@@ -212,7 +276,9 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
     present = Present(model)
-    for find in (_missing_layers, _missing_in_stacks, _missing_companions, _missing_vocabulary, _missing_always):
+    for find in (
+        _missing_layers, _missing_in_stacks, _missing_companions, _missing_vocabulary, _missing_always, _missing_towers
+    ):  # fmt: skip
         for line, at, name in find(present):
             if not present.is_draft or (at and (present.is_named_draft or present.is_further(_stack(line), at))):
                 yield name
@@ -236,16 +302,25 @@ def _outer(stack: str) -> str:
     return _stack(stack.rpartition(".")[0])
 
 
+def _known_of(model: Model) -> KnownLines | None:
+    """The lines of a model's type, if its rules are the built-in ones; of an adapter, none."""
+    built_in, config = built_in_file(model.config), model.config
+    is_known = built_in is not None and built_in.stem == model.architecture.name and SETTINGS not in config
+    return lines_of(config) if is_known else None
+
+
 class Present:
     """The tensors of a checkpoint, by the line that covers them and the indices in their names.
 
     A stack is a list of layers or experts, and a member is one of them. ``stacks`` has, for each stack and each member
     that is there, the lines and the inner stacks that occur in this member. ``dealt`` are the axes that are split over
-    ranks, without those that may be padded (the vocabulary).
+    ranks, without those that may be padded (the vocabulary). A rule for all of a tower (``model.visual.*``) has the
+    lines that ``known`` has of it; ``strange`` are the names that have none.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, known: KnownLines | None = None) -> None:
         self.model, self.architecture, self.sizes = model, model.architecture, model.sizes
+        self.known = known or _known_of(model)
         self.dealt = self.architecture.dealt - {*self.architecture.pad}
         self.is_dealt, self.counts = cache(self._is_dealt), cache(self._counts)
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
@@ -253,9 +328,18 @@ class Present:
         for kind in model.kinds:
             if not kind.template.endswith("*") and not is_of_activations(kind.name):
                 line_of[kind] = self.lines.setdefault(kind.template, {})
+        open_lines = self.known.all - self.architecture.tensors.keys() if self.known else ()
+        names, strange = LineNames(open_lines, self.architecture.prefixes), set[str]()
         for tensor in model.tensors:
             if tensor.kind in line_of:
                 line_of[tensor.kind].setdefault(tensor.at, []).append(tensor)
+            elif tensor.template.endswith("*") and "{" not in tensor.template:
+                line, indices = names.find(tensor.name) or ("", {})
+                if line:
+                    self.lines.setdefault(line, {}).setdefault(tuple(indices.values()), []).append(tensor)
+                else:
+                    strange.add(tensor.kind.pattern)
+        self.strange = frozenset(strange)
         self.stacks: dict[str, dict[At, set[str]]] = {}
         for template, places in self.lines.items():
             for stack, inner in _around(template):
@@ -281,11 +365,17 @@ class Present:
 
     def needed(self, template: str, at: At) -> bool:
         """Whether a line must have a tensor at these indices, given that it has one at others."""
+        rules, weight = self.architecture.tensors.get(template), template.removesuffix(".bias") + ".weight"
         if template.endswith(_RECOMPUTED):
             return False
+        has_weight = at in self.lines.get(weight, ()) or weight not in self.architecture.tensors
+        if template.endswith(".bias") and not has_weight and not self.needed(weight, at):
+            return False  # no module has a bias alone
+        if rules is None:
+            return True
         indices = dict(zip(_axes(template), at, strict=False))
         try:
-            rule = self.sizes.holds(Match(template, self.architecture.tensors[template], indices))
+            rule = self.sizes.holds(Match(template, rules, indices))
             return rule is not None and not (rule.optional and self.sizes.evaluate(rule.optional, indices))
         except NotationError:  # config.json lacks a setting of the condition
             return False
@@ -293,9 +383,32 @@ class Present:
     def count(self, stack: str, outer: At) -> int | None:
         """How many members a stack must have.
 
-        None if the config does not say, or if the stack is replicated or is of MTP layers.
+        None if the config does not say, or if the stack is of MTP layers or of a tower that the class need not have.
         """
-        return self.counts(stack, outer)[0] if self.is_dealt(stack) and not predicts_further(stack) else None
+        if predicts_further(stack) or self.is_dealt(stack):
+            return None if predicts_further(stack) else self.counts(stack, outer)[0]
+        demanded = self.known is not None and any(is_within(stack, tower) for tower in self.towers)
+        count = setting_at(self.model.config, self.known.stacks.get(stack, "")) if self.known and demanded else None
+        if not isinstance(count, int):
+            return None
+        check_members(stack, count, len(self.model.tensors))
+        return count
+
+    @cached_property
+    def towers(self) -> frozenset[str]:
+        """The towers that the class in config.json has, if the checkpoint spells none of them in another way."""
+        known, rules = self.known, self.architecture
+        if known is None:
+            return frozenset()
+        own = (line for line in self.lines if line not in rules.tensors or not rules.is_table(line))
+        others = (line for line in (*own, *self.strange) if "." in line and line not in known.all)
+        if any(known.modules.isdisjoint(modules_around(line)) for line in others):
+            return frozenset()
+        return frozenset(name for name, tower in known.towers.items() if tower.is_of(self.model.config))
+
+    def has(self, module: str) -> bool:
+        """Whether any tensor is of a module."""
+        return any(is_within(line, module) for line in (*self.lines, *self.strange))
 
     def is_further(self, stack: str, at: At) -> bool:
         """Whether a member of a stack, or a member of a stack around it, is an MTP layer."""
@@ -343,7 +456,8 @@ class Present:
         places = [at]
         for axis in _axes(template)[len(at) :]:
             indices = dict(zip(_axes(template), places[0], strict=False))
-            count = self.sizes.count(axis, indices) or 1
+            stack = template[: template.find(f"{{{axis}}}") + len(axis) + 2]
+            count = self.sizes.count(axis, indices) or self.count(stack, places[0]) or 1
             places = [(*place, index) for place in places for index in range(count)]
         return places
 
@@ -357,17 +471,17 @@ class Present:
 
     def spelled(self, template: str, at: At = ()) -> str:
         """The name of a tensor as this checkpoint would spell it."""
-        template = filled(template, dict(zip(_axes(template), at, strict=True)))
-        first = next(iter(self.architecture.prefixes), "")
-        return self._start + template[len(first) :] if template.startswith(first) else template
-
-    @cached_property
-    def _start(self) -> str:
-        """The architecture's prefix with which the names of this checkpoint begin."""
         first, *further = self.architecture.prefixes or ("",)
+        name = filled(template, dict(zip(_axes(template), at, strict=True)))
+        if not template.startswith(first):
+            return name
+        # as the names that begin alike: towers may have another prefix than the language model
+        inside = next((m for m in modules_around(template) if any(is_within(line, m) for line in self.lines)), "")
+        lines = sorted(self.lines, key=lambda line: not is_within(line, inside))
+        there = (next(iter(self.lines[line].values()))[0].name for line in lines)
         starts = [first, *sorted(further, key=len, reverse=True)]
-        names = [next(iter(places.values()))[0].name for places in self.lines.values()]
-        return next((start for start in starts if any(name.startswith(start) for name in names)), first)
+        prefix = next((start for other in there for start in starts if other.startswith(start)), first)
+        return prefix + name[len(first) :]
 
 
 def _around(template: str) -> Iterator[tuple[str, str]]:
@@ -394,7 +508,8 @@ def _moved(name: str, old: At, new: At) -> str:
 def _missing_layers(present: Present) -> Iterator[Missing]:
     """A tensor of each layer, if the checkpoint has no sharded tensor at all, but for the vocabulary."""
     rules = present.architecture.tensors
-    if any(shape.axes & present.dealt for line in present.lines for rule in rules[line] for shape in rule.shapes):
+    there = (rule for line in present.lines for rule in rules.get(line, ()))
+    if any(shape.axes & present.dealt for rule in there for shape in rule.shapes):
         return
     counts = ((line, present.count(_stack(line), ())) for line in rules if len(_axes(_stack(line))) == 1)
     line, count = next(((line, count) for line, count in counts if count), ("", 0))
@@ -470,16 +585,32 @@ def _missing_vocabulary(present: Present) -> Iterator[Missing]:
 
 def _missing_always(present: Present) -> Iterator[Missing]:
     """What transformers' class of this model type always has, where its rules are the built-in ones."""
-    config = present.model.config
-    built_in = built_in_file(config)
-    lines = lines_of(config) if built_in is not None and built_in.stem == present.architecture.name else None
+    lines = present.known
     if lines is None:
         return
     lacking: dict[tuple[str, frozenset[str]], list[str]] = {}
     for stack, at, stored in present.members():
         if (stack, stored) not in lacking:
-            lacking[stack, stored] = sorted(lines.lacking(stack, stored, is_draft=present.is_draft))
+            found = lines.lacking(stack, stored, strange=present.strange, is_draft=present.is_draft)
+            lacking[stack, stored] = sorted(found)
         for line in lacking[stack, stored]:
             places = present.places(line, at)
-            if line in present.architecture.tensors and all(present.needed(line, place) for place in places):
+            if present.architecture.covers(line) and all(present.needed(line, place) for place in places):
                 yield from ((line, place, present.spelled(line, place)) for place in places)
+
+
+def _missing_towers(present: Present) -> Iterator[Missing]:
+    """All tensors of the towers that the class in config.json has, and of which there is none."""
+    for tower in sorted(tower for tower in present.towers if not present.has(tower)):
+        lines = itertools.chain(*present.known.always.values()) if present.known else ()
+        for line in (line for line in lines if is_within(line, tower)):
+            yield from ((line, place, present.spelled(line, place)) for place in present.places(line, ()))
+
+
+def towers_left_out(model: Model) -> tuple[str, ...]:
+    """The towers of a model type of which a language model alone has nothing; none if it has any of them."""
+    if not (towers := known.towers if (known := _known_of(model)) else {}):
+        return ()
+    present = Present(model, known)
+    has_any = present.strange or any(present.has(tower) for tower in towers)
+    return () if has_any or present.is_draft else tuple(map(present.spelled, towers))

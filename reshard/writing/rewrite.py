@@ -28,6 +28,7 @@ from reshard.placement.stored import Location
 from reshard.publishing.existing import check_name, check_place
 from reshard.publishing.journal import WHOLE, FileShare, Read
 from reshard.publishing.staging import PublishedError, Staging
+from reshard.source.completeness import towers_left_out
 from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import tried_again
@@ -347,6 +348,8 @@ def _summary(
     if given is not None and stated:
         says = " and ".join(sorted(stated)) + (", as the weights are" if request.quantize is None else "")
         notes.append(f"config.json says {says}; the one that was given says {given}")
+    if towers := towers_left_out(source.model):
+        notes.append(f"it is the language model alone, without {listed(towers)}")
     for dtype, wider in new.format.rules.dtypes.items():
         if any(kind.dtype == dtype for kind in plan.model.kinds) and new.files:
             notes.append(f"weights in {dtype} were cast to {wider}")

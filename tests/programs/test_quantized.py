@@ -35,7 +35,7 @@ REFUSED = {
        if method.startswith("packed")},
 }  # fmt: skip
 """What is refused, and why."""
-NOT_IN_VLLM = {("stablelm", method): "does not load GPTQ" for method in METHODS if method.startswith("gptq")}
+NOT_IN_VLLM = {("stablelm", method): "not compared with vLLM yet" for method in METHODS if method.startswith("gptq")}
 REFUSED |= NOT_IN_VLLM
 
 

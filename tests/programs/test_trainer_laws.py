@@ -109,7 +109,7 @@ def check(folder: Path, original: Path, out: Path) -> None:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         merged.setdefault("lm_head.weight", expected["lm_head.weight"])
     assert merged == expected
-    name = None if "bamba" in original.name else "vllm"  # vLLM does not load it
+    name = None if "bamba" in original.name else "vllm"  # not compared with vLLM
     split(folder, out / "split", tp=2, format=name, config=original)
     split(out / "merged", out / "direct", tp=2, format=name)
     for file in (out / "direct").rglob("*.safetensors"):

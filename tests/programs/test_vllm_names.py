@@ -73,7 +73,7 @@ def _observed(name: str, root: Path, swapped: bool) -> Case:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_an_order_that_bfloat16_hides_is_shown_by_the_digits(swapped: bool, tmp_path: Path) -> None:
-    format = read_format(PROGRAMS / "vllm.toml", to_documents([], {})[0])
+    format = read_format(PROGRAMS / "vllm.toml", to_documents([], {"modules": {}, "version": ""})[0])
     plain = _observed("apertus", tmp_path, swapped)
     names = [f"apertus{DIGIT}{place}" for place in range(places_of(plain.checkpoint))]
     digits = tuple(_observed(name, tmp_path, swapped) for name in names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,14 +14,28 @@ import pytest
 
 from reshard.cli.commands import main
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture_files import _built_in, built_in_file, find_architecture
+from reshard.formats.notation.architecture_files import (
+    _built_in,
+    built_in_architectures,
+    built_in_file,
+    find_architecture,
+)
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Model
-from reshard.source.completeness import REQUIRED, KnownLines, known_lines, missing
+from reshard.model.model import AxisSizes, FullTensor, Model
+from reshard.source.completeness import (
+    REQUIRED,
+    KnownLines,
+    Present,
+    check_complete,
+    known_lines,
+    missing,
+    towers_left_out,
+)
 from reshard.source.opening import open_source
 from tests import zoo
-from tests.support import LLAMA, Tensor, llama_tensors, write_file
-from tools.required import as_read, saved, table_of, written
+from tests.marks import one_of_each, thorough
+from tests.support import LLAMA, Tensor, command, llama_tensors, write_file
+from tools.required import as_read, built, saved, table_of, written
 
 Config = Mapping[str, Any]
 
@@ -53,11 +67,11 @@ def without(model: Model, template: str) -> Model:
     return replace(model, tensors=tuple(kept), kinds=tuple(kind for kind in model.kinds if kind.template != template))
 
 
-# of each model, what may be gone from all layers unseen: a tower, and biases that come with a setting
+# of each model, what may be gone from all layers unseen: biases that come with a setting, SigLIP's pooling head
 UNSEEN = {
     **dict.fromkeys(("llama", "qwen3", "olmo2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "bloom", "bert"), "-"),
     "qwen3_next": r".*self_attn\.[qkvo]_proj\.bias", "mamba2": r".*(conv1d|_proj)\.bias", "bart": "final_logits_bias",
-    "gemma3": "vision_tower", "whisper": "-", "t5": "-",
+    "gemma3": r"vision_tower\.head", "whisper": "-", "t5": "-",
 }  # fmt: skip
 
 
@@ -150,16 +164,86 @@ def test_a_packed_weight_stands_for_the_weight(tmp_path: Path):
         open_source(checkpoint(tmp_path / "part", config, part))
 
 
-def of_gemma3(keep: Callable[[str], bool]) -> list[FullTensor]:
-    return [tensor for tensor in of_zoo("gemma3").tensors if keep(tensor.name)]
+# ----------------------------------------------------------------------------------------------------- towers
+
+# of models with towers: a pattern of all of them, the module that is named, a projector, and a weight of one block
+TOWERS = {
+    "qwen2_5_vl": ("visual", "visual", r"visual\.merger", r"visual\.blocks\.1\.attn\.proj\.weight"),
+    "gemma3": ("vision_tower|projector", "multi_modal_projector", "projector", r"layers\.1\.mlp\.fc2\.weight"),
+    "llava": ("vision_tower|projector", "multi_modal_projector", "projector", r"layers\.0\.mlp\.fc1\.bias"),
+    "idefics3": ("vision_model|connector", "model.connector", "connector", r"layers\.1\.self_attn\.k_proj\.weight"),
+    "qwen3_vl": ("visual", "visual", r"visual\.merger\.linear", r"visual\.blocks\.0\.norm2\.bias"),
+    "qwen2_audio": ("audio_tower|projector", "audio_tower", "projector", r"audio_tower\.layers\.1\.fc2\.weight"),
+    "granite_speech": ("encoder|projector", "encoder", "projector", r"encoder\.layers\.1\.ff1\.up_proj\.weight"),
+    "mllama": (
+        "vision_model|projector",
+        "projector",
+        "projector",
+        r"vision_model\.transformer\.layers\.1\.mlp\.fc1\.bias",
+    ),
+}
 
 
-def test_a_text_only_copy_lacks_all_of_the_tower():
-    text = of_gemma3(lambda name: "vision_tower" not in name and "projector" not in name)
-    assert len(text) < len(of_zoo("gemma3").tensors)
-    assert list(missing(read(of_zoo("gemma3").config, text))) == []
-    part = of_gemma3(lambda name: "mm_soft_emb_norm" not in name)
-    assert list(missing(read(of_zoo("gemma3").config, part))) == ["multi_modal_projector.mm_soft_emb_norm.weight"]
+def damaged(name: str, pattern: str) -> list[FullTensor]:
+    kept = [tensor for tensor in of_zoo(name).tensors if not re.search(pattern, tensor.name)]
+    assert kept and len(kept) < len(of_zoo(name).tensors)
+    return kept
+
+
+@pytest.mark.parametrize("name", one_of_each(TOWERS, lambda name: name.startswith("q")))
+def test_a_tower_is_there_as_a_whole(name: str):
+    """Its class and its section in config.json demand it: all of it, each of its modules, each line of each block."""
+    config, (tower, module, projector, weight) = of_zoo(name).config, TOWERS[name]
+    blocks = re.sub(r"(\\\.[01]\\\.).*", r"\1", weight)
+    for pattern in (tower, projector, weight, blocks):
+        assert any(re.search(pattern, gone) for gone in missing(read(config, damaged(name, pattern)))), pattern
+    with pytest.raises(
+        CheckpointError,
+        match=f"no tensor of '[a-z._]*{module}' is there, which the class '{config['architectures'][0]}'",
+    ):
+        check_complete(read(config, damaged(name, tower)), Path())
+
+
+@pytest.mark.parametrize("name", one_of_each(TOWERS, lambda name: name.startswith("q")))
+def test_a_language_model_alone_says_so(name: str):
+    text = damaged(name, TOWERS[name][0])
+    model = read({**of_zoo(name).config, "architectures": ["SomeForCausalLM"]}, text)
+    assert list(missing(model)) == [] and any(re.search(TOWERS[name][0], tower) for tower in towers_left_out(model))
+    assert not towers_left_out(read(of_zoo(name).config, of_zoo(name).tensors))
+
+
+def test_inspect_and_split_say_what_a_language_model_is_without(tmp_path: Path):
+    config = of_zoo("qwen2_5_vl").config
+    tensors = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in damaged("qwen2_5_vl", "visual")]
+    source = checkpoint(tmp_path / "model", {**config, "architectures": ["Qwen2_5_VLForCausalLM"]}, tensors)
+    assert "without     model.visual: it is the language model alone" in str(command("inspect", source).stdout)
+    done = command("split", source, tmp_path / "out", "--tp", "2")
+    assert done.returncode == 0 and "language model alone, without model.visual" in done.stdout
+    whole = checkpoint(tmp_path / "whole", config, tensors)
+    for arguments in (("inspect", whole), ("split", whole, tmp_path / "vllm", "--tp", "2", "--as", "vllm")):
+        done = command(*arguments)
+        assert done.returncode and "no tensor of 'model.visual' is there" in done.stdout + done.stderr
+    assert not (tmp_path / "vllm").exists()
+
+
+def test_a_tower_of_another_type_has_lines_of_its_own():
+    """LLaVA may have SigLIP's tower in the place of CLIP's: then only its module is asked for."""
+    config = of_zoo("llava").config
+    other = {**config, "vision_config": {**config["vision_config"], "model_type": "siglip_vision_model"}}
+    assert list(missing(read(other, damaged("llava", "class_embedding|pre_layrnorm")))) == []
+    assert list(missing(read(config, damaged("llava", "class_embedding"))))
+    with pytest.raises(CheckpointError, match="no tensor of 'vision_tower' is there"):
+        check_complete(read(other, damaged("llava", "vision_tower")), Path())
+
+
+@thorough
+@pytest.mark.parametrize("model_type", sorted({entry.model_type for entry in zoo.ZOO.values()}))
+def test_nothing_is_missing_from_what_transformers_makes(model_type: str):
+    """Of each class, with each setting changed; but with no layers at all."""
+    for build in as_read(saved(model_type)):
+        config = {**build.model.config, "architectures": [build.saved.cls]}
+        if build.saved.changed[1] != 0 or isinstance(build.saved.changed[1], bool):
+            assert list(missing(read(config, build.saved.tensors))) == [], build.saved.changed
 
 
 MOE = KnownLines(
@@ -198,6 +282,40 @@ def test_what_is_spelled_in_another_way_is_not_judged(there: set[str], lacking: 
     assert sorted(found) == [f"{stack}.{name}" for name in lacking]
 
 
+# ------------------------------------------------------------------------------------------------- a bias
+
+
+# settings with which a module is left out, its bias too
+LEFT_OUT = {
+    "opt-projected": ({"do_layer_norm_before": False}, "model.decoder.final_layer_norm"),
+    "gemma4_text": ({"attention_bias": True}, "model.layers.3.self_attn.v_proj"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_bias_is_optional_with_its_weight(name: str):
+    """OPT 350M has projections, and no norm at its end."""
+    settings, module = LEFT_OUT[name]
+    kind, cls, given = zoo.ZOO[name].build.args
+    (found,) = written(built(kind, cls, {**given, **settings}))
+    assert not any(tensor.name.startswith(module) for tensor in found.tensors)
+    assert list(missing(read(found.config, found.tensors))) == []
+
+
+def test_no_line_demands_a_bias_without_its_weight():
+    """Of all lines, whose weight may be left out: a model of the type that has neither lacks nothing."""
+    tried = 0
+    for file in sorted({*built_in_architectures().values()}):
+        rules = _built_in(file)
+        for line in (line for line in rules.tensors if line.endswith(".bias")):
+            weights = rules.tensors.get(line.removesuffix("bias") + "weight", ())
+            if any(rule.optional is not None and rule.optional.text == "True" for rule in weights):
+                model = Model(rules, {}, AxisSizes(rules, {}, {}), (), ())
+                assert not Present(model).needed(line, (0,) * line.count("{")), line
+                tried += 1
+    assert tried > 9
+
+
 # ------------------------------------------------------------------------------------------------------- the file
 
 
@@ -214,5 +332,5 @@ def test_each_line_of_the_file_is_a_line_of_the_rules():
     for kind in json.loads(REQUIRED.read_text())["types"]:
         known, file = known_lines(kind), built_in_file({"model_type": kind}) or built_in_file({"architectures": [kind]})
         assert known is not None and file is not None
-        assert not known.all - _built_in(file).tensors.keys(), kind
+        assert all(map(_built_in(file).covers, known.all)), kind
     assert known_lines("none-such") is None

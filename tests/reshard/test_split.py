@@ -68,6 +68,22 @@ def test_a_rank_folder_is_an_ordinary_checkpoint(tmp_path):
     assert model.config.num_key_value_heads == 1
 
 
+@pytest.mark.parametrize(
+    ("pad", "rows"), [(0, [0, None]), (18, [18, None]), (19, [None, 0]), (36, [None, 17]), (-1, [None, 17])]
+)
+def test_a_rank_has_the_row_of_padding_or_none(pad: int, rows: list[int | None], tmp_path: Path) -> None:
+    """The row of another rank is no row of its own: some classes set it to zero as they load."""
+    split(write_checkpoint(tmp_path / "source", config=LLAMA | {"pad_token_id": pad}), tmp_path / "out", tp=2)
+    configs = [json.loads((tmp_path / f"out/rank-0{rank}-of-02/config.json").read_text()) for rank in (0, 1)]
+    assert [config["pad_token_id"] for config in configs] == rows
+
+
+def test_a_type_that_counts_positions_from_the_row_of_padding_keeps_it(tmp_path: Path) -> None:
+    split(zoo.save("roberta", tmp_path / "model", settings={"pad_token_id": 1}), tmp_path / "out", tp=2)
+    configs = [json.loads((tmp_path / f"out/rank-0{rank}-of-02/config.json").read_text()) for rank in (0, 1)]
+    assert [config["pad_token_id"] for config in configs] == [1, 1]
+
+
 def test_load_reads_what_split_writes_from_any_source(tmp_path):
     source = zoo.save("phi3", tmp_path / "source")
     split(source, tmp_path / "tp4", tp=4)

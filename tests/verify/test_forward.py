@@ -133,6 +133,16 @@ def test_the_row_of_padding_may_be_named_in_a_section() -> None:
 
 
 @thorough
+@pytest.mark.parametrize("row", [3, 60])
+def test_a_class_that_sets_the_row_of_padding_to_zero_as_it_loads(row: int, tmp_path: Path) -> None:
+    """Youtu does: only the rank that has the row may name it."""
+    original = zoo.save("youtu", tmp_path / "youtu", settings={"pad_token_id": row})
+    split(original, tmp_path / "out", tp=2)
+    (report,) = run_forwards([(open_source(original), open_source(tmp_path / "out"))], ForwardOptions(seq=40, draws=4))
+    assert report.is_same, show(report)
+
+
+@thorough
 def test_the_row_of_padding_that_a_class_has_of_its_own_or_counts_from_the_end(tmp_path: Path) -> None:
     """MPNet's is row 1 whatever config.json says; -1 is the last one."""
     found = []

@@ -309,7 +309,7 @@ def _make_parallel(
     if isinstance(module, nn.Embedding) and vocabulary and 0 in vocabulary.layout.parallel_dims:
         first_row = vocabulary.layout.boxes[rank.rank].dims[0][0].offset
         group = groups.along(vocabulary.along)
-        padding_row = _padding_row(module, vocabulary.layout.full[0], rank)
+        padding_row = _padding_row(module, vocabulary.layout.full[0], first_row, rank)
         vocab_parallel(module, first_row, group, padding_row=padding_row)
     elif summed and ({"column", "row"} <= splits or any(role.experts_along for role in roles.values())):
         elsewhere = [name for name in whole if not groups.is_first(roles[name].along)]
@@ -345,12 +345,14 @@ def _make_parallel(
     return []
 
 
-def _padding_row(module: nn.Embedding, rows: int, rank: Rank) -> int | None:
+def _padding_row(module: nn.Embedding, rows: int, first_row: int, rank: Rank) -> int | None:
     """The row of the whole vocabulary, of ``rows``, that takes no gradient.
 
-    It is pad_token_id or, of some classes (MPNet), a number of their own. A negative one counts from the end.
+    It is pad_token_id, which the module may have as the rank's own row, or of some classes (MPNet), a number of their
+    own. A negative one counts from the end.
     """
     if module.padding_idx is None:
         return None
     named = rank.plan.model.sizes.settings.get("pad_token_id")
-    return rows + named if named is not None and named < 0 else module.padding_idx
+    row = rows + named if named is not None and named < 0 else named
+    return row if row is not None and module.padding_idx == row - first_row else module.padding_idx

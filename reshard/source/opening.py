@@ -105,7 +105,7 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     path = Path(source)
     is_there = os.path.lexists(path) and path.exists()  # a name may be too long for one of a file
     if str(source) and access.revision is None and is_there:
-        from reshard.source.weight_sets import chosen  # rarely needed
+        from reshard.store.weight_sets import chosen  # rarely needed
 
         return (chosen(path) if path.is_file() else None) or path
     from reshard.store.hub import fetch  # rarely needed

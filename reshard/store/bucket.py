@@ -18,11 +18,13 @@ from reshard.formats.documents import json_bytes
 from reshard.formats.errors import CheckpointError, redacted
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
 from reshard.formats.files.side_files import named_files
+from reshard.formats.store import StoredPath
 from reshard.store.range_store import Content, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import DOCUMENTS, INDICES, Weights, is_url, recorded, select, weights_named
 from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in, json_of, not_begun
 from reshard.store.threads import Threads
+from reshard.store.weight_sets import sets_in
 from reshard.system import check_space, disk_errors
 
 if TYPE_CHECKING:
@@ -270,6 +272,11 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
         others = tuple(sorted(listed.keys() - {*side, *weights})) if is_listed else None
         files: dict[str, Content] = {file: folder / file for file in side}
         if by_ranges:
+            if scope is Weights.RANGES:  # other sets of weights are compared with those that are read
+                sets = sets_in(StoredPath(RangeStore(name, {**entries, **files})))
+                parts = {part for each in sets for part in each.parts} if len(sets) > 1 else set[str]()
+                beside = entries.keys() - {*side, *weights}
+                weights += sorted(file for file in beside if file.partition("/")[0] in parts)
             store = RangeStore(name, files | {file: entries[file] for file in weights}, others=others)
             return with_headers(store, folder.with_name(f"{folder.name}-headers"), sampled=scope is Weights.RANGES)
         missing = [entries[file] for file in weights if not (folder / file).exists()]

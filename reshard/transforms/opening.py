@@ -12,8 +12,8 @@ from reshard.formats.store import FilePath, StoredPath
 from reshard.model.model import Model
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
-from reshard.source.weight_sets import sets_in
 from reshard.store.selection import HubAccess, Weights
+from reshard.store.weight_sets import sets_in
 
 if TYPE_CHECKING:
     from reshard.formats.files.safetensors import TensorInfo

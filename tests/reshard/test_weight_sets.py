@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests import store
-from tests.marks import one_of_each
+from tests.marks import one_of_each, thorough
+from tests.reshard.store_server import StoreServer, upload
 from tests.support import command
 
 State = dict[str, torch.Tensor]
@@ -133,3 +134,17 @@ def test_weights_that_transformers_would_not_load_are_not_run(tmp_path: Path) ->
     command("split", folder / "pytorch_model.bin", tmp_path / "out", "--tp", "2")
     done = command("verify", folder / "pytorch_model.bin", tmp_path / "out")
     assert done.returncode != 1 and "transformers would load other files" in done.stdout + done.stderr
+
+
+@thorough
+@pytest.mark.parametrize("change", [0.0, 1.0])
+@pytest.mark.parametrize("case", ["bin", "index", "fsdp", "megatron"])
+def test_sets_in_a_bucket_are_compared_too(case: str, change: float, tmp_path: Path) -> None:
+    folder, _, _ = model_with(tmp_path / "model", case, change)
+    (tmp_path / "bucket").mkdir()
+    with StoreServer(tmp_path / "bucket") as server:
+        url, options = upload(folder, server, "model"), ("--tp", "2", "--cache-dir", tmp_path / "cache")
+        done = command("split", url, tmp_path / "out", *options, **server.environment)
+    said = done.stdout + done.stderr
+    assert ("two sets of weights that differ" in said and "in a copy on this machine" in said) == bool(change), said
+    assert SETS[case][0] in said and (tmp_path / "out").exists() == (not change)

@@ -869,9 +869,9 @@ def counts() -> Iterator[tuple[str, int]]:
     yield "- by the general rules of vllm.toml", len(compared - described)
     yield "- by lines that were made from what vLLM holds", len(described)
     yield "refused, because something differs", len(loads)
-    yield "not compared, because the small model did not load; refused", len(refused) - len(loads)
+    yield "not compared: our model did not load", len(refused) - len(loads)
     yield (
-        "not compared; refused, unless vLLM runs their class in a module that was",
+        "refused, unless their class runs in a compared module",
         len(types - compared - {*refused}),
     )
     yield "further classes that run in such a module", len({*same} - format.types.classes - {*fixtures()})

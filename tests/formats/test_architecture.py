@@ -148,7 +148,7 @@ def test_unknown_model_type_names_the_nearest(tmp_path):
         PlanError, match=r"unknown model_type 'lama' in .*config.json \(nearest known: .*llama"
     ) as error:
         find_architecture({"model_type": "lama"}, tmp_path)
-    assert "--plan" in str(error.value.hint)
+    assert "plan_file" in str(error.value.hint)
     for config in ({}, {"architectures": ["SomeModel"]}, {"architectures": None}):
         with pytest.raises(PlanError, match="no model_type"):
             find_architecture(config, tmp_path)

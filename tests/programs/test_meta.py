@@ -103,7 +103,7 @@ def test_the_folder_of_a_config_is_used(tmp_path: Path) -> None:
         (tmp_path / "out" / name).unlink()
     with pytest.raises(CheckpointError) as error:
         merge(tmp_path / "out", tmp_path / "merged")
-    assert "config.json" in error.value.message and "--config DIR" in str(error.value.hint)
+    assert "config.json" in error.value.message and "config=DIR" in str(error.value.hint)
     merge(tmp_path / "out", tmp_path / "merged", config=original)
     assert _weights(tmp_path / "merged") == _weights(original)
     assert (tmp_path / "merged" / "config.json").read_bytes() == (original / "config.json").read_bytes()

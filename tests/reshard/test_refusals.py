@@ -216,7 +216,7 @@ def test_a_tensor_without_a_rule(tmp_path):
     with pytest.raises(PlanError) as error:
         split(source, tmp_path / "out", tp=2)
     assert "model.safetensors: tensor 'model.extra.weight' (F32, 3x5) has no rule" in error.value.message
-    assert "--plan" in str(error.value.hint) and '"model.extra.weight" = "3 5"' in str(error.value.hint)
+    assert "plan_file=FILE" in str(error.value.hint) and '"model.extra.weight" = "3 5"' in str(error.value.hint)
 
 
 @pytest.mark.parametrize(

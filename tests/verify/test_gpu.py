@@ -223,10 +223,10 @@ def test_an_environment_that_forces_tf32_is_refused_on_gpus(gpus: Gpus, monkeypa
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(ReshardError, match="NVIDIA_TF32_OVERRIDE is set") as info:
         run_forward(*store.pair("llama", tp=2), replace(QUICK, compute_dtype="float32"))
-    assert info.value.hint == "unset it, or give --device cpu"
-    assert compare._device(replace(QUICK, device="cpu")) == "cpu"
+    assert info.value.hint == 'unset it, or give device="cpu"'
+    assert compare.device_of(replace(QUICK, device="cpu")) == "cpu"
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert compare._device(QUICK) == "cuda"
+    assert compare.device_of(QUICK) == "cuda"
 
 
 # ------------------------------------------------------------------------------------------- which device, and how sent

@@ -32,7 +32,7 @@ from reshard.source.opening import open_source
 from reshard.text import human_bytes
 from tests import zoo
 from tests.marks import of_ranks, thorough
-from tests.support import command
+from tests.support import change_tensor, command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.faults import inject
@@ -135,6 +135,17 @@ def test_different_names_tensor_and_layer(model: Path) -> None:
     assert last.startswith(f"DIFFERENT: Bytes differ, first in tensor '{tensor}' at [0, 0] on rank 0")
     assert "'model.layers.1.mlp.down_proj'" in last
     assert "<- different, worst in token" in done.stdout
+
+
+def test_what_the_forward_does_not_see_is_not_called_the_same_model(model: Path, tmp_path: Path) -> None:
+    shards = shutil.copytree(model / "shards", tmp_path / "shards")
+    change_tensor(shards / "rank-00-of-02/model.safetensors", "model.layers.1.mlp.gate_proj.weight", at=0, flip=1)
+    (shards / "reshard.json").unlink()
+    done = verify(model / "full", shards, "--report", tmp_path / "page.html")
+    last, page = done.stdout.splitlines()[-1], (tmp_path / "page.html").read_text()
+    assert done.returncode == 1 and last.startswith("DIFFERENT: Bytes differ, first in tensor")
+    assert "The forward pass sees no difference: no error exceeds" in last
+    assert "same model" not in last and "same model" not in page
 
 
 def test_bytes_alone(model: Path) -> None:

@@ -275,7 +275,7 @@ def test_an_original_that_does_not_run_in_its_dtype_is_one_line(name: str) -> No
     original, shards = pairs([name], 2, "bfloat16")[0]
     with pytest.raises(RankError, match=r"runs the original in float32, but not in bfloat16: .* dtype") as error:
         run_forward(original, shards)
-    assert error.value.hint == "--compute-dtype float32 compares the models in float32"
+    assert error.value.hint == 'compute_dtype="float32" compares the models in float32'
     assert run_forward(original, shards, ForwardOptions(compute_dtype="float32")).is_same
 
 

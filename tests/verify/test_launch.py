@@ -313,7 +313,7 @@ def test_a_rank_that_is_killed_is_named_even_if_others_report_first() -> None:
     killer = threading.Timer(0.3, ends[1].close)
     killer.start()
     ranks = [SimpleNamespace(join=lambda: None, exitcode=-signal.SIGKILL)] * 3
-    with pytest.raises(RankError, match=r"^rank 1 of 3 was ended by SIGKILL$"):
+    with pytest.raises(RankError, match=r"^rank 1 of 3 was ended by SIGKILL\n"):
         processes._follow(pipes, ranks, lambda _: None)
     killer.join()
 

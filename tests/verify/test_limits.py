@@ -70,7 +70,7 @@ def test_an_original_that_leaves_the_range_of_its_dtype(tmp_path: Path) -> None:
     original_and_shards = pair(original)
     with pytest.raises(RankError, match=r"is not a number from 'model\.layers\.1\.\S+' on, in float16") as error:
         run_forward(*original_and_shards)
-    assert error.value.hint == "--compute-dtype float32 has a wider range"
+    assert error.value.hint == 'compute_dtype="float32" has a wider range'
     assert run_forward(*original_and_shards, ForwardOptions(compute_dtype="float32")).is_same
 
 

@@ -196,7 +196,7 @@ def test_what_transformers_cannot_dequantize_is_refused(tmp_path: Path) -> None:
         split(source, tmp_path / f"{method}-shards", tp=2)
         with pytest.raises(ReshardError, match=message) as error:
             run_forward(open_source(source), open_source(tmp_path / f"{method}-shards"))
-        assert error.value.hint == "--exact-only compares the bytes alone"
+        assert error.value.hint == "exact_only=True compares the bytes alone"
 
 
 @pytest.mark.parametrize(("model", "method"), [("llama", "fp8-static"), ("gpt_oss", "fused-fp8-block")])

@@ -189,7 +189,8 @@ def _verdict(
 ) -> str:
     if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
-        text = f"The shards are the same model: no error exceeds {largest:.2f} times the original's own rounding noise."
+        text = "The forward pass sees no difference: no error exceeds "
+        text += f"{largest:.2f} times the original's own rounding noise."
         return f"{text} {_effect_in_words(effect)}" if effect is not None else text
     parts = []
     if first is not None:

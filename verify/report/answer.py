@@ -239,9 +239,7 @@ class Answer(Comparison):
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
                 parts.append("Whether that plan is right, the forward alone can tell.")
-        if forward is not None and forward.is_same and self.verdict == "different":
-            parts.append(f"The forward pass does not see it: {forward.verdict.partition(': ')[2]}")
-        elif forward is not None:
+        if forward is not None:
             parts.append(forward.verdict)
             parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
         if self.engine is not None:

@@ -117,14 +117,14 @@ def _check_kinds(original: Source, shards: Source) -> None:
         raise CheckpointError(
             f"{original.path} is split: the forward needs the full checkpoint that it is compared with"
         )
+    if SETTINGS in original.model.config:
+        raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
     folder, files = local_path(original.path), {file.name for file in original.checkpoint.files}
     if original.checkpoint.note or (folder and files != {file.name for file in open_checkpoint(folder).files}):
         raise CheckpointError(
             f"{original.path}: transformers would load other files or tensors of the folder than those that are meant",
             f"write them alone, with 'reshard merge {original.path} NEW', and give NEW; or {BYTES_ALONE}",
         )
-    if SETTINGS in original.model.config:
-        raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
             f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.documents import json_bytes
+from reshard.formats.documents import json_bytes, read_config
 from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.checkpoint import (
     ADAPTER,
@@ -227,10 +227,11 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
         check_complete(model, path)
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)
+    has_own = folder.config is None and adapted is None and (path / CONFIG).is_file()
     return folder.source(
         HUGGING_FACE, make_plan(model, UNSPLIT), model, (name for name in tensors if name not in twice), [tensors],
         files, folder.side_files(),
-        computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter else {},
+        computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter and not has_own else {},
         index=index if index is not None and index.is_file() else None, checkpoint=checkpoint, twice=twice,
         left_behind=naming.left_behind if naming else (), note="; ".join(filter(None, notes)) or None,
     )  # fmt: skip
@@ -334,6 +335,8 @@ def _open_sharded(folder: Folder) -> Source:
     for lacking in (at for at in side.values() if not at.is_file()):
         raise IncompleteError(f"{lacking} is missing, {MANIFEST} lists it")
     config = read_model_config(path)
+    if ADAPTER_CONFIG in side and SETTINGS not in config:
+        config[SETTINGS] = read_config(path / ADAPTER_CONFIG)
     architecture = folder.architecture(config)
     sizes = AxisSizes(architecture, config, {}).of({})
     for axis in sorted(sizes.keys() & identity.sizes.keys()):

@@ -33,7 +33,7 @@ from reshard.formats.files.sharded import (
     rank_folders,
     read_manifest,
 )
-from reshard.formats.notation.architecture import without_numbers
+from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format import Format, Settings
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Plan, rank_config
@@ -422,6 +422,8 @@ class Output:
         of_ranks = {name: content for documents in self.rank_documents.values() for name, content in documents.items()}
         documents = of_ranks | side_files | self.documents
         if self.format is HUGGING_FACE:
+            if SETTINGS in json.loads(documents.get(CONFIG, b"{}")):  # split made it of the model's, for an adapter
+                del documents[CONFIG]
             return documents
         ranks = {rank: tuple(self._records(finished, rank)) for rank in self.ranks}
         manifest = self._with_others(self.manifest(ranks, side_files, sums))

@@ -97,11 +97,9 @@ def test_it_is_merged_and_split_again(tmp_path: Path) -> None:
     done = command("split", source, tmp_path / "out", "--tp", "4", "--config", base)
     assert done.returncode == 0, done.stderr
     merge(tmp_path / "out", tmp_path / "merged")
-    restored = contents(tmp_path / "merged")
-    assert {name: restored[name] for name in contents(source)} == contents(source)
-    assert restored.keys() - contents(source).keys() == {"config.json"}
+    assert contents(tmp_path / "merged") == contents(source)
     split(tmp_path / "out", tmp_path / "two", tp=2)
-    split(tmp_path / "merged", tmp_path / "direct", tp=2)
+    split(tmp_path / "merged", tmp_path / "direct", tp=2, config=base)
     for rank in range(2):
         file = f"{folder_of(rank, 2)}/adapter_model.safetensors"
         one, other = (load_file(tmp_path / way / file) for way in ("two", "direct"))
@@ -118,20 +116,28 @@ def test_it_is_cast_as_other_weights_are(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in found.items())
         settings = "adapter_config.json"
         assert (tmp_path / f"merged-{way}" / settings).read_bytes() == (source / settings).read_bytes()
-    assert verify_exact(open_source(tmp_path / "merged-adapter"), tmp_path / "out").verdict == "same"
+    assert verify_exact(open_source(tmp_path / "merged-adapter", config=base), tmp_path / "out").verdict == "same"
 
 
 def test_it_is_verified(tmp_path: Path) -> None:
     base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
     split(source, tmp_path / "out", tp=2, config=base)
-    (source / "config.json").write_bytes((base / "config.json").read_bytes())
-    done = command("verify", source, tmp_path / "out", "--exact-only")
+    done = command("verify", source, tmp_path / "out", "--exact-only", "--config", base)
     assert done.returncode == 0, done.stdout + done.stderr
     file = tmp_path / "out" / folder_of(1, 2) / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    assert command("verify", source, tmp_path / "out", "--exact-only").returncode == 1
+    assert command("verify", source, tmp_path / "out", "--exact-only", "--config", base).returncode == 1
+
+
+def test_a_config_of_its_own_is_restored(tmp_path: Path) -> None:
+    base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
+    (source / "config.json").write_bytes((base / "config.json").read_bytes())
+    split(source, tmp_path / "out", tp=2)
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    assert command("verify", source, tmp_path / "out", "--exact-only").returncode == 0
 
 
 def test_a_program_without_adapters_refuses_it(tmp_path: Path) -> None:

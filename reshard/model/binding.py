@@ -329,7 +329,8 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
         rule = f"'{weight.rules[0].shapes[0]}'"
         line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
         return PlanError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
-    line = f'"{tensor.name}" = "{" ".join(map(str, tensor.shape or ()))}"'
+    sizes = "..." if 0 in (tensor.shape or ()) else " ".join(map(str, tensor.shape or ()))
+    line = f'"{tensor.name}" = "{sizes}"'
     return PlanError(what, f"{save}, add a line such as {line}, pass it with --plan FILE")
 
 

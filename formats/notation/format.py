@@ -181,6 +181,12 @@ class Line:
                 raise NotationError(f"{brief([*axes])} has another length than the sources")
 
     @property
+    def keeps_shape(self) -> bool:
+        """Whether the program's tensor has the dimensions of the one that it is made of."""
+        changes = (self.output_first, self.by, self.ones is not None, self.cut, self.function)
+        return [source.indices for source in self.sources] == [self.target.indices] and not any(changes)
+
+    @property
     def stage_names(self) -> Mapping[str, str]:
         """Other names on the first and the last of several pipeline stages."""
         return self.on if isinstance(self.on, Mapping) else {}

@@ -61,6 +61,8 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             wrong, what = (tensor, "tensor") if isinstance(name, str) else (name, "name")
             raise PlanError(f"'{name}' is no {what}: it is of type {type(wrong).__name__}", "leave it out")
+        if tensor.is_nested:
+            raise PlanError(f"{name}: a nested tensor is no plain tensor", "leave it out")
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
@@ -115,6 +117,9 @@ def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torc
     if type(local) not in (torch.Tensor, nn.Parameter) or local.layout is not torch.strided:
         kind = type(local).__name__ if local.layout is torch.strided else f"tensor in {local.layout}"
         raise PlanError(f"{name}: a {kind} is no plain tensor, so its bytes are not where its shape says")
+    if local.is_neg() or local.is_conj():
+        why = "shows memory with other signs than are there"
+        raise PlanError(f"{name}: {why}", "give what its resolve_neg().resolve_conj() gives")
     if local.device.type == "meta":
         raise PlanError(f"{name} is on the meta device: it has no data yet")
     return Slice(name, dtype, shape, runs), local.detach()

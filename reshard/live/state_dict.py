@@ -89,9 +89,19 @@ class _Tensors(Remote):
         parts: list[memoryview] = []
         for number in range(bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)):
             begin = self._begins[number]
-            data = self._tensors[number].contiguous().reshape(-1).view(torch.uint8)
-            parts.append(data[max(start - begin, 0) : stop - begin].cpu().numpy().data)
+            parts.append(_bytes_of(self._tensors[number], max(start - begin, 0), stop - begin))
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> memoryview:
+    """Bytes of a tensor's elements in order. Of one that is not contiguous, only the rows around them are copied."""
+    while not tensor.is_contiguous():
+        row = tensor.nbytes // len(tensor)
+        begin, end = first // row, -(-min(last, tensor.nbytes) // row)
+        rows = tensor[begin:end]
+        tensor = rows[0] if end - begin == 1 else rows.contiguous()
+        first, last = first - begin * row, last - begin * row
+    return tensor.reshape(-1).view(torch.uint8)[first:last].cpu().numpy().data
 
 
 def _version(tensor: torch.Tensor) -> int | None:

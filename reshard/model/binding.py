@@ -342,9 +342,10 @@ def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[s
         rule = f"'{weight.rules[0].shapes[0]}'"
         line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
         return NoRuleError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
-    if tensor.shape is None or len(tensor.shape) > 1:  # a weight, which plain numbers would put whole on every rank
+    if tensor.shape is None or (len(tensor.shape) > 1 and 0 not in tensor.shape):  # numbers would put it whole anywhere
         return NoRuleError(what, f"{save}, add a line with the axes of each dimension, and pass it with --plan FILE")
-    line = tomli_w.dumps({named_in(architecture, tensor.name): " ".join(map(str, tensor.shape))}).strip()
+    sizes = "..." if 0 in tensor.shape else " ".join(map(str, tensor.shape))
+    line = tomli_w.dumps({named_in(architecture, tensor.name): sizes}).strip()
     return NoRuleError(what, f"{save}, add the line {line}, and pass it with --plan FILE")
 
 

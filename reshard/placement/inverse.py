@@ -33,6 +33,8 @@ class NameInverse:
         self._constants = [pattern for constant in constants for pattern in constant.names]
         self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()
+        self.unchanged: set[str] = set()
+        """The Hugging Face tensors of which a stored tensor has the dimensions."""
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a
@@ -99,11 +101,17 @@ class NameInverse:
             sources = self._sources_of(line, words)
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
-                return [name] if is_spelled else sources  # as transformers itself saves it
+                sources = [name] if is_spelled else sources  # as transformers itself saves it
+                if is_spelled or (line.keeps_shape and sources == [line.sources[0].fill(words)]):
+                    self.unchanged.update(sources)
+                return sources
         for line in self._of_stages:
             if name in line.stage_names.values() and (sources := self._sources_of(line, {})) is not None:
                 return sources
-        return [name] if self._format.rules.keep and self.is_known(name) else None
+        if not self._format.rules.keep or not self.is_known(name):
+            return None
+        self.unchanged.add(name)
+        return [name]
 
     def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""

@@ -365,15 +365,13 @@ def inferred_tensors(
 ) -> list[FullTensor]:
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    origins = NameInverse(format, architecture, config).of(stored)
-    forms = {name: architecture.form(name)[0] for name in origins if format.rules.keep}
-    first = {form: name for name, form in reversed(forms.items())}
-    as_is = {form for form, name in first.items() if not any(line.target.match(name) for line in format.rules.lines)}
+    inverse = NameInverse(format, architecture, config)
+    origins = inverse.of(stored)
     alone = Counter(origins.values() if format.container.chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
             name, stored[origin].dtype, None, stored[origin].file.name,
-            stored[origin].shape if forms.get(name) in as_is or alone[origin] == 1 else None,
+            stored[origin].shape if name in inverse.unchanged or alone[origin] == 1 else None,
         )
         for name, origin in origins.items()
     ]  # fmt: skip

@@ -25,7 +25,16 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.hub_cache import begun_bytes, cache_of
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
-from reshard.store.remote import RefusedError, Remote, first_line, open_store, patience, patiently, read_range
+from reshard.store.remote import (
+    FIRST_CONTACT,
+    RefusedError,
+    Remote,
+    first_line,
+    open_store,
+    patience,
+    patiently,
+    read_range,
+)
 from reshard.store.selection import HubAccess, Weights, is_url, select, side_files, weight_files
 from reshard.system import check_space
 from reshard.text import plural
@@ -172,7 +181,8 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
 
     api = HfApi(token=request.access.token, library_name="reshard")
     try:
-        info = api.model_info(request.repo, revision=request.access.revision, files_metadata=True)
+        ask = partial(api.model_info, request.repo, revision=request.access.revision, files_metadata=True)
+        info = patiently(ask, _is_busy, min(patience(), FIRST_CONTACT))
     except Exception as error:
         if not _is_outage(error):
             raise
@@ -184,7 +194,7 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
 
     def copy(side: list[str]) -> Path:
         with _bars_off():
-            copied = request.snapshot(side, revision=commits[-1])
+            copied = patiently(lambda: request.snapshot(side, revision=commits[-1]), _may_pass, patience())
         commits.append(copied.name)
         return copied
 
@@ -300,6 +310,11 @@ def _is_outage(error: BaseException) -> bool:
         if isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.split(".")[0] in _HTTP_LIBRARIES:
             return True
     return False
+
+
+def _is_busy(error: Exception) -> bool:
+    """Whether the Hub answered that it cannot answer now."""
+    return any(status == 429 or status >= 500 for status in map(_status, _causes(error)))
 
 
 def _may_pass(error: Exception) -> bool:

@@ -13,11 +13,13 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError, redacted
 from reshard.store.threads import interruptible
@@ -85,7 +87,7 @@ PATIENCE = "RESHARD_RETRY_SECONDS"
 _PATIENCE = "180"
 _LONGEST_PATIENCE = 1_000_000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
-_FIRST_CONTACT = 10.0
+FIRST_CONTACT = 10.0
 """Seconds after which a place that never answered is given up: its name may be wrong."""
 
 
@@ -136,7 +138,7 @@ def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_fi
         status = status_of(error)
         return status in {"408", "429"} or status.startswith("5") if status else is_broken_connection(error)
 
-    seconds = min(patience(), _FIRST_CONTACT) if is_first else patience()
+    seconds = min(patience(), FIRST_CONTACT) if is_first else patience()
     try:
         return patiently(lambda: interruptible(request), may_pass, seconds)
     except Exception as error:
@@ -148,12 +150,17 @@ def ask(request: Callable[[], T], address: str, doing: str = "reading", *, is_fi
 def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = False) -> ObjectStore:
     """The store behind a URL. Credentials are taken from where the store's own tools look for them.
 
-    With ``once`` it does not try a request again by itself. Raises CheckpointError for an invalid URL.
+    A name and a password in it are sent as HTTP's basic authentication. With ``once`` it does not try a request again
+    by itself. Raises CheckpointError for an invalid URL.
     """
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
-    client: dict[str, Any] = dict(_CLIENT)
+    client, parts, headers = dict[str, Any](_CLIENT), urlsplit(url), headers or {}
+    if parts.scheme in {"http", "https"} and "@" in parts.netloc:
+        who, _, host = parts.netloc.rpartition("@")
+        url, basic = parts._replace(netloc=host).geturl(), b64encode(unquote(who).encode()).decode()
+        headers = {**headers, "Authorization": f"Basic {basic}"}
     if headers:
         client["default_headers"] = headers
     seconds = timedelta(seconds=patience())

@@ -136,6 +136,7 @@ def test_a_module(name, settings, dtype, found, expected):
     "name, settings, dtype, found, weight, expected",
     [
         ("gate_up_proj_blocks", {"quant_method": "mxfp4"}, "U8", (8, 4096, 64, 16), "e in -> out", "e out in/32 16"),
+        ("gate_up_proj_blocks", {"quant_method": "mxfp4"}, "F4", (8, 4096, 64, 32), "e in -> out", "e out in/32 32"),
         ("gate_up_proj_scales", {"quant_method": "mxfp4"}, "U8", (8, 4096, 64), "e in -> out", "e out in/32"),
         ("gate_up_proj_scale_inv", FP8, "F32", (8, 32, 16), "e out in", "e out/128 in/128"),
         ("gate_up_proj_scale_inv", FP8, "F32", (8, 16, 32), "e in -> out", "e in/128 -> out/128"),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.formats.errors import MismatchError, PlanError, ReshardError
+from reshard.live.state_dict import _bytes_of
 from tests import store
 from tests.live.processes import run
 from tests.marks import of_ranks, one_of_each
@@ -68,6 +73,27 @@ def test_tensors_by_name_need_a_config(tmp_path: Path) -> None:
     assert reshard.verify(store.checkpoint("llama"), tmp_path / "out", exact_only=True).verdict == "same"
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_any_bytes_of_a_tensor_in_another_order(shape: list[int], random: Random) -> None:
+    order = random.sample(range(len(shape)), len(shape))
+    tensor = torch.arange(prod(shape), dtype=torch.int16).reshape(shape).permute(order)
+    begin, end = sorted(random.sample(range(tensor.nbytes + 1), 2))
+    assert bytes(_bytes_of(tensor, begin, end)) == tensor.contiguous().numpy().tobytes()[begin:end]
+
+
+def test_a_large_tensor_in_another_order_is_not_copied_for_each_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, copied, contiguous = torch.zeros(64, 4096, dtype=torch.int8).T, list[int](), torch.Tensor.contiguous
+
+    def counted(self: torch.Tensor) -> torch.Tensor:
+        copied.append(self.nbytes)
+        return contiguous(self)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", counted)
+    for begin in range(0, tensor.nbytes, 1000):
+        _bytes_of(tensor, begin, begin + 1000)
+    assert sum(copied) < 2 * tensor.nbytes
+
+
 def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
     model = store.checkpoint("llama")
     with pytest.raises(PlanError, match="int is neither a module nor tensors by name"):
@@ -78,6 +104,11 @@ def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
         reshard.state_dict({"step": 3})  # type: ignore[dict-item]
     with pytest.raises(PlanError, match=r"x: a tensor in torch.sparse_coo is no plain tensor"):
         reshard.state_dict({"x": torch.ones(2).to_sparse()})
+    for signs in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj()):
+        with pytest.raises(PlanError, match="x: shows memory with other signs than are there"):
+            reshard.state_dict({"x": signs})
+    with pytest.raises(PlanError, match="x: a nested tensor is no plain tensor"):
+        reshard.state_dict({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)})
     with pytest.raises(PlanError, match="'3' is no name: it is of type int"):
         reshard.state_dict({3: torch.ones(2)})  # type: ignore[dict-item]
     tensors = module("llama").state_dict()

@@ -385,6 +385,16 @@ def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "bad")
 
 
+def test_a_tensor_of_another_number_of_dimensions_is_refused(tmp_path: Path) -> None:
+    tensors = load_file(next(store.checkpoint("llama").glob("*.safetensors")))
+    for name, shape in (("model.layers.0.mlp.up_proj.weight", (-1,)), ("model.norm.weight", (-1, 1))):
+        changed = {**tensors, name: tensors[name].reshape(shape)}
+        dcp.save(changed, checkpoint_id=tmp_path / "changed", no_dist=True)
+        with pytest.raises(MismatchError, match=f"the pieces of tensor '{name}' make"):
+            merge(tmp_path / "changed", tmp_path / "merged", config=store.checkpoint("llama"))
+        shutil.rmtree(tmp_path / "changed")
+
+
 def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
     split(store.checkpoint("llama"), tmp_path / "out", tp=2, format="dcp")
     ((_, info), *_) = read_distributed(tmp_path / "out").tensors["model.norm.weight"].chunks

@@ -16,6 +16,7 @@ import re
 import socket
 import struct
 import threading
+from collections import deque
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,6 +55,7 @@ class HubServer:
         self.busy = 0  # once an address has expired, the Hub answers so often that it is busy
         self.ignore_range = False
         self.failure: int | None = None  # a status to answer everything with, such as 503
+        self.failures = deque[int | None]()  # those of the next requests; None: as it should be
         self._uses: list[int] = []  # of each signature
         self._hub, self._cdn = self._listen("hub"), self._listen("cdn")
 
@@ -148,8 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append(Request(self.command, path, self.headers.get("Range"), token, self.host))
         if hub.down:
             self.close_connection = True
-        elif hub.failure is not None:
-            self.refuse(hub.failure, None, "Failed")
+        elif (failure := hub.failures.popleft() if hub.failures else hub.failure) is not None:
+            self.refuse(failure, None, "Failed")
         elif self.host == "cdn" and hub.expires_after is not None and not hub.use(url.query):
             self.refuse(403, None, "Request has expired")
         elif self.host == "cdn":

@@ -59,6 +59,8 @@ class StoreServer:
         self.before_put: Callable[[str], None] | None = None
         """Called with the key of each object that is put as a whole, before that is done."""
         self.requester_pays = False
+        self.authorization: str | None = None
+        """The header without which a request is answered with 401."""
         self.lists_bare_etags = False
         """As Azure does: its lists have etags without quotes, its answers have them with."""
         self.parts: dict[str, dict[int, bytes]] = {}
@@ -163,6 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         paid = self.headers.get("x-amz-request-payer") == "requester"
         if self.is_refused():
             return None
+        if store.authorization not in (None, self.headers.get("Authorization")):
+            return self.reply(401, {}, b"")
         if store.denied or (store.requester_pays and not paid):
             return self.reply(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
         if bucket != "bucket":

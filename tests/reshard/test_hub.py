@@ -430,12 +430,21 @@ def test_unreachable_hub(client: Client) -> None:
 
 
 def test_failing_hub(hub: HubServer, client: Client) -> None:
-    online = client()
+    online, once = client(), {"RESHARD_RETRY_SECONDS": "0"}
     hub.failure = 503
-    assert client().got == online.got
-    assert "503" in client(cache_dir=Path("empty")).error
+    assert client(env=once).got == online.got
+    assert "503" in client(cache_dir=Path("empty"), env=once).error
     hub.failure = 429
-    assert "too many requests (429)" in client().error
+    assert "too many requests (429)" in client(env=once).error
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_busy_hub_is_asked_again(status: int, hub: HubServer, client: Client) -> None:
+    online = client()
+    for number in range(3):  # each of the first requests in turn: of the repository, and of its files
+        hub.failures.extend([None] * number + [status, status])
+        assert client(cache_dir=Path(f"empty-{number}")).got["commit"] == online.got["commit"]
+        assert not hub.failures
 
 
 # --- paths ---------------------------------------------------------------------------------------------------------

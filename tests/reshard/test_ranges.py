@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -448,6 +449,15 @@ def test_another_machine_goes_on_with_what_is_in_the_bucket(
     assert puts & there == {f"/bucket/{replaced.relative_to(store.root)}"}
     assert run("merge", "s3://bucket/shards", tmp_path / "merged").returncode == 0
     assert contents(tmp_path / "merged") == contents(checkpoint)
+
+
+def test_the_password_of_a_url_is_sent(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    upload(checkpoint, store, "llama")
+    store.authorization = f"Basic {b64encode(b'me:p@ss word').decode()}"
+    with_password = f"{store.url.replace('//', '//me:p%40ss%20word@')}/bucket/llama"
+    done = run("split", with_password, tmp_path / "out", "--tp", "2")
+    assert done.returncode == 0 and "ss%20word" not in done.stdout + done.stderr, done.stderr
+    assert run("split", f"{store.url}/bucket/llama", tmp_path / "other", "--tp", "2").returncode == 2
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -217,6 +217,10 @@ def test_a_tensor_without_a_rule(tmp_path):
         split(source, tmp_path / "out", tp=2)
     assert "model.safetensors: tensor 'model.extra.weight' (F32, 3x5) has no rule" in error.value.message
     assert "plan_file=FILE" in str(error.value.hint) and "3 5" not in str(error.value.hint)
+    write_file(source / "model.safetensors", [*llama_tensors(), ("model.extra.weight", "F32", (0, 5))])
+    with pytest.raises(PlanError) as error:
+        split(source, tmp_path / "out", tp=2)
+    assert '"model.extra.weight" = "..."' in str(error.value.hint)  # no expression has a dimension of 0
 
 
 @pytest.mark.parametrize(

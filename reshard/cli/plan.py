@@ -78,7 +78,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         Option("--draft", "draft_file", group=Group.OUTPUT, type=NewFile(), metavar="FILE",
                help="Draft one, for a model that has no rules."),
         Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
-               help="A push between running ranks: from fsdp2:8."),
+               help="Plan a push between running ranks: from fsdp2:8."),
         Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
         Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
                help="Of a rank in a push; default: 50GB/s."),

@@ -52,6 +52,10 @@ _ADVICE = {
     f"reshard.live pushes weights between running programs (see 'reshard live --help'); {_HUB}": "push",
     "'hf download ORG/NAME' does; every command takes the id itself, too": "download",
     _GGUF: "gguf to-gguf",
+    "'mlx_lm.convert' makes MLX of a Hugging Face folder, which 'reshard merge' writes": "mlx",
+    "'reshard models' and 'reshard formats' list what is known, 'reshard inspect PATH' what is there": "list ls",
+    "reshard.load('model', tp=4, rank=0) gives a rank's tensors, in Python": "load",
+    "'reshard --version' says it": "version",
     _OUT: "out output output-dir o",
 }
 ELSEWHERE = {word: advice for advice, words in _ADVICE.items() for word in words.split()}

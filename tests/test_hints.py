@@ -83,13 +83,24 @@ def test_names_are_completed() -> None:
         ("quantize a b", "No such command 'quantize'", "'reshard split --quantize fp8-block' does, to fp8"),
         ("upload a b", "No such command 'upload'", "'hf upload ORG/NAME OUT' puts a folder on the Hub"),
         ("gguf a b", "No such command 'gguf'", "convert_hf_to_gguf.py of llama.cpp"),
-        ("split a b --as gguf", "'gguf' is no format that is written here", "convert_hf_to_gguf.py of llama.cpp"),
-        ("split a b --as vLLM", "'vLLM' is no format that is written here", "did you mean 'vllm'? known formats: "),
-        ("split a b --as hf", "'hf' is no format that is written here", "did you mean 'huggingface'? known formats: "),
+        ("list", "No such command 'list'", "'reshard models' and 'reshard formats' list"),
+        ("load a", "No such command 'load'", "reshard.load('model', tp=4, rank=0) gives a rank's tensors"),
+        ("version", "No such command 'version'", "'reshard --version' says it"),
+        ("split a b --as mlx", "unknown format 'mlx'", "'mlx_lm.convert' makes MLX"),
+        ("split a b", "Missing option '--tp' (or '--ep', '--pp'); --as FORMAT", "see 'reshard split --help'"),
+        ("split a b --as vllm", "Missing option '--tp' (or '--ep', '--pp'), which vllm needs", "see 'reshard split"),
+        ("split a b --tp", "Option '--tp' requires an argument", "see 'reshard split --help'"),
+        ("split model b --tp 0", "--tp 0 is not possible", "see 'reshard split --help'"),
+        ("plan model --from fsdp:8 --to vllm:tp4", "'fsdp:8': no program is called 'fsdp'", "did you mean fsdp2?"),
+        ("plan model --from fsdp2:8 --to vllm:4", "'vllm:4': vllm is no trainer", "did you mean vllm:tp4?"),
+        ("split S3://a/b c --tp 2", "no such folder: S3://a/b", "write s3:// in small letters"),
+        ("split a b --as gguf", "unknown format 'gguf'", "convert_hf_to_gguf.py of llama.cpp"),
+        ("split a b --as vLLM", "unknown format 'vLLM'", "did you mean 'vllm'? known formats: "),
+        ("split a b --as hf", "unknown format 'hf'", "did you mean 'huggingface'? known formats: "),
         ("split model hf://me/repo --tp 2", "hf://me/repo: no such kind of store", "'hf upload ORG/NAME OUT' puts"),
         ("split model me/repo --tp 2", "me: no such folder", "make it first; 'hf upload ORG/NAME OUT' puts"),
         ("formats vllm", "'vllm' is a format, not a SOURCE: give 'reshard formats --as vllm'", "see 'reshard formats"),
-        ("formats --as vlm", "'vlm' is no format that is written here", "did you mean 'vllm'? known formats: "),
+        ("formats --as vlm", "unknown format 'vlm'", "did you mean 'vllm'? known formats: "),
         ("plan model --as huggingface", "'huggingface' is one full checkpoint: there are no ranks to plan for", "give"),
         ("models llamma", "no model type has 'llamma' in its name", "did you mean 'llama'"),
     ],
@@ -100,6 +111,12 @@ def test_the_nearest_word_is_offered(line: str, error: str, hint: str, tmp_path:
     first, second = done.stderr.splitlines()
     assert done.returncode == 2 and first.startswith(f"Error: {error}") and "Did you mean" not in first
     assert second.startswith(f"Hint: {hint}")
+
+
+def test_help_and_version_in_other_words() -> None:
+    assert command("help").stdout == command("--help").stdout
+    assert command("help", "split").stdout == command("split", "--help").stdout
+    assert command("-V").stdout == command("--version").stdout
 
 
 def test_all_formats_are_known_but_what_no_program_loads(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def format_of(name: str) -> Format:
 
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
-            raise PlanError(f"'{name}' is no format that is written here", hint)
+            raise PlanError(f"unknown format '{name}'", hint)
         READ[name] = read_format(PROGRAMS / f"{name}.toml")
     return READ[name]
 

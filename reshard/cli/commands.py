@@ -62,6 +62,11 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the first word names. Raises ReshardError that says what any other may mean."""
+        if args[:1] == ["help"]:  # help split
+            args = [*args[1:2], "--help"]
+            if args == ["--help"]:
+                click.echo(ctx.get_help())
+                ctx.exit()
         if args and not args[0].startswith("-") and args[0] not in self._lazy:
             from reshard.formats.hints import nearest, with_hint  # for an error alone
 
@@ -90,7 +95,7 @@ class LazyGroup(click.Group):
     no_args_is_help=False,
     invoke_without_command=True,
 )
-@click.version_option(__version__, "--version", prog_name="reshard", message="%(prog)s %(version)s")
+@click.version_option(__version__, "-V", "--version", prog_name="reshard", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Split, merge, re-split and convert checkpoints of large language models between the formats of engines and

@@ -75,7 +75,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         Option("--draft", "draft_file", group=Group.OUTPUT, type=NewFile(), metavar="FILE",
                help="Draft one, for a model that has no rules."),
         Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
-               help="A push between running ranks: from fsdp2:8."),
+               help="Plan a push between running ranks: from fsdp2:8."),
         Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
         Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
                help="Of a rank in a push; default: 50GB/s."),
@@ -121,14 +121,16 @@ def plan_command(
     if draft_file is not None:
         _write_draft(request, draft_file)
         return
+    opened, model = None, _model_of_config(request)
     try:
-        opened = open_any(source, request, Weights.HEADERS)
+        if model is None:
+            opened = open_any(source, request, Weights.HEADERS)
+            model = opened.model
     except PlanError as error:
         if save_file is None:
             raise
         _save(lines_of_any(source, request), save_file)
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
-    model = opened.model
     if save_file is not None:
         rules = model.architecture
         used = {line: rules.tensors[line] for line in rules.tensors if line in model.used_templates}
@@ -152,6 +154,32 @@ def plan_command(
                 _print_program(plan, format, source, as_json)
     elif save_file is None or as_json:
         _print_degrees(possible_degrees(make_plan(model, UNSPLIT), request), as_json)
+
+
+def _model_of_config(request: PlanRequest) -> Model | None:
+    """The model of a folder that has a config.json and no weights yet, as transformers would make it; None otherwise.
+
+    Of a quantized one, only the weights say what they are.
+    """
+    from reshard.formats.documents import read_config
+    from reshard.formats.files.checkpoint import CONFIG, METADATA, WEIGHT_SUFFIXES
+    from reshard.formats.files.sharded import MANIFEST
+    from reshard.formats.quantization.methods import quantization_settings
+
+    path = Path(str(request.source))
+    folder = path.parent if path.name == CONFIG else path
+    if not (folder / CONFIG).is_file() or request.is_changed or request.dtype:
+        return None
+    names = [file.name for file in folder.iterdir()]
+    weights = (*WEIGHT_SUFFIXES, ".distcp", ".index.json", MANIFEST, METADATA)
+    if any(name.endswith(weights) or (folder / name).is_dir() for name in names):
+        return None
+    if quantization_settings(read_config(folder / CONFIG)):
+        return None
+    require_transformers("a plan of config.json alone")
+    from reshard.verify.profile.blocks import skeleton  # torch
+
+    return skeleton(folder, plan_file=request.plan_file)
 
 
 def _plan_push(
@@ -221,7 +249,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- one mesh
 
 
-def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
+def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
     """Print what each rank owns."""
     from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
@@ -229,7 +257,9 @@ def _print_plan(plan: Plan, opened: Source, source: str, as_json: bool) -> None:
     from reshard.placement.arrangement import arrangement_of
 
     ends = (0, plan.mesh.size - 1)
-    download = max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened.is_remote else 0
+    download = (
+        max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened and opened.is_remote else 0
+    )
     if not as_json:
         print_lines(plan.to_text(terminal_width(), source, download or None))
         return

@@ -275,12 +275,13 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> i
     except click.NoSuchOption as error:
         return _no_such_option(error, group, arguments)
     except click.UsageError as error:
-        return _fail(error.format_message(), f"see '{error.ctx.command_path if error.ctx else 'reshard'} --help'")
+        return _fail(error.format_message(), _help_of(group, arguments))
     except click.ClickException as error:
-        return _fail(error.format_message())
+        return _fail(error.format_message(), _help_of(group, arguments))
     except ReshardError as error:
         code = NO if isinstance(error, MismatchError) else FAILED
-        return _fail(error.message, error.hint, code=code, traceback="tracebacks" in run)
+        hint = error.hint or (_help_of(group, arguments) if code == FAILED else None)
+        return _fail(error.message, hint, code=code, traceback="tracebacks" in run)
     except KeyboardInterrupt as stop:  # it says what is kept
         print_note(f"reshard: interrupted: {stop}" if stop.args else "reshard: interrupted")
         return INTERRUPTED
@@ -296,6 +297,12 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> i
         return _fail(f"internal error: {type(error).__name__}: {error}", hint, traceback="tracebacks" in run)
     finally:
         ReshardError.names_options = False
+
+
+def _help_of(group: click.Group, arguments: Sequence[str]) -> str:
+    """Where the command is explained whose line is refused."""
+    name = next((word for word in arguments if word in group.list_commands(click.Context(group))), None)
+    return f"see 'reshard {f'{name} ' if name else ''}--help'"
 
 
 def _no_such_option(error: click.NoSuchOption, group: click.Group, arguments: Sequence[str]) -> int:

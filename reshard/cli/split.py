@@ -115,7 +115,8 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
 
     any_mesh, name = {"huggingface", *adapter_format_names()}, options["format"]
     if not has_degree(options) and not (name in any_mesh or (name and format_of(name).container.chunks)):
-        raise click.UsageError("Missing option '--tp' (or '--ep', '--pp').")
+        needs = f", which {name} needs" if name else "; --as FORMAT alone is enough for some formats"
+        raise click.UsageError(f"Missing option '--tp' (or '--ep', '--pp'){needs}.")
     if None in ranks and len(ranks) > 1:
         raise click.UsageError("--rank auto goes without other ranks")
     from reshard.system import share_of_launcher

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,6 +72,8 @@ class Report(Result):
     """What is stored besides the model: training states, and files that are not read with it."""
     without: tuple[str, ...] = ()
     """The towers of the model type, if it is a language model alone."""
+    holds: tuple[str, ...] = ()
+    """How the names of a training run begin, whose model is not known."""
     nbytes: int = 0
     files: int = 0
     mesh: Mesh | None = None
@@ -273,6 +276,7 @@ def _take_distributed(report: Report, folder: Folder) -> bool:
     report.files, report.nbytes = len(saved.files), sum(saved.files.values())
     _count(report, saved.tensors.values())
     report.parameters_are_of, report.any_mesh = "everything", True
+    report.holds = tuple(dict.fromkeys(re.split(r"[./]", name)[0] for name in (*saved.tensors, *saved.objects)))
     _take_trainer(report, saved.what)
     return True
 
@@ -418,12 +422,13 @@ def _pairs(report: Report) -> Iterator[tuple[str, str]]:
         ("loaded by", report.loaded_by),
         ("written by", is_known if report.loaded_by is not None else None),
         ("model type", f"{report.model_type or 'unknown'} ({rules})" if has_type else None),
-        ("mesh", "any: its files have chunks" if report.any_mesh else mesh),
+        ("mesh", "any number of ranks can load it" if report.any_mesh else mesh),
         ("ranks here", (listed(report.ranks_present) or "none") if report.ranks_missing else None),
         ("missing", listed(report.ranks_missing)),
         ("parameters", f"{report.parameters:,}{also}" if report.dtypes else None),
         ("dtypes", ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())),
         ("tensors", f"{report.tensors:,}" if report.dtypes else None),
+        ("holds", listed(report.holds, 8) if report.holds else None),
         ("beside", f"{listed(report.beside, 5)}: not of the model, and not counted" if report.beside else None),
         ("without", f"{listed(report.without)}: it is the language model alone" if report.without else None),
         ("load it", report.load),

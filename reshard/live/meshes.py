@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -64,7 +64,12 @@ class Target:
     @property
     def format(self) -> Format:
         """The format of its tensors. Raises PlanError."""
-        return format_of(TRAINERS.get(self.program, self.program))
+        try:
+            return format_of(TRAINERS.get(self.program, self.program))
+        except PlanError as error:
+            near = "did you mean fsdp2? " if self.program == "fsdp" else ""
+            hint = f"{near}trainers are {', '.join(TRAINERS)}; engines vllm, sglang and others of 'reshard formats'"
+            raise PlanError(f"'{self}': no program is called '{self.program}' here", hint) from error
 
     @property
     def ranks(self) -> int:
@@ -118,8 +123,10 @@ def arranged(model: Model, target: Target) -> Arrangement:
 def trainer_state(model: Model, target: Target) -> LiveState:
     """What the ranks of a trainer would hold. Raises PlanError."""
     if target.program not in TRAINERS:
+        meant = f"did you mean {replace(target, tp=target.fsdp, fsdp=1)}? " if target.fsdp > 1 == target.tp else ""
         raise PlanError(
-            f"'{target}': {target.program} is no trainer, and has no FSDP", f"trainers are {', '.join(TRAINERS)}"
+            f"'{target}': {target.program} is no trainer, and has no FSDP",
+            f"{meant}trainers are {', '.join(TRAINERS)}",
         )
     arrangement = arranged(model, target)
     whole = {part.name: part.geometry.shape(0) for part in on_mesh(arrangement.plan.unsplit, target.format).stored}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from reshard.delta.differences import CHANGED, HEAD, SAME, Diff, TensorDiff, percent_text, rows_of, share_of
 from reshard.formats.notation.architecture import numbers_in, without_numbers
@@ -19,12 +20,16 @@ _SCALE = (1e-6, 1e-4, 1e-2, 1.0)
 def diff_page(diff: Diff, line: str = "reshard diff") -> str:
     """The text of the page."""
     kinds = {kind: len(diff.of(kind)) for kind in dict.fromkeys(tensor.kind for tensor in diff.tensors)}
-    properties = [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
+    count = sum(tensor.kind != SAME for tensor in diff.tensors)
+    where = f"{count:,} of {plural(len(diff.tensors), 'tensor')}" if count else "config.json alone"
+    headline = "The same" if diff.same else f"Different in {where}"
+    properties = [("A", diff.a), ("B", diff.b)]
+    properties += [(kind, plural(count, "tensor")) for kind, count in kinds.items()]
     properties.append(("compared", f"{human_bytes(diff.nbytes)} of each"))
     properties += [("config.json differs", ", ".join(diff.config))] if diff.config else []
     marks = [Cell("some", _opacity(share), percent_text(share), "") for share in _SCALE]
     return html_page(
-        "reshard/pages/diff_page.html", f"{diff.a} and {diff.b}", line, properties=properties,
+        "reshard/pages/diff_page.html", headline, line, properties=properties, is_same=diff.same,
         legend=[Cell("none", 1, SAME, ""), *marks, Cell("other", 1, "other kinds", "")],
         pictures=[*_pictures(diff.tensors)], head=HEAD,
         rows=rows_of([tensor for tensor in diff.tensors if tensor.kind != SAME]),
@@ -44,7 +49,12 @@ def _pictures(tensors: Sequence[TensorDiff]) -> Iterator[Html]:
     for lines in filter(None, (layered, alone)):
         layers = max(map(max, lines.values())) + 1
         columns = groups(layers, MOST)
-        rows = [(name, [_cell(name, line, column) for column in columns]) for name, line in lines.items()]
+        words = takewhile(lambda same: len({*same}) == 1, zip(*(name.split(".")[:-1] for name in lines), strict=False))
+        common = "".join(f"{word}." for word, *_ in words) if len(lines) > 1 else ""
+        rows = [
+            (name.removeprefix(common), [_cell(name, line, column) for column in columns])
+            for name, line in lines.items()
+        ]
         count = sum(len(tensors) for line in lines.values() for tensors in line.values())
         labels, count_text = [str(column[0]) for column in columns], plural(count, "tensor")
         yield matrix(rows, labels, "What differs where", count_text, widest=32)

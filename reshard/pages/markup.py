@@ -179,6 +179,8 @@ class Cell(NamedTuple):
     opacity: float
     name: str
     numbers: str
+    shown: str = ""
+    """What stands in it, where there is room."""
 
 
 def matrix(
@@ -203,6 +205,8 @@ def matrix(
                 mark = rectangle(cell.kind, x + 0.5, y + 1, max(wide - 1, 1), high - 2)
                 dark = mark if cell.opacity == 1 else element("g", mark, opacity=f"{cell.opacity:.2f}")
                 marks.append(frame.hot(rectangle("hit", x, y, wide, high), dark, cell.name, cell.numbers))
+                if cell.shown and len(cell.shown) * CHARACTER < wide:
+                    marks.append(text(x + wide / 2, y + high / 2 + 4, cell.shown, "number", "middle"))
         return frame.svg(joined(*marks), title, description)
 
     return both_widths(draw)

@@ -33,7 +33,8 @@ def push_page(routes: Routes, title: str, link: float, line: str = "reshard plan
         name = f"{_label('trainer', trainers[row])} to {_label('receiver', receivers[column])}"
         if not (nbytes := sums[row, column]):
             return Cell("none", 1, name, "nothing")
-        return Cell("some", 0.15 + 0.85 * nbytes / most, name, human_bytes(nbytes))
+        size = human_bytes(nbytes)
+        return Cell("some", 0.15 + 0.85 * nbytes / most, name, size, size)
 
     rows = [
         (_label("trainer", ranks), [cell(row, column) for column in range(len(receivers))])

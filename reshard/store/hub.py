@@ -6,6 +6,7 @@ is imported only for a Hub id, because the import alone takes longer than ``resh
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gc
 import glob
@@ -149,8 +150,13 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
         return fetch_stored(source, weights, assets_folder(access.cache_dir))
     if os.path.lexists(path) and path.is_symlink():
         raise CheckpointError(f"{source} is a link to {path.readlink()}, which is not there")
+    meant = _meant(path) if source and access.revision is None else ""
     if not _may_be_repo(source):
-        raise CheckpointError(f"no such folder: {source or '(empty)'}", _hint_for_path(source))
+        raise CheckpointError(f"no such folder: {source or '(empty)'}", meant or _hint_for_path(source))
+    if meant:
+        raise CheckpointError(
+            f"no such folder: {source}", f"{meant} If it is a repository of the Hub, give it with --revision main"
+        )
     request = _Request(source, access)
     with _as_told(access.quiet):
         try:
@@ -282,7 +288,18 @@ def _may_be_repo(source: str) -> bool:
     return True
 
 
+def _meant(path: Path) -> str:
+    """``did you mean 'model'?``: what is written nearly so, beside what is not there; a number makes another name."""
+    letters, names = re.sub(r"\d", "", path.name), list[str]()
+    with suppress(OSError):
+        names = [each.name for each in path.parent.iterdir() if re.sub(r"\d", "", each.name) != letters]
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.75)
+    return f"did you mean {' or '.join(repr(str(path.with_name(name))) for name in near)}?" if near else ""
+
+
 def _hint_for_path(source: str) -> str:
+    if re.match(r"(?i:s3|gs|az|https?)://", source) and not source[:2].islower():
+        return f"write {source.partition('://')[0].lower()}:// in small letters"
     match = re.match(r"(?:https?|hf)://(?:[^/]*\.[^/]*/)?(?:models/)?([\w.-]+/[\w.-]+)", source)
     if match:
         return f"give the Hub id alone: {match[1]}"
@@ -358,7 +375,7 @@ def _explain(error: Exception, request: _Request) -> CheckpointError:
                 what = f"{repo} is gated: access is for those who accepted its terms"
                 hint = f"accept them at {page}, then {log_in}"
             case RevisionNotFoundError():
-                what = f"{repo} has no revision {request.access.revision}"
+                what = f"{repo} has no revision {request.access.revision or 'main'}"
                 hint = "give a branch, a tag or a full commit hash, or leave out --revision"
             case RepositoryNotFoundError():
                 what = f"no folder {repo} here, and no repository of that name on the Hub (or a private one)"

@@ -117,10 +117,12 @@ class Summary(Result):
             which = f"{'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))} of {ranks}"
         sources = f"{plural(self.source_mesh.size, 'rank')} of " if self.source_mesh.size > 1 else ""
         would = f"would {self.command}" if self.dry_run else verb
-        into = {"merge": "into one checkpoint", "write": "as one checkpoint"}.get(self.command, f"into {which}")
+        into = "into one checkpoint" if self.command == "merge" else f"into {which}"
         into += f", part {self.part.index} of {self.part.count}" if self.part is not None else ""
         counts = f"{plural(self.tensors, 'tensor')} in {plural(self.files, 'file')}, {human_bytes(self.nbytes)}"
         text = f"{would} {sources}{self.source} {into}: {counts}"
+        if self.command == "write":  # the source is as it was
+            text = f"{would} one checkpoint{into.removeprefix(f'into {which}')} from {self.source}: {counts}"
         return text[0].upper() + text[1:]
 
     def to_text(self, width: int | None = None) -> str:
@@ -155,9 +157,10 @@ def _paragraph(summary: Summary) -> str:
         again = f", {plural(summary.tried_again, 'request')} tried again" if summary.tried_again else ""
         parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched{again}")
     for axis, (full, padded) in summary.padding.items():
-        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge strips")
+        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge removes")
     for axis, unit in summary.mesh.uneven:
-        parts.append(f"the last ranks have less of {axis}, which goes in units of {unit:,}")
+        units = f", which is cut in units of {unit:,}" if unit > 1 else ""
+        parts.append(f"the last ranks have less of {axis}{units}")
     if summary.left_behind:
         parts.append(f"left behind: {listed(summary.left_behind, 10)}, which the output has no place for")
     parts += [summary.note] if summary.note else []

@@ -186,7 +186,7 @@ def test_more_parts_than_a_plan_ends_for_are_refused(tmp_path: Path) -> None:
         ("vllm:tp2", "vllm:tp2", "vllm is no trainer"),
         ("fsdp2:2", "vllm:2", "vllm is no trainer"),
         ("fsdp2:2", "vllm:tp5", "heads do not divide by 5"),
-        ("fsdp2:2", "nonsense:tp2", "is no format"),
+        ("fsdp2:2", "nonsense:tp2", "no program is called"),
     ],
 )
 def test_what_cannot_be_pushed(llama: Path, source: str, target: str, why: str) -> None:

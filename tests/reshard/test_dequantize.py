@@ -165,7 +165,7 @@ def test_one_full_checkpoint_is_what_torch_makes(source: Path, plain: Path, tmp_
 def test_what_was_no_split_one_is_not_merged(source: Path, tmp_path: Path) -> None:
     given = ("--as", "huggingface", "--dequantize", "--cache-dir", tmp_path, "--dry-run")
     done = command("split", source, tmp_path / "out", *given)
-    assert done.stdout.startswith(f"Would write {source} as one checkpoint: "), done.stderr
+    assert done.stdout.startswith(f"Would write one checkpoint from {source}: "), done.stderr
     assert json.loads(command("split", source, tmp_path / "out", *given, "--json").stdout)["command"] == "write"
 
 

@@ -15,7 +15,7 @@ from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
-from reshard.text import human_bytes
+from reshard.text import human_bytes, plural
 from reshard.verify.profile.cost import NotRun, recommend, whole_model
 from reshard.verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from reshard.verify.profile.processes import Node, run_processes
@@ -88,7 +88,7 @@ def _degrees(model: Model, node: Node, request: ProfileRequest) -> tuple[list[in
     for degree in request.tp:
         check_degrees(model, mesh_of(degree))
         if degree > node.ranks:
-            why = f"this node has {node.ranks} {'ranks' if node.device == 'cpu' else 'GPUs'}"
+            why = f"this node has {plural(node.ranks, 'rank' if node.device == 'cpu' else 'GPU')}"
             ways = [{"predict_tp": degree}, *([{"ranks": degree}] if node.device == "cpu" else [])]
             raise refused("tp", degree, why, instead=tuple(ways))
     return sorted(set(request.tp)), ()

@@ -162,24 +162,22 @@ def _model_of_config(request: PlanRequest) -> Model | None:
     Of a quantized one, only the weights say what they are.
     """
     from reshard.formats.documents import read_config
-    from reshard.formats.files.checkpoint import CONFIG, METADATA, WEIGHT_SUFFIXES
-    from reshard.formats.files.sharded import MANIFEST
+    from reshard.formats.files.checkpoint import CONFIG
+    from reshard.formats.files.side_files import is_side_file
     from reshard.formats.quantization.methods import quantization_settings
 
     path = Path(str(request.source))
     folder = path.parent if path.name == CONFIG else path
     if not (folder / CONFIG).is_file() or request.is_changed or request.dtype:
         return None
-    names = [file.name for file in folder.iterdir()]
-    weights = (*WEIGHT_SUFFIXES, ".distcp", ".index.json", MANIFEST, METADATA)
-    if any(name.endswith(weights) or (folder / name).is_dir() for name in names):
+    if any(file.is_dir() or not is_side_file(file.name, ()) for file in folder.iterdir() if file.name[0] != "."):
         return None
     if quantization_settings(read_config(folder / CONFIG)):
         return None
     require_transformers("a plan of config.json alone")
     from reshard.verify.profile.blocks import skeleton  # torch
 
-    return skeleton(folder, plan_file=request.plan_file)
+    return skeleton(folder, plan_file=Path(request.plan_file) if request.plan_file else None)
 
 
 def _plan_push(

@@ -590,7 +590,7 @@ def test_errors_name_what_the_user_named(
     url = "s3://bucket/llama" if kind == "s3" else f"{store.url}/bucket/llama"
     index = store.root / "llama" / "model.safetensors.index.json"
     document = json.loads(index.read_text())
-    del document["weight_map"]["model.norm.weight"]
+    document["weight_map"]["model.norm.weight"] = 1
     index.write_text(json.dumps(document))
     done = run("split", url, tmp_path / "out", "--tp", "2")
     assert_refused(done, f"{url}/model", out=tmp_path / "out")

@@ -328,7 +328,8 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
     first = {file: tensor for tensor, file in reversed(file_of.items()) if isinstance(file, str)}
     for tensor, file in file_of.items():
         if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{path}: tensor {tensor!r} should be mapped to a file name, not to {brief(file)}")
+            what = f"tensor {tensor!r} should be mapped to a file name, not to {brief(file)}"
+            raise CheckpointError(f"{path}: {what}", "fetch or write the index again")
     for file, tensor in first.items():
         if not is_inside(file) or "\\" in file:
             raise CheckpointError(

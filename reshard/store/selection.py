@@ -168,8 +168,8 @@ def select(
     Returns the folder that it gives, the names of the small files and of the weights, and whether ranges of the weights
     are enough. Raises CheckpointError if there is no checkpoint.
     """
-    names, is_split, _ = _belonging(sizes)
-    documents = [name for name in names if name in DOCUMENTS]
+    names, is_split, indices = _belonging(sizes)
+    documents = [name for name in names if name in ({*DOCUMENTS} - {*INDICES}) | indices]
     folder = copy(documents)
 
     def read(document: str) -> bytes | None:

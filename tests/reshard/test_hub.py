@@ -68,6 +68,7 @@ def write_repository(folder: Path, seed: int = 0) -> Path:
 
 WANTED = {
     "config.json",
+    "logo.PNG",
     "hf_quant_config.json",
     "tokenizer.json",
     "model.safetensors.index.json",

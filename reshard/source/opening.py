@@ -208,6 +208,8 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
         architecture = adapter_architecture(adapted.architecture, config, path)
     else:
         architecture = folder.architecture(config)
+    if is_adapter:
+        _check_vocabulary(architecture, config, tensors)
     naming: Naming | None = None
     try:
         if folder.beginning is not None:
@@ -293,6 +295,21 @@ def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, aliases=aliases, records=(), index=None, index_name=None)
 
 
+def _check_vocabulary(architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise PlanError if an adapter has a table of another vocabulary than its base model's: it has added tokens."""
+    sizes = AxisSizes(architecture, config, {}).of({})
+    for name, info in tensors.items():
+        match = architecture.match(name) if ".lora_" not in name else None
+        dims = match.rules[0].shapes[0].dims if match is not None else ()
+        for dim, rows in zip(dims, info.shape, strict=False):
+            if dim.axis in architecture.pad and sizes.get(dim.axis, rows) != rows:
+                raise PlanError(
+                    f"{ADAPTER}: '{name}' is for a vocabulary of {rows:,}, and the base model has {sizes[dim.axis]:,}: "
+                    "an adapter with added tokens (resize_token_embeddings) is neither split nor merged",
+                    "resize the base model as in the training, and merge it with PEFT (merge_and_unload)",
+                )
+
+
 def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:
     """Raise PlanError if an adapter has no tensors, or an A or B that is of no module it names, or no float."""
     from reshard.formats.notation.adapters import module_of, settings_of  # rarely needed
@@ -300,6 +317,13 @@ def _check_adapter(settings: object, checkpoint: Checkpoint) -> None:
     lora, dtypes = settings_of(settings, checkpoint.path), ("BF16", "F16", "F32", "F64")
     if not checkpoint.tensors:
         raise PlanError(f"{ADAPTER} has no tensors: the adapter changes nothing")
+    delta = next((name for name in checkpoint.tensors if name.endswith("trainable_tokens_delta")), None)
+    if delta is not None:
+        raise PlanError(
+            f"{ADAPTER}: '{delta}' has rows for single tokens (trainable_token_indices), which are neither split nor "
+            "merged",
+            "merge it with PEFT (merge_and_unload)",
+        )
     for name, info in checkpoint.tensors.items():
         if ".lora_" in name and info.dtype not in dtypes:
             raise PlanError(f"{ADAPTER}: tensor '{name}' is {info.dtype}; A and B are read in {', '.join(dtypes)}")

@@ -25,6 +25,7 @@ from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import Term, changes_of
 from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, tensors_of
 
+_PICKLED = "adapter_model.bin"
 _TILE = 1 << 16
 """So many elements are computed at a time: they stay in a core's cache."""
 
@@ -110,6 +111,9 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
     Raises CheckpointError if the adapter is none, PlanError if it is not plain LoRA, and MismatchError if it is for
     another base model.
     """
+    if not has_adapter(path) and (path / ADAPTER_CONFIG).is_file() and (path / _PICKLED).is_file():
+        what = f"{path} is a PEFT adapter in {_PICKLED}, and {ADAPTER} is read"
+        raise CheckpointError(what, "load it with PEFT and save it again (save_pretrained)")
     if not has_adapter(path):
         raise CheckpointError(f"{path} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
     adapter = open_source(path, adapted=source.model)

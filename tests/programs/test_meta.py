@@ -338,6 +338,32 @@ def test_scaled_positions_come_back(tmp_path: Path) -> None:
     assert config["rope_scaling"] == scaling
 
 
+@pytest.mark.parametrize("form", ["meta", "mistral"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"rope_theta": 500000.0, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 500000.0}, "rope_parameters": {"rope_theta": 10000.0}},
+    ],
+)
+def test_of_two_spellings_of_a_setting_that_of_transformers_counts(settings: dict[str, Any], form: str) -> None:
+    from transformers import LlamaConfig
+
+    from reshard.formats.notation.format_file import format_of
+
+    rules = format_of(form).settings
+    assert rules is not None
+
+    def look_up(name: str) -> Any:
+        first, *inner = name.split(".")
+        value = settings.get(first)
+        return value if not inner or value is None else value.get(inner[0])
+
+    written = rules.write["rope_theta"].evaluate(look_up)
+    assert written == LlamaConfig.from_dict(dict(settings)).rope_parameters["rope_theta"] == 500000.0
+
+
 @pytest.mark.parametrize(
     ("hidden", "ff"), [(4096, 11008), (5120, 13824), (4096, 14336), (8192, 28672), (64, 80), (96, 31)]
 )

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import merge, split
-from reshard.formats.errors import MismatchError, PlanError, ReshardError
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
+from reshard.formats.files.checkpoint import ADAPTER
 from reshard.formats.notation.adapters import adapter_architecture, settings_of
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.architecture_files import find_architecture
@@ -334,6 +335,31 @@ def without(base: Path, folder: Path, part: str) -> Path:
     kept = {name: each for name, each in tensors(folder).items() if part not in name}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def test_what_an_adapter_has_of_tokens_is_named(tmp_path: Path) -> None:
+    """Added tokens, trained tokens, and files that are not read: by the adapter's own tensors, on each way."""
+    base, given = store.checkpoint("llama"), tmp_path / "adapter"
+    tensors = load_file(peft_adapters.made("llama", "linear") / ADAPTER)
+    rows, hidden = load_file(base / "model.safetensors")["model.embed_tokens.weight"].shape
+    start = "base_model.model.model.embed_tokens"
+    for name, shape, said in (
+        (f"{start}.weight", (rows + 4, hidden), f"'{start}.weight' is for a vocabulary of {rows + 4}"),
+        (f"{start}.token_adapter.trainable_tokens_delta", (2, hidden), "rows for single tokens"),
+    ):
+        shutil.copytree(peft_adapters.made("llama", "linear"), given)
+        save_file({**tensors, name: torch.ones(shape)}, given / ADAPTER)
+        for way in ({"adapter": given}, {}):
+            with pytest.raises(PlanError, match=said) as error:
+                split(base if way else given, tmp_path / "out", tp=2, **({} if way else {"config": base}), **way)
+            assert "PEFT" in str(error.value.hint)
+        shutil.rmtree(given)
+    shutil.copytree(peft_adapters.made("llama", "linear"), given)
+    torch.save(tensors, given / "adapter_model.bin")
+    (given / ADAPTER).unlink()
+    with pytest.raises(CheckpointError, match=f"is a PEFT adapter in adapter_model.bin, and {ADAPTER} is read"):
+        split(base, tmp_path / "out", tp=2, adapter=given)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ def test_command(tmp_path: Path) -> None:
     source, file = store.checkpoint("llama"), tmp_path / "plan.html"
     done = command("plan", source, "--tp", "2", "--report", file)
     assert done.returncode == 0 and done.stderr == f"Drew the plan: {file}\n" and "bytes per rank" in done.stdout
-    assert "attention heads do not divide by 3" in file.read_text()
+    text = file.read_text()
+    assert "attention heads do not divide by 3" in text and "reshard plan " in text.partition("<footer")[2]
+    assert '<th scope="col">--tp</th><th scope="col">possible</th>' in text  # its numbers are at the left, too
     for arguments in (("--report", file), ("--tp", "2", "--as", "vllm", "--report", file)):
         assert "--report goes with" in command("plan", source, *arguments).stderr
     missing = tmp_path / "none" / "plan.html"

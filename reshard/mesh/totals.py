@@ -301,7 +301,7 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
         pairs.append(("download", f"{human_bytes(download)} for one rank, with --rank ({share:.1%} of the weights)"))
     full = plan.model.sizes.of({})
     for axis, size in plan.padding.items():
-        pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge strips them"))
+        pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge removes them"))
     if plan.mesh.pp > 1:
         stages = (layers_at(plan.mesh, stage) for stage in range(plan.mesh.pp))
         text = ", ".join(str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}" for layers in stages)

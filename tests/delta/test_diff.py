@@ -180,6 +180,7 @@ def test_the_page(base: Path, tuned: Path, tmp_path: Path) -> None:
     done = command("diff", base, tuned, "--report", page)
     assert done.returncode == 1 and done.stderr.endswith(f"Drew what differs: {page}\n")
     text = page.read_text()
+    assert '<header class="different">' in text and "Different in 2 of 30 tensors</h1>" in text
     assert "<script" not in text and text.count("<figure>") == 2
     shown = dict(re.findall(r"<title>([^<:]+): ([^<]+)</title>", text))
     assert len(shown) == 30 and all(shown[name] == "0.21 % of the elements" for name in DOWN[1:])

@@ -199,6 +199,7 @@ def test_the_picture(llama: Path) -> None:
     page = push_page(plan, "a push", 50e9)
     for (sender, receiver), nbytes in plan.pairs().items():
         assert f"trainer {sender} to receiver {receiver}: {human_bytes(nbytes)}" in page
+        assert f">{human_bytes(nbytes)}</text>" in page  # it stands in the cell
     assert "<script" not in page
     for plot, width in zip(page.split('<svg class="')[1:], WIDTHS.values(), strict=True):
         ends = [float(x) + float(w) for x, w in re.findall(r'class="hit" x="([\d.]+)" [^>]*width="([\d.]+)"', plot)]

@@ -162,7 +162,8 @@ MUTATIONS = (
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
              NOISE),
     # what is asked of every model of the zoo
-    Mutation("reshard", "local = plan.rank_sizes(rank, sizes.of(indices))", "local = sizes.of(indices)", ZOO),
+    Mutation("reshard", "return {axis: run.length for axis, run in self.rank_runs(rank, sizes).items()}",
+             "return {**sizes}", ZOO),
     Mutation("reshard", "both if kind.template in tied else frozenset({at})", "frozenset({at})", ZOO),
     # processes: killed, of an engine, of another launcher, on a terminal
     Mutation("reshard", "self.finished |= self._finished_files(self.share.files)", "pass", KILLS),

@@ -90,7 +90,7 @@ def test_the_same(model: Path) -> None:
     assert [len(place) for place in places] == [4] * 11 and places[-1][0] == "logits"
     shards, own = (next(line for line in lines if line.startswith(name)) for name in ("shards ", "original's own "))
     assert shards.endswith("%") and len(shards.split()) == 5 and len(own.split()) == 6
-    assert lines[-1].startswith("SAME: Every byte is the original's (276.80 kB in 30 tensors on 2 ranks, tp 2). The sh")
+    assert lines[-1].startswith("SAME: Every byte is the original's (276.80 kB in 30 tensors on 2 ranks, tp 2). The fo")
 
 
 @pytest.mark.parametrize(

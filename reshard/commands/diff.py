@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.formats.errors import CheckpointError, MismatchError, refused
+from reshard.model.naming import ChoiceError
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_name
 from reshard.source.opening import Access, Place, find
@@ -64,10 +65,17 @@ def open_both(a: Place, b: Place, access: Access) -> tuple[Source, Source]:
     paths = [find(side, access, Weights.FILES if access.download else Weights.RANGES) for side in (a, b)]
     folders = [Folder(path) for path in paths]
     has_models = [side.kind != "program" or side.manifest is not None for side in folders]
-    opened: list[Source] = []
+    opened, chosen = list[Source](), access.beginning
     access, dtype = replace(access, dtype=None), access.dtype
     for path, _ in sorted(zip(paths, has_models, strict=True), key=lambda side: not side[1]):
-        opened.append(open_beside(path, access, opened[0].model if opened else None))
+        model = opened[0].model if opened else None
+        try:
+            opened.append(open_beside(path, access, model))
+        except ChoiceError:  # the one that is chosen is in the other
+            if chosen is None:
+                raise
+            opened.append(open_beside(path, replace(access, weights=None), model))
+            chosen = None
     if dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 

@@ -28,6 +28,10 @@ _OF_OPTIMIZER = re.compile(
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
 
 
+class ChoiceError(CheckpointError):
+    """A model is chosen that is not there."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """The tensors of one model among stored names.
@@ -74,7 +78,7 @@ def name_all(
         chosen = "" if weights in ("", TOP) else f"{weights.removesuffix('.')}."
         if chosen not in found:
             there = f", they are {' and '.join(map(_place, found))}" if found else ""
-            raise CheckpointError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
+            raise ChoiceError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
     if chosen not in found:
         _refuse_lora(where, names)
         raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")

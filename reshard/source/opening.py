@@ -31,7 +31,7 @@ from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import Naming, known_names, name_all
+from reshard.model.naming import ChoiceError, Naming, known_names, name_all
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source
@@ -147,13 +147,14 @@ def open_folder(
         raise folder.damage
     if folder.manifest is not None and not is_known:
         _check_recorded(path, folder.manifest)
+    may_choose = folder.kind == "full" or any(format.files.is_distributed for format in folder.formats)
+    if folder.beginning is not None and not may_choose:
+        raise ChoiceError(f"{path} has one model", "leave out --weights")
     if folder.kind == "program":
         from reshard.source.opening_programs import open_program  # rarely needed
 
         return open_program(folder, model)
     if folder.kind == "split":
-        if folder.beginning is not None:
-            raise CheckpointError(f"{path} is split: it has one model", "leave out --weights")
         return _open_sharded(folder)
     return _open_full(folder, adapted, is_part=is_part)
 

@@ -39,7 +39,7 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
 
     Raises ReshardError.
     """
-    folder = Folder(path, plan_file=access.plan_file)
+    folder = Folder(path, plan_file=access.plan_file, beginning=access.beginning)
     if folder.kind != "program" or folder.manifest is not None:
         return open_found(path, replace(access, config=None))
     if model is None or access.config is not None:

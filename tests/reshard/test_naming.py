@@ -207,7 +207,13 @@ def test_one_of_two_models_is_chosen(container: str, tmp_path: Path) -> None:
     done = command("merge", run, tmp_path / "no", "--weights", "critic", *options)
     assert done.returncode == 2 and "no tensors of this model are below 'critic.'" in done.stderr
     done = command("split", tmp_path / "out0", tmp_path / "no", "--tp", "4", "--weights", "actor")
-    assert done.returncode == 2 and "it has one model" in done.stderr
+    assert done.returncode == 2 and "has one model" in done.stderr
+    for a, b in ((run, tmp_path / "out0"), (tmp_path / "out0", run), (run, model)):
+        done = command("diff", a, b, "--weights", "actor", *options)
+        assert done.returncode == 0 and done.stdout.startswith("SAME"), done.stdout + done.stderr
+    assert command("diff", run, model, "--weights", "ref", *options).returncode == 1
+    done = command("diff", tmp_path / "out0", model, "--weights", "ref")
+    assert done.returncode == 2 and "no tensors of this model are below 'ref.'" in done.stderr
 
 
 @pytest.mark.parametrize("name", one_of_each(["qwen3_moe", "mixtral", "glm4_moe", "olmoe"], lambda name: True))

@@ -280,7 +280,8 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> i
         return _fail(error.format_message(), _help_of(group, arguments))
     except ReshardError as error:
         code = NO if isinstance(error, MismatchError) else FAILED
-        hint = error.hint or (_help_of(group, arguments) if code == FAILED else None)
+        is_refusal = code == FAILED and not isinstance(error, UnprintableError)
+        hint = error.hint or (_help_of(group, arguments) if is_refusal else None)
         return _fail(error.message, hint, code=code, traceback="tracebacks" in run)
     except KeyboardInterrupt as stop:  # it says what is kept
         print_note(f"reshard: interrupted: {stop}" if stop.args else "reshard: interrupted")

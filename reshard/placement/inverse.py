@@ -110,7 +110,8 @@ class NameInverse:
                 return sources
         if not self._format.rules.keep or not self.is_known(name):
             return None
-        self.unchanged.add(name)
+        if not any(pattern.match(name) is not None for pattern in self._format.rules.vectors):  # stored as one number
+            self.unchanged.add(name)
         return [name]
 
     def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:

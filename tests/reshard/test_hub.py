@@ -364,7 +364,7 @@ def test_lost_server_is_a_clear_error_and_the_same_command_again_finishes(hub: H
 
 def test_private_repository_needs_a_token(hub: HubServer, client: Client) -> None:
     hub.require_token = "hf_right"
-    assert "or a private one" in (error := client().error) and "--token" in error and "hf auth login" in error
+    assert "or a private one" in (error := client().error) and "token with token" in error and "hf auth login" in error
     assert "this token (401)" in client(token="hf_wrong").error
     assert names(client(token="hf_right").path) == WANTED
     assert {r.token for r in hub.requests if r.host == "cdn"} == {None}  # the token stays with the Hub
@@ -398,7 +398,7 @@ def test_disk_too_small(hub: HubServer, client: Client) -> None:
     assert (
         f"not enough space for {REPO}: " in error
         and "bytes are needed and 1,000 are free" in error
-        and "--cache-dir" in error
+        and "cache_dir" in error
     )
     assert not set(hub.downloads()) & set(SHARDS)
 

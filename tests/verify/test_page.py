@@ -414,7 +414,7 @@ def _assert_quiet(chromium: Browser, file: Path) -> None:
     asked = [e["params"]["request"]["url"] for e in chromium.events if e["method"] == "Network.requestWillBeSent"]
     assert asked == [file.as_uri()]
     assert chromium.evaluate("document.querySelectorAll('img, script, iframe, a, link').length") == 0
-    assert chromium.evaluate("document.title").endswith(" · reshard verify")
+    assert chromium.evaluate("document.title").endswith(" · reshard")
 
 
 def test_the_policy_forbids_scripts_and_requests(chromium: Browser, files: dict[str, Path], tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class Staging:
                     if isinstance(error, MismatchError):
                         self._clear()
                     if error is None and not (self._is_last or self.share.folders):  # others have yet to end
-                        self._note({"ended": True})
+                        self._journal.write(journal_line({"ended": True}, self._first_line))
                     elif not self._is_built() and not any(run.is_at_work for run in self._runs()):
                         remove_tree(self.work)
         finally:
@@ -257,12 +257,12 @@ class Staging:
                 raise self._busy(run.label, "wait for it, or stop it")
         if all(run.begin.get("task") == self._name for run in runs):
             known = {self._built / f"{name}{end}" for name in self.share.planned for end in ("", ".incomplete")}
-            for entry in (path for path in (self._built, *self._built.rglob("*")) if path.is_symlink()):
-                entry.unlink()  # reshard makes no links, and must not write through one
-            for unit in self.share.folders or ("",):  # of another task, whose journal was damaged
-                for entry in (path for path in (self._built / unit).rglob("*") if path not in known):
-                    if entry.is_file():
-                        entry.unlink()
+            units = tuple(f"{self._built / unit}/" for unit in self.share.folders or ("",))
+            for entry in (self._built, *self._built.rglob("*")):
+                is_own = entry not in known and str(entry).startswith(units)
+                # reshard makes no links, and must not write through one; a file is of a task whose journal was damaged
+                if entry.is_symlink() or (is_own and entry.is_file()):
+                    entry.unlink()
             return
         if self._may_hold_others and self._is_built():
             raise self._begun_by_others(str(self.work))

@@ -22,6 +22,7 @@ from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
 from reshard.store import remote
 from reshard.store.bucket import Bucket
+from reshard.store.selection import HubAccess
 from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in
 from reshard.system import Share
 from reshard.transforms.opening import open_any
@@ -400,7 +401,7 @@ def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
 ) -> None:
     for name, value in store.google(tmp_path / "account.json").items():
         monkeypatch.setenv(name, value)
-    bucket = place_of(URL.replace("s3", kind), tmp_path)[1]
+    bucket = place_of(URL.replace("s3", kind), HubAccess(cache_dir=tmp_path))[1]
     assert isinstance(bucket, Bucket)
     bucket.begin("a")
     bucket.begin("b")
@@ -538,7 +539,7 @@ def test_two_commands_on_one_machine_for_one_place(
 
 
 def uploading(url: str, cache: Path) -> Uploading:
-    folder, bucket = place_of(url, cache)
+    folder, bucket = place_of(url, HubAccess(cache_dir=cache))
     assert isinstance(bucket, Bucket)
     return Uploading(bucket, folder, {"command": "split"}, FileShare(WHOLE, frozenset(), {}))
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from reshard.api import split
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, IncompleteError
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
@@ -360,8 +361,9 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
         value = inner[place[-1]]
         inner[place[-1]] = value + 1 if isinstance(value, int) else f"{value}x"
         path.write_text(json.dumps(document))
-        if exact(folder, "mamba2").verdict == "same":
-            passed.append(place)
+        with suppress(IncompleteError):  # of a rank or a file that is not there
+            if exact(folder, "mamba2").verdict == "same":
+                passed.append(place)
     free = {("source", "location"), ("source", "commit"), ("max_shard_size",)}  # one byte more makes no other files
     assert {place for place in passed if place not in words} == free
     document = json.loads(text)

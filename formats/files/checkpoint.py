@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import tomllib
@@ -165,17 +166,19 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
             "fetch the missing file, or write the index again",
         )
     contents = {path / name: (read or read_weights)(path / name) for name in sorted(names)}
-    places = dict[str, list[str]]()
+    stored, twice = dict[str, str](), dict[str, list[str]]()
     for weights, (own_tensors, tied, _) in contents.items():
-        for tensor in (*own_tensors, *tied):
-            places.setdefault(tensor, []).append(name_in(weights, path))
-    twice = {tensor: files for tensor, files in places.items() if len(files) > 1}
-    stored, note = {tensor: files[0] for tensor, files in places.items()}, None
+        file = name_in(weights, path)
+        for tensor in itertools.chain(own_tensors, tied):
+            if stored.setdefault(tensor, file) != file:
+                twice.setdefault(tensor, [stored[tensor]]).append(file)
+    note = None
     if twice:
         if not indexed:
             tensor, files = next(iter(twice.items()))
             hint = "nothing says which one is meant: fetch the index too, or remove the file that does not belong here"
             raise CheckpointError(f"{path / files[1]}: tensor {tensor!r} is also in {files[0]!r}", hint)
+        places = {tensor: twice.get(tensor, [file]) for tensor, file in stored.items()}
         chosen = {tensor: file for tensor, file in indexed.items() if file in places.get(tensor, ())}
         _check_index(path / str(index_name), indexed, stored | chosen, also=True)
         others = [f"{tensor} in {file}" for tensor in places for file in places[tensor] if indexed.get(tensor) != file]

@@ -65,7 +65,12 @@ def sets_in(folder: FilePath) -> list[WeightSet]:
         sets.append(WeightSet(folder, name, frozenset(parts), is_usual))
 
     for single, index in ((MODEL, INDICES[0]), (_BIN, INDICES[1])):
-        named = {*weights_named(lambda name: _content(folder / name), [index])} if index in names else set[str]()
+        of_kind = {name for name in names if name.endswith(PurePosixPath(single).suffix)}
+        named = next(
+            ({*files} for files in series if {*files} == of_kind), set[str]()
+        )  # an index may have 500,000 names
+        if index not in names or not named:
+            named = {*weights_named(lambda name: _content(folder / name), [index])} if index in names else set[str]()
         if single in names:
             add(single, named | {single, index} if single in named else {single}, is_usual=True)
         if named and single not in named and all((folder / name).is_file() for name in named):

@@ -66,11 +66,10 @@ def sets_in(folder: FilePath) -> list[WeightSet]:
 
     for single, index in ((MODEL, INDICES[0]), (_BIN, INDICES[1])):
         of_kind = {name for name in names if name.endswith(PurePosixPath(single).suffix)}
-        named = next(
-            ({*files} for files in series if {*files} == of_kind), set[str]()
-        )  # an index may have 500,000 names
-        if index not in names or not named:
-            named = {*weights_named(lambda name: _content(folder / name), [index])} if index in names else set[str]()
+        named = set[str]()
+        if index in names:  # that of one whole series need not be read: it may have 500,000 names
+            named = next(({*files} for files in series if {*files} == of_kind), named)
+            named = named or {*weights_named(lambda name: _content(folder / name), [index])}
         if single in names:
             add(single, named | {single, index} if single in named else {single}, is_usual=True)
         if named and single not in named and all((folder / name).is_file() for name in named):

@@ -83,7 +83,10 @@ def name_all(
         _refuse_lora(where, names)
         raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
     if weights is None and _role(chosen) == "optimizer":
-        raise CheckpointError(f"{where} has states of an optimizer ('{chosen}…'), and no model")
+        raise CheckpointError(
+            f"{where} has states of an optimizer ('{chosen}…'), and no model",
+            f"if these are the weights, choose them: --weights {shlex.quote(chosen[:-1])}",
+        )
     twice = next((all_of_it for all_of_it in found[chosen].values() if len(all_of_it) > 1), ())
     if twice:
         raise CheckpointError(f"{where} has two tensors of one name, '{twice[0]}' and '{twice[1]}'")
@@ -96,7 +99,7 @@ def name_all(
             known |= {name: stored for name, (stored, *_) in tensors.items() if name not in known}
             continue
         is_part = beginning.startswith(chosen) and 2 * len(shared) < len(found[chosen])
-        if _role(beginning) is None and weights is None and not is_part:
+        if _role(beginning) == _role(chosen) and weights is None and not is_part:
             raise CheckpointError(
                 f"{where} has two models: {len(found[chosen]):,} tensors are {_place(chosen)}, {len(tensors):,} "
                 f"{_place(beginning)}",

@@ -96,8 +96,12 @@ def test_a_role_is_no_second_model(one: str, other: str) -> None:
 
 def test_an_average_is_a_model_and_a_state_is_none() -> None:
     assert named(stored("ema_params.shadow.") | {"ema_params.n": ""}).beginning == "ema_params.shadow."
-    with pytest.raises(CheckpointError, match="has states of an optimizer"):
+    with pytest.raises(CheckpointError, match="has states of an optimizer") as caught:
         named(stored("optim.exp_avg."))
+    assert 'weights="optim.exp_avg"' in str(caught.value.hint)
+    assert named(stored("optim.exp_avg."), "optim.exp_avg").beginning == "optim.exp_avg."
+    with pytest.raises(CheckpointError, match="has two models"):  # neither is more than the other
+        named(stored("ema.") | stored("swa."))
 
 
 def test_a_head_beside_the_model_belongs_to_it() -> None:

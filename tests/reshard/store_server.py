@@ -287,7 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
     def put(self, key: str, content: bytes) -> None:
         path = self.store.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new{next(self.store.numbers)}")
+        root = self.store.root  # beside the bucket, so that no list has the half of an object
+        new = root.with_name(f"{root.name}.new{next(self.store.numbers)}")
         new.write_bytes(content)
         new.rename(path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -422,37 +423,52 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
     Raises NotationError if two cover the same names. With ``later_wins`` the later one is taken instead; a template
     that is itself spelled so wins over another spelling.
     """
-    root, (first, *others) = _Node(), prefixes or ("",)
-    spelled = [(template, template) for template in tensors]
-    spelled += (
-        (template, other + template.removeprefix(first))
-        for template in tensors
-        for other in others
-        if first and template.startswith(first)
-    )
-    if later_wins:
-        spelled.sort(key=lambda pair: pair[0] == pair[1])
+    root = _Node()
+    spelled = [(template, spelling) for template in tensors for spelling in spellings(template, prefixes)]
+    spelled.sort(key=lambda pair: (pair[0] == pair[1]) == later_wins)
     for template, spelling in spelled:
-        node, segments = root, spelling.split(".")
-        kind = "rest" if segments[-1] == "*" else "template"
-        for segment in segments[: -1 if kind == "rest" else None]:
-            axis = segment[1:-1]
-            if segment == "*":
-                raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
-            if not (segment.startswith("{") and segment.endswith("}")):
-                node = node.literal.setdefault(segment, _Node())
-                continue
-            if not axis.isidentifier():
-                raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
-            node.index = node.index or (axis, _Node())
-            if node.index[0] != axis:
-                other = node.index[0]
-                raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{other}}}' elsewhere")
-            node = node.index[1]
+        node, kind = _node_of(root, template, spelling), "rest" if spelling.endswith("*") else "template"
         if not later_wins and getattr(node, kind) not in {None, template}:
             raise NotationError(f"the rules '{getattr(node, kind)}' and '{template}' cover the same names")
         setattr(node, kind, template)
+    for template, spelling in spelled:  # with the root, or without it, where no line says another thing
+        with suppress(NotationError):
+            node = _node_of(root, template, spelling.removeprefix(ROOT) if spelling.startswith(ROOT) else ROOT + spelling)
+            kind = "rest" if spelling.endswith("*") else "template"
+            setattr(node, kind, getattr(node, kind) or template)
     return root
+
+
+def _node_of(root: _Node, template: str, spelling: str) -> _Node:
+    """The node of a spelling of a template, which is made if it is not there. Raises NotationError."""
+    node, segments = root, spelling.split(".")
+    for segment in segments[: -1 if segments[-1] == "*" else None]:
+        axis = segment[1:-1]
+        if segment == "*":
+            raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
+        if not (segment.startswith("{") and segment.endswith("}")):
+            node = node.literal.setdefault(segment, _Node())
+            continue
+        if not axis.isidentifier():
+            raise NotationError(f"tensor '{template}': '{segment}' is not an axis in braces")
+        node.index = node.index or (axis, _Node())
+        if node.index[0] != axis:
+            other = node.index[0]
+            raise NotationError(f"tensor '{template}': the index '{segment}' is called '{{{other}}}' elsewhere")
+        node = node.index[1]
+    return node
+
+
+ROOT = "model."
+"""The module of transformers around all parts of a model but its head: names have it, or not."""
+
+
+def spellings(template: str, prefixes: Sequence[str]) -> Iterator[str]:
+    """A template with each of an architecture's prefixes, its own first."""
+    first, *others = prefixes or ("",)
+    yield template
+    if first and template.startswith(first):
+        yield from (other + template.removeprefix(first) for other in others)
 
 
 def architecture_from_document(document: Mapping[str, Any], name: str, where: str) -> Architecture:

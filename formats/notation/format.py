@@ -543,6 +543,11 @@ class Rules:
                 how = "differ in one index" if is_further else "differ in an index that only the first has"
                 raise NotationError(f"'{old.text}' and '{new.text}' should {how}")
 
+    @property
+    def renames(self) -> bool:
+        """Whether tensors have other names than in the checkpoint."""
+        return bool(self.lines or self.names or self.further)
+
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:

@@ -158,7 +158,7 @@ class _Reading:
             if uses and all(use for _, use in uses):
                 yield tuple(self._portion(kind, part, use) for part, use in uses if use)
         if self.format.rules.keep and not parts:
-            yield (kept_whole(kind, name),)
+            yield (kept_whole(kind, name if self.format.rules.renames else None),)
         elif not is_whole and not {component.label for component in components(rule)} >= {*parts}:
             raise PlanError(f"tensor '{kind.name}': '{kind.rule}' does not have the parts {', '.join(parts)}")
 

@@ -6,15 +6,12 @@ replicated. How A and B lie beside experts that are one tensor stands in ``forma
 transformers' modules or of the checkpoint. Sources: peft/tuners/lora/layer.py (``ParamWrapper``),
 peft/tuners/tuners_utils.py (``_inject_parameters``), peft/utils/save_and_load.py of PEFT 0.17 to 0.21.
 
-A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
-module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
-tensor is made of stands in ``formats/programs/transformers.json``.
+``spellings`` says what a module's tensor is made of.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
@@ -30,81 +27,26 @@ from reshard.formats.notation.architecture import (
     with_first_indices,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand, parse
-from reshard.formats.notation.components import components, linear, unfused
-from reshard.formats.notation.expressions import Expression
-from reshard.formats.notation.format import Pattern, Use
+from reshard.formats.notation.components import linear, unfused
+from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import (
     AdapterFormat,
     Factor,
     adapter_format,
     adapter_format_names,
-    format_of,
     version_of,
     versions,
 )
+from reshard.formats.notation.spellings import ModuleTensor, Part, module_tensors, shapes_in
 
 
-@dataclass(frozen=True)
-class Part:
-    """One source of a module's tensor: a checkpoint's tensor, by its template, whole or only the component ``label``.
-
-    With ``at`` the source is one matrix of a stack: its number is that index of the module's name.
-    """
-
-    source: str
-    label: str | None = None
-    at: str | None = None
-
-
-Shapes = tuple[tuple[Shape, Expression | None], ...]
-"""The shapes that a tensor may have, each with its condition."""
-
-
-@dataclass(frozen=True)
-class ModuleTensor:
-    """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
-
-    ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
-    input first and it has its output first. A rule of it has one shape for each of the sources'.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    shapes: Shapes
-    stacked: str | None = None
-    turned: bool = False
-
-    @property
-    def dims(self) -> int:
-        """The number of dimensions of its first shape; 0 if it may have any."""
-        first = self.shapes[0][0] if self.shapes else None
-        return 0 if first is None or first.is_open else len(first.dims)
-
-
-def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
-    """The tensors that transformers' modules for a config.json have, in place of those of a checkpoint's lines.
-
-    Of a model type that is not known there, they are the checkpoint's.
-    """
-    rules = format_of("transformers").of(config).rules
-    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, Shapes]]] = defaultdict(dict)
-    for template, rules_of in base.tensors.items():
-        shapes = tuple(_each(rules_of))
-        for candidates in ([(template, Part(template), shapes)], [*_components(template, *shapes[0])]):
-            covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
-            if candidates and all(covering):
-                break
-        else:
-            yield ModuleTensor(template, (Part(template),), shapes)
-            continue
-        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
-            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
-    for slots in joined.values():
-        uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
-        use, name = uses[0], _spelled(base, uses[0].target)
-        if len(slots) == len(use.line.sources) and name is not None:
-            turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
-            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
+def tensors_of_modules(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
+    """The tensors of transformers' modules, in the architecture's own spelling."""
+    for tensor in module_tensors(base, config):
+        is_same = tensor.name == tensor.parts[0].source
+        name = tensor.name if is_same else _spelled(base, tensor.name)
+        if name is not None:
+            yield replace(tensor, name=name)
 
 
 def _spelled(base: Architecture, name: str) -> str | None:
@@ -148,40 +90,6 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     dims = (stack.dims[0], joined, matrices[0].shapes[0][0].dims[1])
     parts = tuple(replace(matrix.parts[0], at=None) for matrix in matrices)
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
-
-
-def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
-    """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    module, _, leaf = name.rpartition(".")
-    for part in components(shape) if not shape.is_open else ():
-        dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
-        if len(dim) == 1:
-            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), ((own, when),)
-
-
-def _each(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
-    return ((shape, rule.when) for rule in rules for shape in rule.shapes)
-
-
-def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expression | None]]:
-    """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
-    for alternatives in zip(*shapes_of, strict=False):
-        shapes = [shape for shape, _ in alternatives]
-        if any(shape.is_open for shape in shapes):
-            continue
-        shape_of = shapes[0]
-        if use.line.output_first and shape_of.arrow is not None:
-            shape_of = Shape((*shape_of.dims[:-2], shape_of.dims[-1], shape_of.dims[-2]))
-        if len(shapes) > 1:
-            at = shape_of.output_dim if shape_of.output_dim is not None else 0
-            dims = [shape.dims[at] for shape in shapes]
-            sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
-            shape_of = Shape((*shape_of.dims[:at], sum_of, *shape_of.dims[at + 1 :]), shape_of.arrow)
-        if use.stacked:
-            arrow = None if shape_of.arrow is None else shape_of.arrow + 1
-            shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
-        yield shape_of, alternatives[0][1]
 
 
 PREFIX = "base_model.model."
@@ -386,8 +294,8 @@ class Adapted:
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
     tensors_of: dict[str, tuple[ModuleTensor, ...]] = {}
-    named = (ModuleTensor(name, (Part(name),), tuple(_each(rules))) for name, rules in base.tensors.items())
-    tensors = [*module_tensors(base, config), *named]
+    named = (ModuleTensor(name, (Part(name),), tuple(shapes_in(rules))) for name, rules in base.tensors.items())
+    tensors = [*tensors_of_modules(base, config), *named]
     for tensor in (*tensors, *chain.from_iterable(map(of_experts, tensors))):
         if tensor not in (earlier := tensors_of.get(tensor.name, ())):
             tensors_of[tensor.name] = (*earlier, tensor)
@@ -417,7 +325,7 @@ def other_stacks(
     base: Architecture, config: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[tuple[AdapterFormat, Adapted]]:
     """The stacks of experts as programs other than PEFT name their A and B; of these ``names`` of formats, if given."""
-    experts = base.expert_axes | {tensor.stacked for tensor in module_tensors(base, config) if tensor.stacked}
+    experts = base.expert_axes | {tensor.stacked for tensor in tensors_of_modules(base, config) if tensor.stacked}
     every = parameters(base, config).values()
     for format in map(adapter_format, adapter_format_names() if names is None else names):
         for tensors in every if format.factors and format.since is None else ():

@@ -433,7 +433,9 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
         setattr(node, kind, template)
     for template, spelling in spelled:  # with the root, or without it, where no line says another thing
         with suppress(NotationError):
-            node = _node_of(root, template, spelling.removeprefix(ROOT) if spelling.startswith(ROOT) else ROOT + spelling)
+            node = _node_of(
+                root, template, spelling.removeprefix(ROOT) if spelling.startswith(ROOT) else ROOT + spelling
+            )
             kind = "rest" if spelling.endswith("*") else "template"
             setattr(node, kind, getattr(node, kind) or template)
     return root

@@ -589,7 +589,8 @@ class Format:
 
     ``demands`` are conditions on a model and a mesh, each with the message if it is false. ``settings`` describes the
     program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A ``plain`` format stores the
-    tensors of the model or of a rank as Hugging Face does, under their own names.
+    tensors of the model or of a rank as Hugging Face does, under their own names; one of ``modules`` has the names of
+    transformers' own modules.
     """
 
     name: str = field(metadata={"key": None})
@@ -603,11 +604,12 @@ class Format:
     settings: Settings | None = field(default=None, metadata={"key": "config"})
     same_ranks: bool = False
     plain: bool = False
+    modules: bool = False
     _of: dict[tuple[str, bool], Format] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def of_states(self) -> Format:
-        """The format of an optimizer's states: a tied tensor has one, unless a run saved it once more."""
+        """The format of what has a tied tensor once, as an optimizer's states, unless a run saved it once more."""
         lines = tuple(line for line in self.rules.lines if not line.also)
         return replace(self, rules=replace(self.rules, lines=lines))
 

@@ -269,9 +269,11 @@ def _of_models(names: str, value: object) -> Rules:
 
 @cache
 def in_modules() -> Format:
-    """The format of one full checkpoint with the names and joined tensors of transformers' own modules."""
-    plain = HUGGING_FACE
-    return replace(format_of("transformers"), files=plain.files, container=plain.container, loading=plain.loading)
+    """The format of one full checkpoint with the names and joined tensors of transformers' own modules. A tied tensor
+    is saved once.
+    """
+    plain, format = HUGGING_FACE, format_of("transformers").of_states
+    return replace(format, files=plain.files, container=plain.container, loading=plain.loading)
 
 
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))

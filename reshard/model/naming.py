@@ -62,16 +62,18 @@ class Naming:
         return f"names are written without {' and '.join(map(repr, words))}" if words else None
 
 
-def name_all(
-    where: object, names: Mapping[str, str], knows: Callable[[str], bool], weights: str | None = None
-) -> Naming:
+Spell = Callable[[str], str | None]
+"""The one spelling of a plain name of a tensor; None if it is none of the model's."""
+
+
+def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str | None = None) -> Naming:
     """Find the model among ``names``: the stored ones, each with its name without wrappers.
 
-    ``knows`` says whether a plain name is a tensor of the model's. ``weights`` is the beginning that the user chose,
+    The tensors that are known have the names that ``spell`` gives. ``weights`` is the beginning that the user chose,
     with or without its dot. Raises CheckpointError if there is no model, if several are equally good, and for a LoRA
     adapter inside it.
     """
-    found = _models(names, knows)
+    found = _models(names, spell)
     whole = [beginning for beginning in found if _role(beginning) is None]
     chosen = next(iter(whole or found), "")
     if weights is not None:
@@ -120,13 +122,13 @@ def _refuse_lora(where: object, names: Iterable[str]) -> None:
         )
 
 
-def known_names(names: Iterable[str], knows: Callable[[str], bool]) -> int:
+def known_names(names: Iterable[str], spell: Spell) -> int:
     """The number of names, without wrappers, that are of the model, behind the beginning that most of them have."""
     forms = _forms(names)
-    return max((sum(len(forms[form]) for form in claimed) for claimed in _claims(forms, knows).values()), default=0)
+    return max((sum(len(forms[form]) for form in claimed) for claimed in _claims(forms, spell).values()), default=0)
 
 
-def _models(names: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, dict[str, list[str]]]:
+def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[str]]]:
     """The sets of tensors of the model, by their beginnings: of each plain name the stored ones. Those with most names
     come first; of several that explain the same names, that without a role, then the shortest.
     """
@@ -134,20 +136,18 @@ def _models(names: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str,
     for stored, name in names.items():
         stored_of[name].append(stored)
     forms = _forms(stored_of)
-    claims, left = _claims(forms, knows), {*forms}
+    claims, left = _claims(forms, spell), {*forms}
     found: dict[str, dict[str, list[str]]] = {}
     while True:
         counts = {b: sum(len(forms[form]) for form in claimed & left) for b, claimed in claims.items()}
         best = max(counts, key=lambda b: (counts[b], _role(b) is None, -len(b)), default="")
         if not counts.get(best):
             return found
-        found[best] = {
-            plain: stored_of[name]
-            for form in forms
-            if form in claims[best] & left
-            for name in forms[form]
-            if knows(plain := name.removeprefix(best))
-        }
+        tensors = defaultdict[str, list[str]](list)
+        for name in (name for form in forms if form in claims[best] & left for name in forms[form]):
+            if (spelled := spell(name.removeprefix(best))) is not None:
+                tensors[spelled] += stored_of[name]
+        found[best] = dict(tensors)
         left -= claims[best]
 
 
@@ -159,12 +159,12 @@ def _forms(names: Iterable[str]) -> dict[str, list[str]]:
     return forms
 
 
-def _claims(forms: Mapping[str, list[str]], knows: Callable[[str], bool]) -> dict[str, set[str]]:
+def _claims(forms: Mapping[str, list[str]], spell: Spell) -> dict[str, set[str]]:
     """For each beginning of names the forms that are known behind it."""
     claims = defaultdict[str, set[str]](set)
     for form, (name, *_) in forms.items():
         for beginning in _beginnings(name):
-            if knows(name.removeprefix(beginning)):
+            if spell(name.removeprefix(beginning)) is not None:
                 claims[beginning].add(form)
     return claims
 

@@ -102,6 +102,8 @@ class NameInverse:
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 sources = [name] if is_spelled else sources  # as transformers itself saves it
+                if line.types is not None:
+                    sources = [self._as_there(source, name) for source in sources]
                 if is_spelled or (line.keeps_shape and sources == [line.sources[0].fill(words)]):
                     self.unchanged.update(sources)
                 return sources
@@ -139,6 +141,12 @@ class NameInverse:
                 count = size
             names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
         return list(names)
+
+    def _as_there(self, source: str, name: str) -> str:
+        """A source's name with the prefix that a stored name has, in place of the architecture's own."""
+        first, *others = self._architecture.prefixes or ("",)
+        there = max((prefix for prefix in (first, *others) if name.startswith(prefix)), key=len, default=first)
+        return there + source.removeprefix(first) if first and source.startswith(first) else source
 
     def _is_same_line(self, name: str, other: str) -> bool:
         """Whether two names are spellings of one: they differ in a prefix of the architecture's."""

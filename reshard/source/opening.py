@@ -25,6 +25,7 @@ from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.degrees import with_blocks
@@ -212,22 +213,31 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     if is_adapter:
         _check_vocabulary(architecture, config, tensors)
     naming: Naming | None = None
+    may_be_spelled = adapted is None and not is_adapter
     try:
         if folder.beginning is not None:
             naming = _naming(folder, architecture, checkpoint)
         model, twice = _bound(folder, architecture, config, tensors)
+        of_modules = Spellings(architecture, config).of_modules if may_be_spelled else frozenset()
+        if any(kind.template in of_modules for kind in model.kinds) and (spelled := _in_modules(folder, checkpoint)):
+            return spelled
     except NoRuleError:
-        naming = _naming(folder, architecture, checkpoint) if adapted is None and not is_adapter else None
+        naming = _naming(folder, architecture, checkpoint) if may_be_spelled else None
         if naming is None:
-            if adapted is None and not is_adapter and (spelled := _in_modules(folder, checkpoint)) is not None:
+            if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
                 return spelled
             raise
     if naming is not None:
         checkpoint = _renamed(checkpoint, naming)
         tensors = _with_aliases(checkpoint)
         model, twice = _bound(folder, architecture, config, tensors)
-    if not is_part:
-        check_complete(model, path)
+    try:
+        if not is_part:
+            check_complete(model, path)
+    except CheckpointError:
+        if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
+            return spelled
+        raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)
     has_own = folder.config is None and adapted is None and (path / CONFIG).is_file()
@@ -256,9 +266,13 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
     names = {stored: without_wrappers(stored) for stored in checkpoint.tensors}
-    if folder.beginning is None and not known_names(names.values(), origins.is_known):
+
+    def spell(name: str) -> str | None:
+        return name if origins.is_known(name) else None
+
+    if folder.beginning is None and not known_names(names.values(), spell):
         return None
-    naming = name_all(checkpoint.path, names, origins.is_known, folder.beginning)
+    naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
 
 

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from reshard.formats.documents import json_bytes, read_config
@@ -27,12 +26,13 @@ from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import Architecture
 from reshard.formats.notation.format import Format
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import known_names
+from reshard.model.naming import Spell, known_names, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -208,15 +208,13 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         twice = folder.manifest.source.twice if folder.manifest else {}
         recorded = [file.tensors for file in folder.manifest.source.files] if folder.manifest else []
         if format.files.is_distributed:
-            saved, origins = _saved(folder, format), NameInverse(format, architecture, config)
-            parts = parts_of(
-                saved,
-                lambda name: name in twice or _knows(format, origins, name),
-                format.container.ignores,
-                folder.beginning,
-            )
+            saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice)
+            parts = parts_of(saved, spell, format.container.ignores, folder.beginning)
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
+        elif format.modules and known is None and chunks is None:
+            spell = _spelling(format, architecture, config, twice)
+            ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
         tensors = _merged(ranks, chunks)
         if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
             dtype, given = dtype_of(recorded or tensors), json.loads(computed[CONFIG])
@@ -295,10 +293,30 @@ def _saved(folder: Folder, format: Format) -> Distributed:
     return folder.once(read_training, weights_folder(format, folder.path))
 
 
-def _knows(format: Format, origins: NameInverse, name: str) -> bool:
-    while (stack := stack_of(format.rules.stacks, name)) is not None:
-        name = name_at(stack, name, 0)
-    return origins.knows(name)
+def _spelling(
+    format: Format, architecture: Architecture, config: Mapping[str, Any], twice: Iterable[str] = ()
+) -> Spell:
+    """How a format spells the names of its tensors, given in any spelling that is known."""
+    origins, names = NameInverse(format, architecture, config), Spellings(architecture, config)
+    second = {*twice}
+
+    def spell(name: str) -> str | None:
+        if format.modules and name not in second and (spelled := names.in_modules(name)) is not None:
+            return spelled
+        first = name
+        while (stack := stack_of(format.rules.stacks, first)) is not None:
+            first = name_at(stack, first, 0)
+        return name if name in second or origins.knows(first) else None
+
+    return spell
+
+
+def _renamed(tensors: Mapping[str, TensorInfo], folder: Folder, spell: Spell) -> Mapping[str, TensorInfo]:
+    """Tensors by their names in a format; those that it does not know by their own."""
+    naming = name_all(folder.path, {stored: without_wrappers(stored) for stored in tensors}, spell, folder.beginning)
+    known = {stored: name for name, stored in naming.known.items()}
+    kept = {stored: known.get(stored, stored) for stored in tensors if not naming.is_other(stored)}
+    return {name: tensors[stored]._replace(name=name) for stored, name in kept.items()}
 
 
 def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
@@ -307,8 +325,8 @@ def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
     for format in candidates:
         try:
             config, _ = _config_of(format, folder, ())
-            origins = NameInverse(format, folder.architecture(config), config)
-            counts[format.name] = known_names(map(without_wrappers, saved.tensors), partial(_knows, format, origins))
+            spell = _spelling(format, folder.architecture(config), config)
+            counts[format.name] = known_names(map(without_wrappers, saved.tensors), spell)
         except ReshardError:
             counts[format.name] = 0
     return [format for format in candidates if counts[format.name] == max(counts.values())]

@@ -28,7 +28,7 @@ from reshard.formats.notation.format import Format, Pattern, numbered_names
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath, glob, name_in, read_file, read_ranges
 from reshard.formats.wrappers import without_wrappers
-from reshard.model.naming import name_all
+from reshard.model.naming import Spell, name_all
 from reshard.source.source import Folder
 
 LAYER = "layer"
@@ -409,19 +409,19 @@ LARGEST = 256 << 20
 
 
 def parts_of(
-    checkpoint: Distributed, knows: Callable[[str], bool], ignores: Callable[[str], bool], weights: str | None = None
+    checkpoint: Distributed, spell: Spell, ignores: Callable[[str], bool], weights: str | None = None
 ) -> Parts:
-    """Tell the parts apart. ``knows`` says whether a name is one of the model's, ``ignores`` whether it can be ignored.
+    """Tell the parts apart. ``ignores`` says whether a name can be ignored.
 
-    ``weights`` chooses among several models (see ``name_all``). Raises CheckpointError.
+    ``spell`` and ``weights`` choose among several models (see ``name_all``). Raises CheckpointError.
     """
     names = {stored: name for stored in checkpoint.tensors if not ignores(name := without_wrappers(stored))}
-    naming = name_all(checkpoint.path, names, knows, weights)
+    naming = name_all(checkpoint.path, names, spell, weights)
     prefix, model = naming.beginning, dict(naming.known)
     inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
-    of_name = dict(model) | {prefix + name: stored for name, stored in model.items()}
     plain_name = {stored: name for name, stored in model.items()}
-    tops = {name.partition(".")[0] for name in model}
+    of_name = {name: stored for stored in plain_name for name in (names[stored].removeprefix(prefix), names[stored])}
+    tops = {names[stored].removeprefix(prefix).partition(".")[0] for stored in plain_name}
     states: dict[Affix, dict[str, str]] = defaultdict(dict)
     rest_names = list[str]()
     for stored, name in names.items():

@@ -29,19 +29,18 @@ from reshard.formats.files.safetensors import DTYPE_BITS, SourceFileRecord, buil
 from reshard.formats.notation.adapters import (
     PREFIX,
     Adapted,
-    ModuleTensor,
-    Part,
     Settings,
-    module_tensors,
     other_stacks,
     parameters,
     settings_of,
+    tensors_of_modules,
     wrapped,
 )
 from reshard.formats.notation.architecture import SETTINGS, Architecture, filled
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import AdapterFormat, Factor
+from reshard.formats.notation.spellings import ModuleTensor, Part
 from reshard.formats.store import public_name
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
@@ -188,7 +187,7 @@ class _Conversion:
     def __post_init__(self) -> None:
         self.config = self.model.config
         self.lora = settings_of(self.config[SETTINGS], ADAPTER)
-        self.of_modules = [*module_tensors(self.base, self.config)]
+        self.of_modules = [*tensors_of_modules(self.base, self.config)]
         self.expert_axes = self.base.expert_axes | {tensor.stacked for tensor in self.of_modules if tensor.stacked}
         self.rows_of = cache(lambda part, indices: rows_of(self.base, self.model, part, dict(indices)))
 

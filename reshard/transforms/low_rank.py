@@ -20,8 +20,6 @@ from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.formats.notation.adapters import (
     Adapted,
     FactorLayout,
-    ModuleTensor,
-    Part,
     Settings,
     belongings,
     matrix_sides,
@@ -35,6 +33,7 @@ from reshard.formats.notation.components import indices_of
 from reshard.formats.notation.expressions import Expression
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import Factor
+from reshard.formats.notation.spellings import ModuleTensor, Part
 from reshard.model.model import BoundTensor, Model
 from reshard.transforms.tensors import Tensor
 

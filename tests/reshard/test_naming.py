@@ -38,7 +38,7 @@ STRANGERS = [
 
 
 def named(names: Mapping[str, str], weights: str | None = None) -> Naming:
-    return name_all("run", {stored: without_wrappers(stored) for stored in names}, {*NAMES}.__contains__, weights)
+    return name_all("run", {stored: without_wrappers(stored) for stored in names}, lambda name: name if name in NAMES else None, weights)
 
 
 def stored(beginning: str, wrappers: Mapping[int, str] | None = None) -> dict[str, str]:

@@ -1,0 +1,158 @@
+"""How the names of a model's tensors are spelled: as published, or as transformers' own modules have them.
+
+A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
+module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
+tensor is made of stands in ``formats/programs/transformers.json``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.formats.errors import NotationError
+from reshard.formats.notation.architecture import Architecture, LineNames, Rule, filled
+from reshard.formats.notation.axes import Dim, Shape, Summand
+from reshard.formats.notation.components import components
+from reshard.formats.notation.expressions import Expression
+from reshard.formats.notation.format import Use
+from reshard.formats.notation.format_file import format_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a module's tensor: a checkpoint's tensor, by its template, whole or only the component ``label``.
+
+    With ``at`` the source is one matrix of a stack: its number is that index of the module's name.
+    """
+
+    source: str
+    label: str | None = None
+    at: str | None = None
+
+
+Shapes = tuple[tuple[Shape, Expression | None], ...]
+"""The shapes that a tensor may have, each with its condition."""
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
+
+    ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
+    input first and it has its output first. A rule of it has one shape for each of the sources'.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    shapes: Shapes
+    stacked: str | None = None
+    turned: bool = False
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions of its first shape; 0 if it may have any."""
+        first = self.shapes[0][0] if self.shapes else None
+        return 0 if first is None or first.is_open else len(first.dims)
+
+
+def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
+    """The tensors that transformers' modules for a config.json have, in place of those of a checkpoint's lines.
+
+    Of a model type that is not known there, they are the checkpoint's.
+    """
+    rules = format_of("transformers").of(config).rules
+    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, Shapes]]] = defaultdict(dict)
+    for template, rules_of in base.tensors.items():
+        shapes = tuple(shapes_in(rules_of))
+        for candidates in ([(template, Part(template), shapes)], [*_components(template, *shapes[0])]):
+            covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
+            if candidates and all(covering):
+                break
+        else:
+            yield ModuleTensor(template, (Part(template),), shapes)
+            continue
+        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
+            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
+    for slots in joined.values():
+        uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
+        use, name = uses[0], uses[0].target
+        if len(slots) == len(use.line.sources):
+            turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
+
+
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
+    """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
+    module, _, leaf = name.rpartition(".")
+    for part in components(shape) if not shape.is_open else ():
+        dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
+        if len(dim) == 1:
+            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
+            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), ((own, when),)
+
+
+def shapes_in(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
+    """The shapes of rules, each with its condition."""
+    return ((shape, rule.when) for rule in rules for shape in rule.shapes)
+
+
+def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expression | None]]:
+    """The shapes of a tensor that is joined of these, one for each shape that all of them have."""
+    for alternatives in zip(*shapes_of, strict=False):
+        shapes = [shape for shape, _ in alternatives]
+        if any(shape.is_open for shape in shapes):
+            continue
+        shape_of = shapes[0]
+        if use.line.output_first and shape_of.arrow is not None:
+            shape_of = Shape((*shape_of.dims[:-2], shape_of.dims[-1], shape_of.dims[-2]))
+        if len(shapes) > 1:
+            at = shape_of.output_dim if shape_of.output_dim is not None else 0
+            dims = [shape.dims[at] for shape in shapes]
+            sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
+            shape_of = Shape((*shape_of.dims[:at], sum_of, *shape_of.dims[at + 1 :]), shape_of.arrow)
+        if use.stacked:
+            arrow = None if shape_of.arrow is None else shape_of.arrow + 1
+            shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
+        yield shape_of, alternatives[0][1]
+
+
+class Spellings:
+    """The two spellings of a model's tensors, by an architecture and a config.json."""
+
+    def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
+        self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
+
+    @cached_property
+    def of_modules(self) -> frozenset[str]:
+        """The templates that transformers' modules have and a checkpoint of this type has not."""
+        published = {part.source for tensor in self._tensors for part in tensor.parts}
+        return frozenset(tensor.name for tensor in self._tensors) - published
+
+    @cached_property
+    def _module_names(self) -> LineNames:
+        prefixes = self._architecture.prefixes
+        with suppress(NotationError):
+            return LineNames(self.of_modules, prefixes)
+        return LineNames(self.of_modules, ())
+
+    @cached_property
+    def _renamed(self) -> Mapping[str, str]:
+        """The modules' templates by those of checkpoints, where one tensor is all of the other."""
+        whole = (tensor for tensor in self._tensors if len(tensor.parts) == 1 and tensor.stacked is None)
+        return {tensor.parts[0].source: tensor.name for tensor in whole if tensor.parts[0].label is None}
+
+    def in_modules(self, name: str) -> str | None:
+        """The name of a tensor as transformers itself spells it; None if no module has this tensor, as a whole."""
+        found = self._module_names.find(name)
+        if found is not None and not found[0].endswith("*"):
+            return filled(*found)
+        match = self._architecture.match(name)
+        template = self._renamed.get(match.template) if match is not None else None
+        if match is None or template is None:
+            return None
+        return name if template.endswith("*") else filled(template, match.indices)

@@ -75,6 +75,7 @@ class SourceRecord:
     """Where the shards come from. ``id`` is the fingerprint of the weights; ``files`` is empty for a ``.bin`` source.
 
     ``aliases`` maps the second name of a tied tensor to its first. The files have it under both if it is in ``twice``.
+    ``names``: the files have names that are not the published ones: those of transformers' ``modules``.
     """
 
     id: str
@@ -83,10 +84,16 @@ class SourceRecord:
     aliases: Mapping[str, str]
     index: Index | None
     files: tuple[SourceFileRecord, ...]
+    names: str | None = None
 
     @property
     def is_respelled(self) -> bool:
         """Whether its files have other names than the model."""
+        return self.names is not None or self.is_wrapped
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether its names have a beginning, or words of wrappers."""
         return any(file.beginning is not None for file in self.files)
 
     @property

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.formats.errors import NotationError
-from reshard.formats.notation.architecture import Architecture, LineNames, Rule, filled
+from reshard.formats.notation.architecture import Architecture, LineNames, Rule, filled, with_first_indices
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import components
 from reshard.formats.notation.expressions import Expression
@@ -121,6 +121,10 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
         yield shape_of, alternatives[0][1]
 
 
+SOURCE_NAMES, PUBLISHED, MODULES = NAMES = ("source", "published", "modules")
+"""Whose names the tensors of a full checkpoint have: the source's, the published ones, or transformers' modules'."""
+
+
 class Spellings:
     """The two spellings of a model's tensors, by an architecture and a config.json."""
 
@@ -129,16 +133,18 @@ class Spellings:
 
     @cached_property
     def of_modules(self) -> frozenset[str]:
-        """The templates that transformers' modules have and a checkpoint of this type has not."""
-        published = {part.source for tensor in self._tensors for part in tensor.parts}
-        return frozenset(tensor.name for tensor in self._tensors) - published
+        """The lines of the architecture that are of tensors which transformers' modules make of several others."""
+        names = (with_first_indices(t.name) for t in self._tensors if t.stacked is not None or len(t.parts) > 1)
+        return frozenset(match.template for match in map(self._architecture.match, names) if match is not None)
 
     @cached_property
     def _module_names(self) -> LineNames:
-        prefixes = self._architecture.prefixes
+        published = {part.source for tensor in self._tensors for part in tensor.parts}
+        joined = {tensor.name for tensor in self._tensors if tensor.stacked is not None or len(tensor.parts) > 1}
+        names = ({tensor.name for tensor in self._tensors} - published) | joined
         with suppress(NotationError):
-            return LineNames(self.of_modules, prefixes)
-        return LineNames(self.of_modules, ())
+            return LineNames(names, self._architecture.prefixes)
+        return LineNames(names, ())
 
     @cached_property
     def _renamed(self) -> Mapping[str, str]:

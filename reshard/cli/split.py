@@ -92,7 +92,7 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
                help="Use smaller scale blocks where a rank cuts one."),
         Option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
                help="Write only rank R (repeatable), or 'auto'."),
-        changed("max_shard_size", help="Largest file of a rank; default: 5GB."), *WRITING,
+        changed("max_shard_size", help="Largest file of a rank; default: 5GB."), "names", *WRITING,
     ),
 )  # fmt: skip
 @click.argument("source", type=PLACE)
@@ -135,7 +135,7 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     },
     options=(
         Option("--into", group=Group.WHAT, type=PLACE, metavar="BASE", help="Add SHARDS, a LoRA adapter, to BASE."),
-        "quantize", "dtype", "max_shard_size", *WRITING,
+        "quantize", "dtype", "names", "max_shard_size", *WRITING,
     ),
 )  # fmt: skip
 @click.argument("source", metavar="SHARDS", type=PLACE)
@@ -164,7 +164,7 @@ def merge_command(into: str | None, **options: Any) -> None:
         "reshard patch model delta checked --dry-run": "check base and delta, and write nothing",
         "reshard patch s3://bucket/base s3://bucket/delta patched": "from a bucket",
     },
-    options=("max_shard_size", *WRITING),
+    options=("max_shard_size", "names", *WRITING),
 )
 @click.argument("source", metavar="BASE", type=PLACE)
 @click.argument("delta", metavar="DELTA", type=PLACE)

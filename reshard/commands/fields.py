@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from threading import Lock
 from types import NoneType, UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from reshard.formats.errors import refused
 from reshard.formats.store import opened
@@ -138,6 +138,8 @@ def _read(value: Any, kind: Any) -> Any:
         if isinstance(value, str):  # a path may have a comma
             value = value.split(",") if item in (int, float, str) else [value]
         return tuple(_read(each, item) for each in (value if isinstance(value, Sequence | range) else [value]))
+    if get_origin(kind) is Literal:
+        return _checked(value, value in get_args(kind), " or ".join(map(repr, get_args(kind))))
     if get_origin(kind) is not None or kind is Callable:
         return _checked(value, value is True or callable(value), "True or a function")
     if kind in (int, float):

@@ -14,6 +14,7 @@ from reshard.formats.hints import typed
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
+from reshard.formats.notation.spellings import PUBLISHED, SOURCE_NAMES
 from reshard.formats.store import StoredPath
 from reshard.mesh.degrees import Sweep, finer_blocks, sweep, unevenly, with_blocks
 from reshard.mesh.plan import Degrees, Plan, make_plan
@@ -198,17 +199,21 @@ def merge(request: WriteRequest) -> Summary:
     Raises ReshardError; ``out`` exists only if it is complete.
     """
     began, opened = start(request), open_any(request.source, request)
-    checkpoint = None if opened.is_split else opened.checkpoint
-    is_full = checkpoint is not None and bool(checkpoint.records) and not opened.record.is_respelled
+    checkpoint, record = None if opened.was_split else opened.checkpoint, opened.record
+    is_full = checkpoint is not None and bool(checkpoint.records) and not record.is_wrapped
+    is_full &= request.names in {SOURCE_NAMES, record.names or PUBLISHED}
     is_chosen = not isinstance(request.source, StoredPath) and Path(request.source).is_file()  # of several sets
     is_mended = checkpoint is not None and checkpoint.note is not None  # its index, or copies
     if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended):
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:
             what, hint = "a whole adapter", "reshard merge ADAPTER --into BASE OUT"
+        elif record.names is not None:
+            hint = "--names published writes it with the published names"
         raise CheckpointError(f"{request.source} is {what}, there is nothing to merge", hint)
     plan = make_plan(opened.model, UNSPLIT)
-    return rewrite(Output(opened, plan, HUGGING_FACE, request.max_shard_size), began, request)
+    new = Output(opened, plan, HUGGING_FACE, request.max_shard_size, names=request.names)
+    return rewrite(new, began, request)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ from reshard.formats.files.safetensors import (
     unit_of,
 )
 from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.notation.spellings import PUBLISHED
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place
@@ -67,7 +68,7 @@ def write_delta(
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
         require_zstd()
-    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, as_stored=False)
+    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)
     sums, begun = Sums(), dict[str, tuple[PartialSum, PartialSum]]()
     sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
     sizes |= {second: sizes[first] for second, first in b.aliases.items()}

@@ -215,26 +215,24 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     naming: Naming | None = None
     may_be_spelled = adapted is None and not is_adapter
     try:
-        if folder.beginning is not None:
-            naming = _naming(folder, architecture, checkpoint)
-        model, twice = _bound(folder, architecture, config, tensors)
+        try:
+            if folder.beginning is not None:
+                naming = _naming(folder, architecture, checkpoint)
+            model, twice = _bound(folder, architecture, config, tensors)
+        except NoRuleError:
+            naming = _naming(folder, architecture, checkpoint) if may_be_spelled else None
+            if naming is None:
+                raise
+        if naming is not None:
+            checkpoint = _renamed(checkpoint, naming)
+            tensors = _with_aliases(checkpoint)
+            model, twice = _bound(folder, architecture, config, tensors)
+        if not is_part:
+            check_complete(model, path)
         of_modules = Spellings(architecture, config).of_modules if may_be_spelled else frozenset()
         if any(kind.template in of_modules for kind in model.kinds) and (spelled := _in_modules(folder, checkpoint)):
             return spelled
-    except NoRuleError:
-        naming = _naming(folder, architecture, checkpoint) if may_be_spelled else None
-        if naming is None:
-            if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
-                return spelled
-            raise
-    if naming is not None:
-        checkpoint = _renamed(checkpoint, naming)
-        tensors = _with_aliases(checkpoint)
-        model, twice = _bound(folder, architecture, config, tensors)
-    try:
-        if not is_part:
-            check_complete(model, path)
-    except CheckpointError:
+    except (CheckpointError, NoRuleError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
             return spelled
         raise
@@ -285,9 +283,10 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
         source = open_program(folder)
     except ReshardError:
         return None
-    plain = replace(checkpoint, records=(), index=None, index_name=None)  # a merge writes other names
-    note = "names are written as published, not as in transformers' modules"
-    return replace(source, checkpoint=plain, note="; ".join(filter(None, (checkpoint.note, note))))
+    if source.ranks[0].keys() != checkpoint.tensors.keys():  # a merge writes other names
+        checkpoint = replace(checkpoint, records=(), index=None, index_name=None)
+    note = "the names are those of transformers' modules"
+    return replace(source, checkpoint=checkpoint, note="; ".join(filter(None, (checkpoint.note, note))))
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:

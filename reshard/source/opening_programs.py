@@ -205,8 +205,9 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
-        twice = folder.manifest.source.twice if folder.manifest else {}
-        recorded = [file.tensors for file in folder.manifest.source.files] if folder.manifest else []
+        record = folder.manifest.source if folder.manifest and folder.manifest.source.names is None else None
+        twice = record.twice if record else {}
+        recorded = [file.tensors for file in record.files] if record else []
         if format.files.is_distributed:
             saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice)
             parts = parts_of(saved, spell, format.container.ignores, folder.beginning)

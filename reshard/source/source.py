@@ -44,6 +44,7 @@ from reshard.formats.notation.architecture import Architecture, architecture_fro
 from reshard.formats.notation.architecture_files import find_architecture, load_architecture
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
+from reshard.formats.notation.spellings import MODULES
 from reshard.formats.quantization.methods import block_size
 from reshard.formats.store import (
     FilePath,
@@ -266,7 +267,7 @@ class Source:
     @property
     def is_split(self) -> bool:
         """Whether it, or what it is computed from, is split over ranks, in whatever format."""
-        return self.format is not HUGGING_FACE or self.was_split
+        return self.was_split or (self.format is not HUGGING_FACE and self.checkpoint is None)
 
     @cached_property
     def record(self) -> SourceRecord:
@@ -289,6 +290,7 @@ class Source:
             aliases={**checkpoint.aliases, **self.twice},
             index=Index(str(checkpoint.index_name), index) if index is not None else None,
             files=checkpoint.records,
+            names=MODULES if self.format.modules else None,
         )
 
     @cached_property

@@ -33,6 +33,7 @@ from reshard.formats.files.safetensors import (
     tensor_bytes,
 )
 from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.notation.spellings import PUBLISHED
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_path, opened, read_into
@@ -335,7 +336,7 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
     if checkpoint is not None and checkpoint.records and not source.record.is_respelled:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
-    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, as_stored=False)
+    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)
     return [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files], merged.documents
 
 

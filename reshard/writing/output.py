@@ -35,7 +35,8 @@ from reshard.formats.files.sharded import (
 )
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format import Format, Settings
-from reshard.formats.notation.format_file import HUGGING_FACE, OWN
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
+from reshard.formats.notation.spellings import MODULES, SOURCE_NAMES
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.move.jobs import TargetFile, Tensor
@@ -75,26 +76,30 @@ class Output:
         *,
         ranks: Sequence[int] | None = None,
         added_to: Path | None = None,
-        as_stored: bool = True,
+        names: str = SOURCE_NAMES,
         state: Affix | None = None,
         written: Counter[int] | None = None,
     ) -> None:
         """The folders of ``ranks`` are all of an output, or are ``added_to`` those in a folder.
 
-        Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them, also with
-        names that are not the model's, if ``as_stored``; of such files themselves, it has the model's names. ``state``
-        is the kind of states that are written, of which ``written`` files of each rank are there.
+        Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them and they
+        have the ``names`` that are asked for: ``source``, ``published`` or ``modules``. ``state`` is the kind of states
+        that are written, of which ``written`` files of each rank are there.
         """
         self.source, self.plan, self.format = source, plan, format
-        is_restored = format is HUGGING_FACE and max_shard_size is None and bool(source.record.files)
-        if source.record.is_respelled and (source.checkpoint is not None or not as_stored):
-            is_restored = False
+        record, is_full = source.record, format is HUGGING_FACE
+        wanted = record.names if names == SOURCE_NAMES else MODULES if names == MODULES else None
+        is_spelled_so = record.names == wanted and not (
+            record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
+        )
+        is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so
+        spelled = in_modules() if is_full and wanted == MODULES else format
         is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
         twice = source.twice if state is not None else source.aliases
         if not is_named:
             restored = {name for file in source.record.files for name in file.tensors} if is_restored else ()
             twice = {second: first for second, first in twice.items() if second in restored}
-        self.arrangement = arrangement_of(plan, format, twice=twice)
+        self.arrangement = arrangement_of(plan, spelled, twice=twice)
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
         self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
@@ -103,8 +108,8 @@ class Output:
         is_same = source.format.name == format.name
         if not is_same and source.training is not None and source.training.parts.states and format.files.is_distributed:
             # a training program would find each tensor of the source under the same name, and its states
-            names, others = ({each.name for each in side.stored} for side in (self.arrangement, source.arrangement))
-            is_same = names == others
+            ours, others = ({each.name for each in side.stored} for side in (self.arrangement, source.arrangement))
+            is_same = ours == others
         self._training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
         self.left_behind = (*self._not_carried(), *(source.strays if state is None else ()))

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard import __version__
 from reshard.formats.errors import CheckpointError, MismatchError, listed
@@ -191,6 +191,7 @@ class WriteRequest(Access, Options):
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``out``: a new folder, or the URL of a place in a bucket.
     ``max_shard_size``: the largest weight file, such as ``"5GB"``; by default 5 GB, for ``merge`` as in the original.
+    ``names``: of a full checkpoint: as in the ``source``, as ``published``, or as in transformers' ``modules``.
     ``overwrite``: an existing output is replaced once the new one is complete (in a bucket: before).
     ``dry_run``: everything is checked and nothing written.
     ``part``: this process's share of the files, such as ``(0, 2)``; the last of all processes publishes.
@@ -202,6 +203,7 @@ class WriteRequest(Access, Options):
     out: str | Path = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     max_shard_size: Taken[int | str | None, int | None] = default(None)
+    names: Literal["source", "published", "modules"] = "source"
     overwrite: bool = False
     dry_run: bool = False
     part: Taken[Share | tuple[int, int] | str | None, Share | None] = default(None)

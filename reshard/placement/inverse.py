@@ -101,8 +101,9 @@ class NameInverse:
             sources = self._sources_of(line, words)
             if sources is not None:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
-                sources = [name] if is_spelled else sources  # as transformers itself saves it
-                if line.types is not None:
+                if is_spelled:  # as transformers itself saves it
+                    sources = [name]
+                elif line.types is not None:
                     sources = [self._as_there(source, name) for source in sources]
                 if is_spelled or (line.keeps_shape and sources == [line.sources[0].fill(words)]):
                     self.unchanged.update(sources)

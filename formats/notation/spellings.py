@@ -137,6 +137,11 @@ class Spellings:
         names = (with_first_indices(t.name) for t in self._tensors if t.stacked is not None or len(t.parts) > 1)
         return frozenset(match.template for match in map(self._architecture.match, names) if match is not None)
 
+    def is_joined(self, name: str) -> bool:
+        """Whether a tensor is one that modules make of several."""
+        match = self._architecture.match(name) if self.of_modules else None
+        return match is not None and match.template in self.of_modules
+
     @cached_property
     def _module_names(self) -> LineNames:
         published = {part.source for tensor in self._tensors for part in tensor.parts}

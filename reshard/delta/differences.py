@@ -24,6 +24,7 @@ from reshard.formats.notation.architecture import numbers_in, without_numbers
 from reshard.formats.notation.axes import Run, merge_runs
 from reshard.formats.quantization.fp8 import E4M3_VALUES
 from reshard.model.model import BoundTensor
+from reshard.model.naming import spelled_alike
 from reshard.move.jobs import Progress, no_progress
 from reshard.move.reading import Bytes
 from reshard.source.source import Source
@@ -193,15 +194,18 @@ def differences(
     a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
+    spelled = spelled_alike(a.model, b.model) if keep is None else {}
     of_a, of_b = ({tensor.name: tensor for tensor in side.model.tensors} for side in (a, b))
+    of_b = {spelled.get(name, name): tensor for name, tensor in of_b.items()}
     for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
     known = {name: _known(tensor, of_b.get(name)) for name, tensor in of_a.items()}
-    alike = [name for name, tensor in known.items() if tensor.kind == SAME]
-    sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in alike}
+    compared_names = [name for name, tensor in known.items() if tensor.kind == SAME]
+    sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in compared_names}
     total, moved = sum(sizes.values()), 0
     elsewhere = a.is_remote or b.is_remote
-    contents = [tensors_of(side) for side in (a, b)] if alike else []
+    contents = [tensors_of(side) for side in (a, b)] if compared_names else []
+    contents = [contents[0], {spelled.get(n, n): tensor for n, tensor in contents[1].items()}] if spelled else contents
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:
@@ -225,7 +229,7 @@ def differences(
         moved += nbytes
         progress(moved, total)
 
-    names = Shared(alike)
+    names = Shared(compared_names)
     work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
     there = [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()

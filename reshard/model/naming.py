@@ -13,10 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import is_index, without_numbers
+from reshard.formats.notation.architecture import ROOT, is_index, without_numbers
 from reshard.formats.wrappers import WRAPPERS
+
+if TYPE_CHECKING:
+    from reshard.model.model import Model
 
 TOP = "/"
 """How a user calls the beginning of names that have none."""
@@ -189,3 +193,20 @@ def _role(beginning: str) -> str | None:
     if any(map(_OF_OPTIMIZER.fullmatch, segments)):
         return "optimizer"
     return "average" if any(map(_AVERAGE.fullmatch, segments)) else None
+
+
+def spelled_alike(one: Model, other: Model) -> dict[str, str]:
+    """The names of the second model's tensors, each as the first model calls it, where the two spell it differently."""
+    names, others = (_by_tensor(model) for model in (one, other))
+    if len(names) < len(one.tensors) or len(others) < len(other.tensors):
+        return {}
+    return {theirs: names[key] for key, theirs in others.items() if names.get(key, theirs) != theirs}
+
+
+def _by_tensor(model: Model) -> dict[tuple[object, ...], str]:
+    """The names of a model's tensors by what does not depend on the spelling: the line, and the indices."""
+    names = dict[tuple[object, ...], str]()
+    for tensor in model.tensors:
+        line = tensor.template.removeprefix(ROOT)
+        names[line, tensor.name.removeprefix(ROOT) if line.endswith("*") else tensor.at] = tensor.name
+    return names

@@ -304,6 +304,8 @@ def _spelling(
     def spell(name: str) -> str | None:
         if format.modules and name not in second and (spelled := names.in_modules(name)) is not None:
             return spelled
+        if format.rules.keep and not format.rules.renames and names.is_joined(name):
+            return None  # of transformers' modules, not of the checkpoint
         first = name
         while (stack := stack_of(format.rules.stacks, first)) is not None:
             first = name_at(stack, first, 0)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, refused
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.store import public_name
+from reshard.model.naming import spelled_alike
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
@@ -81,12 +82,15 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
             what = "an adapter: the mean of its factors is not that of their products" if is_adapter else "quantized"
             raise CheckpointError(f"{source.path} is {what}", "average full checkpoints of floats")
     first, *_ = sources
-    own = dict.fromkeys(tensor.name for tensor in first.model.tensors)
+    own, tables = dict.fromkeys(tensor.name for tensor in first.model.tensors), [tensors_of(first)]
     for other in sources[1:]:
-        if differing := min(own.keys() ^ {tensor.name for tensor in other.model.tensors}, default=None):
+        spelled = spelled_alike(first.model, other.model)
+        tables.append({spelled.get(name, name): tensor for name, tensor in tensors_of(other).items()})
+        names = {spelled.get(tensor.name, tensor.name) for tensor in other.model.tensors}
+        if differing := min(own.keys() ^ names, default=None):
             has, lacks = (first, other) if differing in own else (other, first)
             raise CheckpointError(f"{has.path} has tensor '{differing}', and {lacks.path} does not: not one model")
-    tables, contents = [tensors_of(source) for source in sources], dict[str, Tensor]()
+    contents = dict[str, Tensor]()
     for name in own:
         one, *others = tensors = [table[name] for table in tables]
         if one.dtype == "F64":

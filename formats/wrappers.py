@@ -12,3 +12,8 @@ _WRAPPERS = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.")
 def without_wrappers(name: str) -> str:
     """A parameter's name without the words of wrappers."""
     return _WRAPPERS.sub("", name)
+
+
+def has_wrappers(name: str) -> bool:
+    """Whether a parameter's name has a word of a wrapper's."""
+    return "_m" in name and _WRAPPERS.search(name) is not None

@@ -28,7 +28,7 @@ VALUES = {
     "--save": "saved.toml", "--draft": "draft.toml", "--report": "page.html", "--as": "vllm",
     "--device": "cpu", "--compute-dtype": "float32", "--batch": "3", "--seq": "9", "--seed": "5", "--prompt": "Hello",
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
-    "--dtype": "fp32", "--quantize": "fp8-block",
+    "--dtype": "fp32", "--quantize": "fp8-block", "--names": "modules",
     "--weights": "0.25,0.75", "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
 }  # fmt: skip
 """What the options are given; the others are flags."""
@@ -37,6 +37,9 @@ NO_RESULT = {
 }  # fmt: skip
 """How something is reached or done, which no result shows."""
 VACUOUS = {
+    ("split", "--names"): "the modules of a Llama have the published names",
+    ("merge", "--names"): "the modules of a Llama have the published names",
+    ("patch", "--names"): "the modules of a Llama have the published names",
     ("split", "--refine-blocks"): "the model has no blocks",
     ("split", "--no-pad-vocab"): "where nothing is padded",
     ("split", "--uneven"): "where boxes may have any size",
@@ -129,6 +132,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
     format = format_of(form) if form not in {None, "huggingface"} else None
     refused = {
         "--pad-vocab-to": form is not None,
+        "--names": form != "huggingface",
         "--uneven": form is not None
         and (format is None or form in WITHOUT_RANKS or not format.container.chunks or format.padding.to is not None),
         "--max-shard-size": format is not None and not format.files.has_parts,

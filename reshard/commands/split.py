@@ -147,7 +147,7 @@ def split(request: SplitRequest) -> Summary:
     if request.format in adapter_format_names():
         check_kept(request, HUGGING_FACE, request.format)
         for setting, why in _NOT_OF_ADAPTERS.items():
-            if getattr(request, setting):
+            if getattr(request, setting) not in (None, False, (), SOURCE_NAMES):
                 raise refused(setting, None, why, format=request.format, advice="leave it out")
         began, opened = start(request), open_converted(request.source, request, str(request.format))
         return rewrite(Output(opened, opened.plan, HUGGING_FACE), began, request)
@@ -186,6 +186,7 @@ _NOT_OF_ADAPTERS = {
     "dtype": "the bytes of an adapter are moved",
     "patch": "it is a format of adapters",
     "max_shard_size": "it has one file",
+    "names": "it has names of its own",
     "plan_file": "its rules follow from those of the model",
 }
 

@@ -191,12 +191,13 @@ def not_kept(format: Format) -> Mapping[str, str]:
     """The fields that cannot be carried out, and why."""
     if format is HUGGING_FACE:
         return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
+    names = {"names": "it has names of its own"}
     if format is OWN:
-        return {}
+        return {"names": "its ranks have the names of the model"}
     if format.files.is_single:
         why = "each tensor has one file, which any number of ranks loads"
-        return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why)
-    reasons = {
+        return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why) | names
+    reasons = names | {
         "pad_vocab_to": "it says itself what is padded",
         "refine_blocks": "its reader takes the scale blocks of config.json",
     }

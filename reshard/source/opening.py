@@ -27,7 +27,7 @@ from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
-from reshard.formats.wrappers import without_wrappers
+from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
@@ -216,7 +216,7 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     may_be_spelled = adapted is None and not is_adapter
     try:
         try:
-            if folder.beginning is not None:
+            if folder.beginning is not None or any(map(has_wrappers, checkpoint.tensors)):
                 naming = _naming(folder, architecture, checkpoint)
             model, twice = _bound(folder, architecture, config, tensors)
         except NoRuleError:

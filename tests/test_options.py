@@ -37,7 +37,6 @@ NO_RESULT = {
 }  # fmt: skip
 """How something is reached or done, which no result shows."""
 VACUOUS = {
-    ("split", "--refine-blocks"): "the model has no blocks",
     ("split", "--no-pad-vocab"): "where nothing is padded",
     ("split", "--uneven"): "where boxes may have any size",
     ("split", "--no-checksum"): "where no manifest is written",
@@ -132,7 +131,6 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
         "--uneven": form is not None
         and (format is None or form in WITHOUT_RANKS or not format.container.chunks or format.padding.to is not None),
         "--max-shard-size": format is not None and not format.files.has_parts,
-        "--refine-blocks": form is not None,
         "--rank": form == "huggingface" or (format is not None and format.container.chunks),
     }
     mesh = [] if form in WITHOUT_RANKS else ["--tp", "2"]

@@ -463,7 +463,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("verify", "source", "shards", "--exact-only"),
     ("verify", "source", "bare", "--exact-only"),
     ("verify", "source", "shards", "--exact-only", "--plan", "plan.toml", "--json"),
-    ("split", "source", "OUT", "--tp", "2", "--refine-blocks"),
     ("split", "shards", "OUT", "--tp", "4", "--rank", "1", "--plan", "plan.toml"),
     ("inspect", "adapter"),
     ("merge", "adapter", "--into", "source", "OUT"),

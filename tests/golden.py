@@ -1,4 +1,4 @@
-"""Golden bytes: a hash of everything that is written, for 431 cases: models x quantization x formats x meshes.
+"""Golden bytes: a hash of everything that is written, for 398 cases: models x quantization x formats x meshes.
 
 ``python -m tests.golden`` compares the cases with ``tests/golden.txt`` and prints what differs; ``--write`` writes the
 table anew. The commit says why a line changes. ``tests/test_golden.py`` compares a sample.
@@ -57,7 +57,6 @@ TARGETS: Mapping[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "tp 4": {"tp": 4},
     "tp 3 uneven": {"tp": 3, "uneven": True},
-    "tp 4 refined": {"tp": 4, "refine_blocks": True},
     "ep 2 tp 2": {"ep": 2, "tp": 2},
     "ep 2 same ranks": {"ep": 2, "tp": 2, "same_ranks": True},
     "pp 2 tp 2": {"pp": 2, "tp": 2},

@@ -104,7 +104,6 @@ FORMS: Mapping[str, dict[str, Any]] = {
     "tp4": {"tp": 4},
     "ep2": {"tp": 1, "ep": 2},
     "pp2": {"tp": 1, "pp": 2},
-    "refined": {"tp": 8, "refine_blocks": True},
     "uneven": {"tp": 3, "uneven": True},
     **{
         f"{form}-{tp}": {"tp": tp, "format": form}

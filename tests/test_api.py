@@ -260,7 +260,6 @@ def test_the_layers_of_each_stage_say_how_many_there_are() -> None:
     ("call", "fields", "message"),
     [
         ("plan m", {"pad_vocab": False, "pad_vocab_to": 8}, "--pad-vocab-to 8 is not possible with --no-pad-vocab"),
-        ("split m o", {"format": "vllm", "refine_blocks": True}, "--refine-blocks is not possible with the format"),
         ("plan m", {"tp": 2, "pad_vocab_to": 0}, "--pad-vocab-to 0 is not possible: a multiple is at least 1"),
         ("split m o", {"format": "dcp", "ranks": [0]}, "--rank is not possible with the format 'dcp'"),
         ("split m o", {"tp": 2, "ranks": [0], "part": Share(0, 2)}, "--part is not possible with --rank"),

@@ -40,7 +40,6 @@ VACUOUS = {
     ("split", "--names"): "the modules of a Llama have the published names",
     ("merge", "--names"): "the modules of a Llama have the published names",
     ("patch", "--names"): "the modules of a Llama have the published names",
-    ("split", "--refine-blocks"): "the model has no blocks",
     ("split", "--no-pad-vocab"): "where nothing is padded",
     ("split", "--uneven"): "where boxes may have any size",
     ("split", "--no-checksum"): "where no manifest is written",
@@ -136,7 +135,6 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
         "--uneven": form is not None
         and (format is None or form in WITHOUT_RANKS or not format.container.chunks or format.padding.to is not None),
         "--max-shard-size": format is not None and not format.files.has_parts,
-        "--refine-blocks": form is not None,
         "--rank": form == "huggingface" or (format is not None and format.container.chunks),
     }
     mesh = [] if form in WITHOUT_RANKS else ["--tp", "2"]

@@ -22,7 +22,7 @@ SAMPLE = {
     "experts": "ep2 vllm-2 vllm-pp2 mistral-1 megatron-legacy-1 deepspeed-universal-1",
     "gpt-oss": "tp2 torchtitan-1 vllm-2 megatron-legacy-1",
     "mamba": "tp2 vllm-2 vllm-pp2 dcp-1",
-    "fp8-block": "refined tp2 vllm-2 dcp-2",
+    "fp8-block": "tp2 vllm-2 dcp-2",
     "fp8-tensor": "tp2 vllm-2 dcp-1",
     "fp8-channel": "tp2 vllm-2 dcp-1",
     "int4-stated": "tp2 tp4 vllm-2 dcp-2",

@@ -26,7 +26,6 @@ from reshard.formats.documents import (
     json_bytes,
     json_object,
     mapping,
-    optional,
     read_document,
     reader_of,
     size,
@@ -104,17 +103,13 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Identity:
-    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules.
-
-    ``blocks`` is the size of the blocks of quantized weights, where it is another than the source's.
-    """
+    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules."""
 
     source: str
     mesh: Mesh
     sizes: Mapping[str, int]
     padding: Mapping[str, int]
     plan: str
-    blocks: tuple[int, int] | None = None
 
     def metadata(self, rank: int, places: Sequence[int] = ()) -> dict[str, str]:
         """The metadata of a shard file's header.
@@ -130,7 +125,6 @@ class Identity:
             "padding": dict(sorted(self.padding.items())),
             "plan": self.plan,
         }
-        document |= {"blocks": list(self.blocks)} if self.blocks else {}
         document |= {"places": _runs(places)} if places else {}
         return {"format": "pt", METADATA_KEY: json.dumps(document, separators=(",", ":"))}
 
@@ -175,7 +169,6 @@ def manifest_text(manifest: Manifest) -> str:
         "mesh": identity.mesh.to_document(),
         "sizes": dict(sorted(identity.sizes.items())),
         "padding": dict(sorted(identity.padding.items())),
-        "blocks": list(identity.blocks) if identity.blocks else None,
         "max_shard_size": manifest.max_shard_size,
         "row_parallel_bias": "the same on every rank, to be added once, after the all-reduce",
         "checksum": "columns64",
@@ -223,8 +216,7 @@ def _identity_of(top: Record, source: str, plan: str) -> Identity:
     for axis, padded in padding.items():
         if padded < sizes.get(axis, LARGEST):
             raise Unfit(f"padding.{axis} should be the padded size of an axis and is {padded}")
-    block = top.get("blocks", optional(items(whole(1), 2)), None)
-    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, (block[0], block[1]) if block else None)
+    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan)
 
 
 def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:

@@ -5,7 +5,6 @@ The tables of all methods stand in ``methods.toml``. Here is how modules come to
 
 from __future__ import annotations
 
-import copy
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -145,17 +144,6 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return None
-
-
-def with_block_size(config: Mapping[str, Any], block: tuple[int, int]) -> dict[str, Any]:
-    """The same config with another block size, in the place where ``quantization_settings`` found it."""
-    edited: dict[str, Any] = copy.deepcopy(dict(config))
-    section = edited
-    for key in _place(config, _DEEPEST) or ():
-        section = section[key]
-    inner = (section[name] for name in _INNER if isinstance(section.get(name), dict))
-    next((each for each in inner if _KEY in each), section)[_KEY] = [*block]
-    return edited
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:

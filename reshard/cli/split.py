@@ -88,8 +88,6 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
     },
     options=(
         *MESH, "format", "dequantize", "quantize", "dtype", "patch", "adapter", *PADDING,
-        Option("--refine-blocks", group=Group.RARE, is_flag=True,
-               help="Use smaller scale blocks where a rank cuts one."),
         Option("--rank", "ranks", group=Group.HOW, type=Value("rank", rank), multiple=True, metavar="R",
                help="Write only rank R (repeatable), or 'auto'."),
         changed("max_shard_size", help="Largest file of a rank; default: 5GB."), "names", *WRITING,

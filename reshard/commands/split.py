@@ -16,7 +16,7 @@ from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
 from reshard.formats.notation.spellings import PUBLISHED, SOURCE_NAMES
 from reshard.formats.store import StoredPath
-from reshard.mesh.degrees import Sweep, finer_blocks, sweep, unevenly, with_blocks
+from reshard.mesh.degrees import Sweep, sweep
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.mesh.totals import rows_of, title, totals_of, uneven_lines
 from reshard.placement.arrangement import arrangement_of
@@ -131,12 +131,10 @@ class SplitRequest(WriteRequest, Degrees):
     ``format``: the name of another program's format (``"vllm"``); ``"huggingface"`` is one full checkpoint.
     ``ranks``: only these are written; runs for other ranks into the same ``out`` complete it. A ``Share`` is the
         process's share of the ranks, except those that are already in ``out``.
-    ``refine_blocks``: scale blocks are made smaller if a rank's boundary would cut one.
     """
 
     format: str | None = None
     ranks: Taken[Sequence[int] | int | Share | str | None, Sequence[int] | Share | None] = default(None)
-    refine_blocks: bool = False
 
 
 def split(request: SplitRequest) -> Summary:
@@ -158,13 +156,7 @@ def split(request: SplitRequest) -> Summary:
     if request.part is not None and request.ranks is not None:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
     began, opened = start(request), open_any(request.source, request)
-    if request.refine_blocks:  # so that no rank's boundary cuts a scale block
-        mesh = unevenly(opened.model, request.mesh) if request.uneven else request.mesh
-        finer = finer_blocks(opened.model, mesh)
-        model = with_blocks(opened.model, finer) if finer else opened.model
-        plan = make_plan(model, mesh, pad=request.pad_vocab, pad_to=request.pad_vocab_to)
-    else:
-        plan = plan_for(opened.model, format, request)
+    plan = plan_for(opened.model, format, request)
     chosen: tuple[int, ...] | None = None
     if isinstance(request.ranks, Share):  # of the ranks that are not in OUT already
         manifest = began.folder / MANIFEST

@@ -17,9 +17,7 @@ from reshard.formats.errors import NotationError, PlanError, Refusal, SettingErr
 from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.axes import Dim, Share, deal, degrees, owned, unit_of
-from reshard.formats.quantization.methods import block_size, with_block_size
-from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Model, padded_sizes, padding_for, shares_of
+from reshard.model.model import Model, padded_sizes, padding_for, shares_of
 
 
 def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
@@ -145,9 +143,11 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
         tried = (refusal(model, Mesh(((dim, degree),), same_ranks=True), pad=pad) for dim in ("tp", "ep"))
         if all(obstacle is None for obstacle in tried):
             yield {"tp": degree, "ep": degree, "same_ranks": True}
-    begins_anew = any(dim.part is not None for tensor in model.in_blocks for dim in tensor.rule.dims)
-    if why.tensor is not None and block_size(model.config) and not begins_anew:
-        yield {"refine_blocks": True}
+    if why.tensor is not None:
+        from reshard.model.scaled import can_be_dequantized  # numpy
+
+        if can_be_dequantized(model):
+            yield {"dequantize": True}
 
 
 # ----------------------------------------------------------------------------------------------- the words of refusals
@@ -227,38 +227,3 @@ def sweep(model: Model, *, pad: bool = True, uneven: bool = False) -> Sweep:
         why = refusal(model, unevenly(model, mesh) if uneven else mesh, pad=pad)
         attempts[degree] = why and replace(why, instead=tuple(other_ways(model, mesh, why, pad=pad)))
     return Sweep(attempts, tuple(valid), tuple(valid_degrees(model, "ep")))
-
-
-# ------------------------------------------------------------------------------------------------ smaller scale blocks
-
-
-def finer_blocks(model: Model, mesh: Mesh) -> tuple[int, int] | None:
-    """The largest scale block (rows, columns) that no rank's boundary cuts; None if the model's own is not cut.
-
-    Raises SettingError if scale blocks begin anew in each part of a weight.
-    """
-    block = block_size(model.config)
-    if block is None:
-        return None
-    common = list(block)
-    for tensor in model.in_blocks:
-        if any(dim.part is not None for dim in tensor.rule.dims):
-            why = (
-                f"tensor '{tensor.name}' has scale blocks that begin anew in each part of '{tensor.rule.dims[0].whole}'"
-            )
-            advice = "choose a degree that cuts no scale block"
-            raise refused("refine_blocks", True, why, tensor=tensor.name, advice=advice)
-        for place, dim in zip((-2, -1), tensor.rule.dims[-2:], strict=True):
-            for rank in range(mesh.size):
-                shares = shares_of(model.architecture, mesh, rank, tensor.sizes, tensor.axes)
-                runs = owned(dim.whole, tensor.sizes, shares)
-                edges = {edge for run in runs for edge in (run.offset, run.end)} - {dim.whole.size(tensor.sizes)}
-                common[place] = math.gcd(common[place], *edges)
-    return None if tuple(common) == block else (common[0], common[1])
-
-
-def with_blocks(model: Model, block: tuple[int, int]) -> Model:
-    """The same model with scale blocks of another size (rows, columns)."""
-    blocked = {kind for kind in model.kinds if any(dim.counted[0] > 1 for dim in kind.rule.dims)}
-    tensors = [FullTensor(t.name, t.dtype, None if t.kind in blocked else t.shape, "") for t in model.tensors]
-    return bind(model.architecture, with_block_size(model.config, block), tensors, axes=model.sizes.measured)

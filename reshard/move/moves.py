@@ -2,8 +2,8 @@
 
 Source and target are arrangements of one model (``reshard.placement.arrangement``), taken apart into the same atoms. An
 atom goes from one to the other as it is, or with a named change: its elements in another dtype (rounded, if that was
-asked for) or by a function (``Change``), scales of scale blocks of another size (``regrid``), a stated shape
-(``restate``). Any other difference between the two sides is refused here.
+asked for) or by a function (``Change``), a stated shape (``restate``). Any other difference between the two sides is
+refused here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from reshard.formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, tensor_bytes
 from reshard.formats.files.sharded import INTACT_FILE
 from reshard.formats.notation.architecture import without_numbers
-from reshard.formats.notation.axes import Run
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.numbers import CODES, as_float32, round_to
 from reshard.formats.quantization.companions import restated
@@ -28,10 +27,9 @@ from reshard.formats.store import Range, joined
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
 from reshard.move.reading import GAP, ranges_of
-from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Slices, Transfer, rows_of
+from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Transfer
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.pieces import Spread
 from reshard.placement.stored import Atom, Location, Stated
 from reshard.source.source import UNSPLIT, Source, SourceFile, SourcePlace
 
@@ -139,63 +137,6 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
     return rounded.view(np.uint8).reshape(*block.shape[:-1], rounded.itemsize)
 
 
-# ------------------------------------------------------------------------------------------------------- scale blocks
-
-Indices = NDArray[np.int64]
-
-
-def regrid(
-    source: Spread, target: Spread, steps: Sequence[tuple[int, int]], item_bits: int, ranks: frozenset[int]
-) -> Slab:
-    """The step of the scales of a quantized weight to smaller scale blocks, and back.
-
-    A scale for 128 rows means the same as two equal scales for 64 rows each. Where a rank's boundary would cut a scale
-    block, all scale blocks are made smaller, and each scale is repeated for every part (``--refine-blocks``). On the
-    way back, the repeated scales must be equal. ``source`` and ``target`` are spreads of the same scales; ``steps`` has
-    the size of a scale block along each dimension, before and after; ``item_bits`` is the size of a scale in bits.
-    """
-    sources = [(rank, piece) for rank, pieces in source.pieces.items() for piece in pieces]
-    targets = [(rank, piece) for rank, pieces in target.pieces.items() if rank in ranks for piece in pieces]
-    reads, writes = (
-        tuple(
-            Region(rank, 0, (*piece.shape, item_bits // 8), rows_of(piece, range(len(piece.shape)), item_bits))
-            for rank, piece in side
-        )
-        for side in (sources, targets)
-    )
-    have, needed = ([_indices(piece.runs) for _, piece in side] for side in (sources, targets))
-    copies, checks = list[Copy](), list[Copy]()
-    for number, indices in enumerate(needed):  # from the scale block at the same place: from the first, if several
-        firsts = [of_dim * new // old for of_dim, (old, new) in zip(indices, steps, strict=True)]
-        copies += (Copy(holder, at, number, into) for holder, into, at in _holders(have, firsts))
-    for number, indices in enumerate(have):  # equal to the first scale in the same larger scale block of the target
-        firsts = [
-            of_dim if new <= old else of_dim * old // new * new // old
-            for of_dim, (old, new) in zip(indices, steps, strict=True)
-        ]
-        checks += (Copy(number, at, holder, first) for holder, at, first in _holders(have, firsts))
-    return Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
-
-
-def _holders(have: Sequence[Sequence[Indices]], needed: Sequence[Indices]) -> Iterator[tuple[int, Slices, Slices]]:
-    """The pieces that together have the ``needed`` indices, given the indices that each of them has.
-
-    Each comes with the positions of its indices in ``needed``, and their positions in the piece.
-    """
-    covered = np.zeros([len(indices) for indices in needed], dtype=bool)
-    for number, own in enumerate(have):
-        places = [np.flatnonzero(np.isin(indices, of_dim)) for indices, of_dim in zip(needed, own, strict=True)]
-        grid = np.ix_(*places)
-        if not covered[grid].all():
-            covered[grid] = True
-            triples = zip(own, needed, places, strict=True)
-            yield number, grid, np.ix_(*(np.searchsorted(of_dim, indices[at]) for of_dim, indices, at in triples))
-
-
-def _indices(dims: Sequence[Sequence[Run]]) -> list[Indices]:
-    return [np.concatenate([np.arange(run.offset, run.end) for run in runs]) for runs in dims]
-
-
 # ------------------------------------------------------------------------------------------------------ stated shapes
 
 _WHOLE = (slice(None),)
@@ -278,19 +219,15 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
             spread = replace(spread, pieces={**spread.pieces, **more})
         key = (spread.value, goal.value, dtype, change, ranks)
         if key not in routes:
-            steps = None if change or len(spread.full) != len(goal.full) else _steps(src, dst)
-            if spread.full == goal.full:
-                routes[key] = Transfer(
-                    spread, goal, DTYPE_BITS[dtype], ranks, compare=is_compared, zeros=has_zeros, change=change
-                ).slabs
-            elif steps is not None:
-                routes[key] = _one_step(regrid(spread, goal, steps, DTYPE_BITS[dtype], ranks))
-            else:
+            if spread.full != goal.full:
                 raise PlanError(
                     f"tensor '{atom.tensor}' has the shape {list(spread.full)} in the one format and "
                     f"{list(goal.full)} in the other, and cannot be brought from the one into the other",
                     "write it as huggingface first",
                 )
+            routes[key] = Transfer(
+                spread, goal, DTYPE_BITS[dtype], ranks, compare=is_compared, zeros=has_zeros, change=change
+            ).slabs
         return routes[key]
 
     def job(
@@ -405,13 +342,6 @@ def _alike(location: Location) -> tuple[Geometry, int, str]:
 def _one_step(slab: Slab) -> Route:
     """The way of a small tensor: one step, whatever the budget."""
     return lambda budget: iter((slab,))
-
-
-def _steps(src: Location, dst: Location) -> tuple[tuple[int, int], ...] | None:
-    """How many indices of a weight a block of each factor counts, before and after; None if the rules agree on it."""
-    factors = zip(src.portion.component.factors, dst.portion.component.factors, strict=True)
-    steps = tuple((old.counted[0], new.counted[0]) for old, new in factors)
-    return steps if any(old != new for old, new in steps) else None
 
 
 def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlace:

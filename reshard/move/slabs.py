@@ -111,7 +111,7 @@ class Region:
 
 
 Slices = tuple[Any, ...]
-"""An index into a numpy array: slices, or arrays of indices (for scales, see ``reshard.move.moves``)."""
+"""An index into a numpy array."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -104,7 +104,8 @@ def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = Tr
     """
     if format.plain:
         mesh = unevenly(model, degrees.mesh) if degrees.uneven else degrees.mesh
-        return make_plan(model, mesh, pad=degrees.pad_vocab, pad_to=degrees.pad_vocab_to)
+        pad, multiple = degrees.pad_vocab, degrees.pad_vocab_to
+        return make_plan(model, mesh, pad=pad, pad_to=multiple, lacking=_lacking(degrees))
     if format.same_ranks and degrees.ep == 1 and degrees.tp > 1 and model.architecture.expert_axes:
         degrees = replace(degrees, ep=degrees.tp, same_ranks=True)
     ep, mesh = degrees.ep, degrees.mesh
@@ -115,7 +116,15 @@ def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = Tr
     if mesh.pp > 1 and format.files.pp is None:
         raise refused("pp", mesh.pp, "its ranks have all layers", format=format.name)
     check_demands(model, format, mesh, files=files)
-    return program_plan(model, format, mesh, pad=degrees.pad_vocab)
+    return program_plan(model, format, mesh, pad=degrees.pad_vocab, lacking=_lacking(degrees))
+
+
+_UNTAKEN = ("dequantize",)
+
+
+def _lacking(degrees: Degrees) -> tuple[str, ...]:
+    """The fields that make a degree possible, but not of this request: it has none, or it quantizes itself."""
+    return () if hasattr(degrees, "dequantize") and not getattr(degrees, "quantize", None) else _UNTAKEN
 
 
 def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = True) -> None:
@@ -151,18 +160,19 @@ def check_demands(model: Model, format: Format, mesh: Mesh, *, files: bool = Tru
 
 
 def program_plan(
-    model: Model, format: Format, mesh: Mesh, *, pad: bool = True, padding: Mapping[str, int] | None = None
-) -> Plan:
+    model: Model, format: Format, mesh: Mesh, *, pad: bool = True, padding: Mapping[str, int] | None = None,
+    lacking: Collection[str] = _UNTAKEN,
+) -> Plan:  # fmt: skip
     """The plan of a model on a mesh, padded as a program's format says.
 
     With ``pad=False`` a vocabulary that does not divide is refused. ``padding`` has the padded sizes of existing
     shards. If the files have chunks and nothing is padded, axes that do not divide are split unevenly. Raises PlanError
-    if the degree is not possible.
+    if the degree is not possible; its hint names no field that is ``lacking``.
     """
     model = apart_by_lines(model, format)
     if padding is not None:
         return make_plan(model, mesh, padding=padding)
-    lacking = not_kept(format)
+    lacking = {*not_kept(format), *lacking}
     if format.container.chunks and format.padding.to is None:
         units = dict.fromkeys(sorted(padding_for(model, mesh, 1)), 1) | dict(mesh.uneven)
         return make_plan(model, replace(mesh, uneven=tuple(units.items())), pad=False, lacking=lacking)
@@ -171,7 +181,7 @@ def program_plan(
     return make_plan(model, mesh, pad=pad and multiple > 0, pad_to=max(multiple, 1), lacking=lacking)
 
 
-_OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to", "refine_blocks")
+_OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to")
 
 
 def check_kept(request: Degrees, format: Format, name: str | None = None) -> None:
@@ -197,10 +207,7 @@ def not_kept(format: Format) -> Mapping[str, str]:
     if format.files.is_single:
         why = "each tensor has one file, which any number of ranks loads"
         return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why) | names
-    reasons = names | {
-        "pad_vocab_to": "it says itself what is padded",
-        "refine_blocks": "its reader takes the scale blocks of config.json",
-    }
+    reasons = names | {"pad_vocab_to": "it says itself what is padded"}
     if not format.container.chunks or format.padding.to is not None:
         reasons["uneven"] = "its ranks have equal parts"
     if format.container.chunks:

@@ -2,16 +2,18 @@
 
 The files that make a folder a checkpoint (``config.json``, the index, the manifest) come last, so that a reader never
 takes a part of it for a checkpoint. The very last has the task in its metadata. Two kinds of objects say that a place
-is unfinished. The mark ``.reshard-unfinished`` says whose it is: a store makes or replaces it only if it is what the
-process has seen. A journal for each process has the files that it has uploaded, with their etags: a stopped run can go
-on, on any machine, and keeps the files that have not changed. No other process has a journal of this name, so it stays
-when somebody who comes late removes a mark that is another's meanwhile.
+is unfinished. The mark ``.reshard-unfinished`` says whose it is: a store makes it only if there is none. A journal for
+each process has the files that it has uploaded, with their etags: a stopped run can go on, on any machine, and keeps
+the files that have not changed. No other process has a journal of this name, so it stays when somebody who comes late
+removes a mark that is another's meanwhile.
 
-To replace a checkpoint, or another task's unfinished output, a process puts its journal there, makes the mark its own,
-and then removes all that the new output does not have: the manifest, which knows what may be removed, goes last.
+A place with another task's mark, or journal, is refused. To replace a complete checkpoint, a process makes the mark,
+puts its journal there, and then removes all that the new output does not have: the manifest, which knows what may be
+removed, goes last.
 
 Before and after each file, a process checks that the place is still its task's. A store has no locks: if a file arrives
-after another task took the place, the process notices it afterwards, and puts a journal there that is nobody's.
+after the task was published, and perhaps replaced since, the process notices it afterwards, and puts a journal there
+that is nobody's.
 docs/explanation/design.md has the states; tests/reshard/test_bucket_interleavings.py tries all orders of the requests.
 """
 
@@ -41,9 +43,15 @@ _FILES = 4
 """Files that are uploaded at the same time; each in several parts."""
 
 _TRIES = 5
+_NOBODY = "nobody"
+"""Stands for a task in the name of a journal: what is there may be of several."""
 
 ROOM = 64 << 30
 """Bytes of files that are built at a time on this machine, if its disk has twice as much space."""
+
+
+def _nobodys(keys: Iterable[str]) -> set[str]:
+    return {key for key in keys if f".{_NOBODY}." in key}
 
 
 class Uploaded(NamedTuple):
@@ -87,8 +95,10 @@ class Uploading(Staging):
         existing = self._existing(self._bucket.objects(is_first=True))
         if (self.share.label != WHOLE or self._journal_key in existing.names) and self._is_published():
             raise PublishedError(f"{self.shown} is complete")
+        owner = self._bucket.task(UNFINISHED)
+        self._refuse_others(owner, existing.names)
         existing = self._existing(existing.names - {self._journal_key})
-        if any(not name.startswith(STATE) for name in existing.names) and self._bucket.task(UNFINISHED) != self._name:
+        if any(not name.startswith(STATE) for name in existing.names) and owner != self._name:
             self._check(existing)
         check_space(self.work.parent, max(self.share.planned.values(), default=0))
 
@@ -116,38 +126,48 @@ class Uploading(Staging):
             self._uploads.append(self._threads.submit(self._upload, name))
 
     def _claim_place(self) -> dict[str, str | None]:
-        """Make the place this task's; returns what is there."""
+        """Make the place this task's, if it is nobody's; returns what is there. Raises CheckpointError."""
         was_empty = False
         for _ in range(_TRIES):
-            mark = self._bucket.small(UNFINISHED)
+            owner = self._bucket.task(UNFINISHED)
             objects = self._bucket.objects()  # after it: who has published since then is seen
-            is_ours, of_task = mark is not None and mark.task == self._name, self._journals_in(objects)
-            has_last = not objects.keys().isdisjoint(LAST)
-            if is_ours and self._journal_key in objects:
-                if not (was_empty and has_last) or self.share.planned.keys() <= dict(self._entries(of_task)).keys():
+            own, has_last = self._journals_in(objects), not objects.keys().isdisjoint(LAST)
+            if owner == self._name and self._journal_key in own:
+                if not (was_empty and has_last) or self.share.planned.keys() <= dict(self._entries(own)).keys():
                     return objects
                 for key in (UNFINISHED, self._journal_key):  # another process published before the mark was made
                     self._bucket.delete(key)
                 was_empty = False
                 continue
-            if mark is None and has_last:
+            if owner is None and has_last:
                 self.check()  # another process may have published meanwhile
-            others = of_task - {self._journal_key}
-            if mark is None and others and self._is_published(is_ending=True):  # or who published was killed
+            others = own - {self._journal_key}
+            if owner is None and others and self._is_published(is_ending=True):  # or who published was killed
                 self._noted |= self._entries(others)
                 if self.share.planned.keys() - self._noted.keys():
                     self._threads.map(
                         self._bucket.delete, sorted(others)
                     )  # it has been looked at, and some are removed already
                     raise PublishedError(f"{self.shown} is complete")
-            goes_on = is_ours or (mark is None and bool(others))
-            if self.share.has_others and not goes_on and objects.keys() - of_task - {UNFINISHED}:
-                raise self._begun_by_others(self.shown)
-            self._put_journal()
-            if not is_ours:
-                was_empty = mark is None and not has_last
-                self._bucket.begin(self._name, mark)
+            self._refuse_others(owner, objects)
+            if owner is None:
+                was_empty = not has_last
+            if owner is not None or self._bucket.begin(self._name):
+                self._put_journal()  # never beside another's mark
         raise self._written_else()
+
+    def _refuse_others(self, owner: str | None, names: Iterable[str]) -> None:
+        """Raise CheckpointError for a place that is another task's: by its mark, or, if none is there, by a journal.
+
+        What is nobody's is not taken by one of several processes.
+        """
+        own, foreign = self._journals_in(names), self._journals_in(names, of_task=False)
+        others = foreign if self.share.has_others else foreign - _nobodys(foreign)
+        if owner not in {None, self._name} or (owner is None and others and not own):
+            raise CheckpointError(
+                f"{self.shown} holds the unfinished output of another command",
+                f"finish it with that command, or remove it{self._bucket.removal}",
+            )
 
     def _remove_old(self, names: Iterable[str]) -> None:
         """Remove what was there before, if it is of a checkpoint; what knows that goes last.
@@ -202,9 +222,8 @@ class Uploading(Staging):
     def _change(self, name: str, content: bytes | Path | None = None, task: str = "") -> str | None:
         """Put a file of this content, or (None) remove it, if the place is this task's before and afterwards.
 
-        Returns the etag of what was put.
-
-        If another task has taken it meanwhile, a journal of nobody's says that it is unfinished.
+        Returns the etag of what was put. If the place was no longer this task's afterwards, a journal of nobody's says
+        that it is unfinished.
         """
         self._check_ours()
         etag = self._bucket.put(name, content, task) if content is not None else None
@@ -215,10 +234,10 @@ class Uploading(Staging):
         except ReshardError as error:
             if content is not None and isinstance(error, PublishedError):  # the same bytes again
                 raise
-            self._bucket.note(self._new_key("nobody"), b"{}")  # no task takes it for its own, or has seen it before
+            self._bucket.note(self._new_key(_NOBODY), b"{}")  # no task takes it for its own, or has seen it before
             raise CheckpointError(
-                f"another run took {self.shown} while {name} was written or removed there, so it may hold files of "
-                f"both and is marked as unfinished",
+                f"{self.shown} was published or cleared while {name} was written or removed there, so it may hold "
+                "files of two runs and is marked as unfinished",
                 "run the command again whose output it is to be",
             ) from None
         return etag
@@ -345,7 +364,7 @@ class Uploading(Staging):
         in_place |= zip((*sides, *early, last), etags, strict=True)
         self._bucket.delete(UNFINISHED)
         there = self._bucket.objects()  # whatever comes later is followed by a look that finds no mark
-        if self._journals_in(there, of_task=False):
+        if _nobodys(there):  # another task's may be there: it found this output complete
             raise self._written_else()
         for name, etag in sorted(in_place.items()):
             # another process of the task may have put a small file again: the same content, and perhaps another etag

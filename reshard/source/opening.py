@@ -28,7 +28,6 @@ from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
 from reshard.formats.wrappers import has_wrappers, without_wrappers
-from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
@@ -398,8 +397,7 @@ def _open_sharded(folder: Folder) -> Source:
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
     full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]
     model = bind(architecture, config, full, axes=identity.sizes, mesh=identity.mesh, padding=identity.padding)
-    refined = with_blocks(model, identity.blocks) if identity.blocks else model
-    plan = make_plan(refined, identity.mesh, padding=identity.padding)
+    plan = make_plan(model, identity.mesh, padding=identity.padding)
     weights = (folder.file(file.path) for file in files)
     source = folder.source(OWN, plan, model, names, ranks, weights, side, stated=identity)
     check_stored(source.arrangement, source.ranks, path)

@@ -45,7 +45,6 @@ from reshard.formats.notation.architecture_files import find_architecture, load_
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
 from reshard.formats.notation.spellings import MODULES
-from reshard.formats.quantization.methods import block_size
 from reshard.formats.store import (
     FilePath,
     StoredPath,
@@ -122,10 +121,10 @@ class Cast(NamedTuple):
 class Source:
     """A checkpoint to read from.
 
-    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``model`` is that of the
-    full checkpoint; its scale blocks may be larger than the plan's (see ``reshard.move.moves``). ``names`` has all
-    tensors in the order of the original files, ``ranks`` the tensors of each rank by name, ``files`` the weight files
-    by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of each file before it was read.
+    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``model`` is that of the full
+    checkpoint. ``names`` has all tensors in the order of the original files, ``ranks`` the tensors of each rank by
+    name, ``files`` the weight files by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of
+    each file before it was read.
     """
 
     path: FilePath
@@ -312,9 +311,7 @@ class Source:
     def identity(self, plan: Plan) -> Identity:
         """The identity that all shards of a plan for this source share."""
         sizes = self.model.sizes.of({})
-        blocks = block_size(plan.model.config)
-        refined = blocks if blocks != block_size(self.model.config) else None
-        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules), refined)
+        return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
 
     def place_of(self, name: str, rank: int) -> SourcePlace:
         """The place of a tensor in the files of a rank that holds it."""

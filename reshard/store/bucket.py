@@ -41,11 +41,10 @@ TASK = "reshardtask"
 
 
 class Small(NamedTuple):
-    """A small object: its content, the task that was put with it, and its state."""
+    """A small object: its content, and the task that was put with it."""
 
     content: bytes
     task: str
-    version: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ class Bucket:
                 answer = get(self.store, key)
             except FileNotFoundError:
                 return None
-            states = {name: answer.meta.get(name) for name in ("e_tag", "version")}
-            version = {name: str(value) for name, value in states.items() if value is not None}
-            return Small(bytes(answer.bytes()), answer.attributes.get(TASK, ""), version)
+            return Small(bytes(answer.bytes()), answer.attributes.get(TASK, ""))
 
         return self.ask(key, request)
 
@@ -156,26 +153,30 @@ class Bucket:
         attributes = {TASK: task} if task else None
         return self.ask(key, lambda: put(store, key, content, attributes=attributes, use_multipart=in_parts), "writing")
 
-    def begin(self, task: str, over: Small | None = None) -> None:
-        """Mark the place as unfinished output of a task, if it has no mark, or still the mark ``over``, which it
-        replaces.
-        """
+    def begin(self, task: str) -> bool:
+        """Mark the place as unfinished output of a task, if it has no mark; whether it is made by this request."""
         from obstore import put
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
         says = "reshard writes here; the same command again finishes it"
         content = json_bytes({"task": task, "says": says})
 
-        def request() -> None:
-            mode: Any = "create" if over is None else dict(over.version)
+        def request() -> bool:
             try:
-                put(self.store, UNFINISHED, content, attributes={TASK: task}, mode=mode)
-            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
-                return
+                put(self.store, UNFINISHED, content, attributes={TASK: task}, mode="create")
+            except AlreadyExistsError:
+                return False
             except NotSupportedError:
                 put(self.store, UNFINISHED, content, attributes={TASK: task})
+            return True
 
-        self.ask(UNFINISHED, request, "writing")
+        return self.ask(UNFINISHED, request, "writing")
+
+    @property
+    def removal(self) -> str:
+        """The command that removes all that is there, as the end of a hint; empty without a usual client."""
+        client = {"s3": "aws s3 rm --recursive", "gs": "gcloud storage rm --recursive"}.get(self.url.split(":")[0])
+        return f": {client} {self.name}" if client else ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from reshard.formats.errors import PlanError
 from reshard.formats.files.safetensors import TensorInfo, read_header
 from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
+from reshard.verify.api import verify
 from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
@@ -53,20 +54,16 @@ def test_what_is_written_is_what_vllm_loads(model: str, method: str, tmp_path: P
     assert described(tmp_path / "out") == wanted["files"]
 
 
-@pytest.mark.parametrize("form", ["vllm", "dcp"])
-def test_smaller_scale_blocks_are_neither_written_for_a_program_nor_advised(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, "vllm", "dcp"])
+def test_what_cuts_scale_blocks_goes_without_them(form: str | None, tmp_path: Path) -> None:
     source = make(tmp_path / "source", "llama", "fp8-block")
     with pytest.raises(PlanError, match="12 blocks of 8, which do not divide by 8") as refused:
         split(source, tmp_path / "out", tp=8, format=form)
-    assert "refine_blocks" not in str(refused.value.hint)
-    with pytest.raises(PlanError, match=f"refine_blocks is not possible with the format '{form}'"):
-        split(source, tmp_path / "out", tp=8, format=form, refine_blocks=True)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PlanError) as refused:
-        split(source, tmp_path / "out", tp=8)
-    assert "refine_blocks" in str(refused.value.hint)
-    split(source, tmp_path / "out", tp=8, refine_blocks=True)
-    report = verify_exact(open_source(source), tmp_path / "out")  # also of the checksums in the manifest
+    assert str(refused.value.hint).startswith("valid degrees: 1, 2, 4, or ")
+    assert str(refused.value.hint).endswith("dequantize=True")
+    split(source, tmp_path / "out", tp=8, format=form, dequantize=True)
+    report = verify(source, tmp_path / "out", exact_only=True, dequantize=True)
     assert report.verdict == "same", report.problems
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.exceptions import AlreadyExistsError
 
 from reshard.formats.errors import ReshardError
 from reshard.publishing import upload
@@ -71,10 +71,9 @@ class Store:
 
     head = get
 
-    def put(self, key: str, new: Object, condition: str | None) -> tuple[bool, Store]:
-        """The answer is whether it is done. ``condition`` is the etag of what is to be there, or '' for nothing."""
-        there = self.objects.get(key)
-        if condition is not None and condition != ("" if there is None else there.etag):
+    def put(self, key: str, new: Object, is_new: bool) -> tuple[bool, Store]:
+        """The answer is whether it is done. ``is_new``: only if nothing is there."""
+        if is_new and key in self.objects:
             return False, self
         return True, Store({**self.objects, key: new})
 
@@ -245,9 +244,9 @@ def _put(
     **__: object,
 ) -> dict[str, Any]:  # fmt: skip
     new = Object(content.content if isinstance(content, File) else content, tuple((attributes or {}).items()))
-    condition = "" if mode == "create" else mode["e_tag"] if mode is not None else None
-    if not Run.current.ask("put", key, new, condition):
-        raise AlreadyExistsError(key) if mode == "create" else PreconditionError(key)
+    assert mode in (None, "create")
+    if not Run.current.ask("put", key, new, mode == "create"):
+        raise AlreadyExistsError(key)
     return {"e_tag": new.etag}
 
 

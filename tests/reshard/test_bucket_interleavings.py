@@ -2,8 +2,8 @@
 
 The real code of ``Uploading`` runs on a bucket in memory (``model_bucket.py``). All orders of the requests are
 followed, also those in which a process is killed before any of them. In each state that can be reached, what a reader
-takes for a checkpoint is whole and of one task, except while a process whose place was taken has yet to look at it
-again, and if it is killed before. In each that is an end, the same commands complete the output.
+takes for a checkpoint is whole and of one task, except while a process whose task was published by another has yet to
+look at it again, and if it is killed before. In each that is an end, the same commands complete the output.
 """
 
 from __future__ import annotations
@@ -186,24 +186,32 @@ def follow(processes: Sequence[Process], old: Mapping[str, bytes] = {}, **how: A
                 *(() if processes[0].share.has_others else ("CheckpointError exists",)),
             )
             assert is_read(state.store) and all(each.startswith(ends) for each in results), results
+        if not processes[0].share.has_others and not old and not state.kills:
+            assert any(each.startswith(COMPLETE) for each in results), results
         if not is_read(state.store) and state.store.key not in reruns:
             reruns.add(state.store.key)
             check_again(processes, state.store)
     return count
 
 
+REFUSED = "unfinished output of another command"
+
+
 def check_again(processes: Sequence[Process], store: Store) -> None:
-    """The same commands complete what is unfinished; those that share their work, only what is theirs."""
-    for name in {process.name for process in processes}:
+    """The same commands complete what is unfinished, or are refused because it is another's, who completes it."""
+    names, refused = {process.name for process in processes}, set[str]()
+    for name in names:
         mine, after, results = [process for process in processes if process.name == name], store, list[str]()
         for process in mine:
             result, after = run_alone(process, after)
             results.append(result)
-        if mine[0].share.has_others and all("unfinished output of another command" in each for each in results):
+        if all(REFUSED in each for each in results):
             assert after == store
+            refused.add(name)
         else:
             assert results[-1].startswith((*COMPLETE, "CheckpointError exists")), results
             assert {key: of.content for key, of in after.objects.items()} == mine[0].output, results
+    assert refused < names, store
 
 
 READS = ("list", "get", "head")

@@ -26,6 +26,7 @@ from reshard.formats.files.safetensors import build_header, read_header
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.quantization.fp8 import Grid, dequantize, scaled_weights, scales_from
 from reshard.formats.quantization.fp8 import Stored as Weight
+from reshard.model import scaled
 from reshard.model.model import AxisSizes
 from reshard.source import opening
 from reshard.source.opening import Access
@@ -297,10 +298,10 @@ def test_layouts_of_a_rule_are_told_by_the_shape_or_refused() -> None:
     config = {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text", **config}}
     rules = find_architecture(config, Path())
     down = "model.layers.0.mlp.experts.down_proj"
-    told = [storage._input_first(rules, AxisSizes(rules, config, {}), down, of) for of in ((4, 32, 64), (4, 64, 32))]
+    told = [scaled._input_first(rules, AxisSizes(rules, config, {}), down, of) for of in ((4, 32, 64), (4, 64, 32))]
     assert told == [{True}, {False}]
     config["text_config"]["moe_intermediate_size"] = 64
-    tell = partial(storage._input_first, rules, AxisSizes(rules, config, {}))
+    tell = partial(scaled._input_first, rules, AxisSizes(rules, config, {}))
     config["quantization_config"] = {"quant_method": "fp8"}
     tensors = {down: Weight("F8_E4M3", (4, 64, 64)), f"{down}_scale": Weight("F32", (4, 64))}
     with pytest.raises(ReshardError, match="cannot be dequantized"):

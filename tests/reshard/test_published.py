@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from reshard.formats.errors import PlanError
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture_files import find_architecture
-from reshard.mesh.degrees import finer_blocks, valid_degrees
+from reshard.mesh.degrees import valid_degrees
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
@@ -72,14 +72,12 @@ def test_scales_that_contradict_each_other_are_refused():
         mimo(weight(0, 13568), scales(0, 108), weight(5, 13568), scales(5, 106), weight(1, 14848))
 
 
-def test_blocks_that_begin_anew_are_not_refined():
+def test_blocks_that_begin_anew():
     published = PUBLISHED["MiMo-V2.5"]
     model = bind(find_architecture(published.config, Path()), published.config, full_tensors(published))
-    with pytest.raises(PlanError, match=r"refine_blocks=True is not possible: .* blocks that begin anew in each part"):
-        finer_blocks(model, Mesh((("tp", 8),)))
     with pytest.raises(PlanError, match="cut a block of 128") as refused:
         make_plan(model, Mesh((("tp", 8),)))
-    assert "valid degrees: 1, 2, 4" in str(refused.value.hint) and "refine" not in str(refused.value.hint)
+    assert "valid degrees: 1, 2, 4" in str(refused.value.hint) and "dequantize" not in str(refused.value.hint)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Outputs in a bucket that are replaced, or that two tasks write: a reader finds one of them whole, or is told."""
+"""Outputs in a bucket that are replaced, or that two tasks want: a reader finds one of them whole, or is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
-from reshard.publishing.staging import Documents
 from reshard.publishing.upload import Uploading
 from reshard.source.opening import Access
 from reshard.store import remote
@@ -77,6 +76,13 @@ def noted(store: StoreServer) -> set[str]:
     return {entry["name"] for journal in found for _, entry in journal}
 
 
+def refused_as_another_commands(checkpoint: Path, cache: Path, **options: Any) -> None:
+    """A command is refused, because the place is another's, and its hint removes what is there."""
+    with pytest.raises(CheckpointError, match="out holds the unfinished output of another command") as refused:
+        split(checkpoint, URL, tp=2, cache_dir=cache, **options)
+    assert f"aws s3 rm --recursive {URL}" in str(refused.value.hint)
+
+
 def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -98,11 +104,10 @@ def test_a_run_that_was_stopped_is_finished_by_the_same_command(
     assert contents(store.root / "out") == contents(tmp_path / "local")
 
 
-@pytest.mark.parametrize("again", [1, 2])
 def test_what_a_stopped_run_has_not_cleared_is_removed(
-    again: int, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same command, and by another that takes over: who was stopped has said what was there."""
+    """By the same command: the manifest, which says what was there, goes last. Another is refused."""
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     (other / "notes.txt").write_text("known by the manifest alone")
     split(other, URL, tp=2, **access)
@@ -117,8 +122,11 @@ def test_what_a_stopped_run_has_not_cleared_is_removed(
         patch.setattr(Bucket, "delete", stop)
         split(checkpoint, URL, tp=1, **access, overwrite=True)
     assert {"notes.txt", "reshard.json", UNFINISHED} <= contents(store.root / "out").keys()  # who knows it goes last
-    split(checkpoint, URL, tp=again, **access, overwrite=True)
-    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", again)
+    left = contents(store.root / "out")
+    refused_as_another_commands(checkpoint, tmp_path / "third", overwrite=True)
+    assert contents(store.root / "out") == left
+    split(checkpoint, URL, tp=1, **access, overwrite=True)
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
 def test_at_every_moment_the_old_or_the_new_or_unfinished(
@@ -159,35 +167,33 @@ def test_stopped_while_the_old_is_replaced(
     assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
-def test_a_process_of_another_task_stops_before_it_uploads(
-    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize("moment", ["rank-00-of-01/model.safetensors", "tokenizer.json", "reshard.json"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"dry_run": True}, {"part": Share(0, 2)}])
+def test_another_command_is_refused_while_one_writes(
+    moment: str, options: dict[str, Any], store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The other has begun, and finished, while this one was writing here."""
-    first = Uploading.note_finished
+    said = []
 
-    def later(self: Uploading, *arguments: Any) -> None:
-        Uploading.note_finished = first  # type: ignore[method-assign]
-        split(checkpoint, URL, tp=2, cache_dir=tmp_path / "other")
-        first(self, *arguments)
+    def second(key: str) -> None:
+        if key == f"out/{moment}":
+            store.before_put = None
+            refused_as_another_commands(checkpoint, tmp_path / "other", **options)
+            said.append(key)
 
-    Uploading.note_finished = later  # type: ignore[method-assign]
-    try:
-        with pytest.raises(CheckpointError, match=r"out exists|published or removed"):
-            split(checkpoint, URL, tp=1, **access)
-    finally:
-        Uploading.note_finished = first  # type: ignore[method-assign]
-    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
-    assert state(store, tmp_path) == "old"
+    store.before_put = second
+    assert split(checkpoint, URL, tp=1, **access).complete and said
+    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 1)
 
 
 def test_a_file_that_came_after_another_task_had_published_is_said(
     store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Between the look and the upload there is a moment; the upload is followed by another look."""
+    """Somebody clears the place for it, between the look and the upload: the upload is followed by another look."""
 
     def late(key: str) -> None:
         if key.endswith(".safetensors"):
             store.before_put = None
+            shutil.rmtree(store.root / "out")
             split(checkpoint, URL, tp=2, cache_dir=tmp_path / "other")
 
     store.before_put = late
@@ -215,17 +221,18 @@ def test_the_same_file_again_after_its_task_was_published_changes_nothing(
 def test_who_comes_late_with_a_small_file_does_not_say_complete(
     moment: str, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Another task takes the place and publishes while the file is on its way."""
+    """Somebody clears the place, and another task publishes there, while the file is on its way."""
     other = write_checkpoint(tmp_path / "other", files=2, seed=7)
     (other / "tokenizer.json").write_text('{"of": "another"}')
 
     def late(key: str) -> None:
         if key.removeprefix("out/").startswith(moment):
             store.before_put = None
+            shutil.rmtree(store.root / "out")
             split(other, URL, tp=2, cache_dir=tmp_path / "cache of the other")
 
     store.before_put = late
-    with pytest.raises(CheckpointError, match="marked as unfinished"):
+    with pytest.raises(CheckpointError, match=r"marked as unfinished|of another command"):
         split(checkpoint, URL, tp=2, **access, part=Share(0, 1))
     assert state(store, tmp_path) == "unfinished"
     split(other, URL, tp=2, **access)
@@ -252,7 +259,7 @@ def test_two_parts_that_publish_at_the_same_time_both_say_complete(
 def test_what_is_removed_late_is_said(
     store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store carries it out after another task has published."""
+    """The store carries it out after the same command has published, on another machine."""
     split(checkpoint, URL, tp=2, **access)
     first = Bucket.delete
 
@@ -261,7 +268,7 @@ def test_what_is_removed_late_is_said(
             first(self, key)
             return
         monkeypatch.setattr(Bucket, "delete", first)
-        split(checkpoint, URL, tp=1, cache_dir=tmp_path / "other", max_shard_size=20_000)
+        split(checkpoint, URL, tp=1, cache_dir=tmp_path / "other", overwrite=True)
         (store.root / "out" / key).unlink()
 
     monkeypatch.setattr(Bucket, "delete", late)
@@ -345,71 +352,15 @@ def test_a_bucket_of_googles(
     assert contents(tmp_path / "merged") == contents(checkpoint)
 
 
-def test_who_takes_over_sees_that_another_has_published_meanwhile(
-    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (store.root / "out").mkdir()
-    (store.root / "out" / UNFINISHED).write_text('{"task": "of a run that was stopped"}')
-    begin = Bucket.begin
-
-    def later(self: Bucket, *arguments: Any) -> None:
-        monkeypatch.undo()
-        for name, value in (store.environment | {"RESHARD_RETRY_SECONDS": "5"}).items():
-            monkeypatch.setenv(name, value)
-        split(checkpoint, URL, tp=2, cache_dir=tmp_path / "other")
-        begin(self, *arguments)
-
-    monkeypatch.setattr(Bucket, "begin", later)
-    with pytest.raises(CheckpointError, match="out exists"):
-        split(checkpoint, URL, tp=1, **access)
-    assert contents(store.root / "out") == local(checkpoint, tmp_path / "local", 2)
-    assert state(store, tmp_path) == "old"
-
-
-def test_who_was_overtaken_removes_nothing_of_the_others(
-    store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit, other = Uploading.commit, {"cache_dir": tmp_path / "other"}
-
-    def denied_after_the_first(key: str) -> None:
-        end = time.monotonic() + 30
-        while key.endswith("rank-01-of-02/model.safetensors") and not store.denied and time.monotonic() < end:
-            store.denied = "rank-00-of-02/model.safetensors" in noted(store)
-            time.sleep(0.01)
-
-    def overtaken(self: Uploading, documents: Documents) -> None:
-        store.before_put = denied_after_the_first
-        with pytest.raises(CheckpointError, match="refused"):
-            split(checkpoint, URL, tp=2, **other)
-        store.before_put, store.denied = None, False
-        commit(self, documents)
-
-    monkeypatch.setattr(Uploading, "commit", overtaken)
-    with pytest.raises(CheckpointError, match="another run is writing something else to s3://bucket/out"):
-        split(checkpoint, URL, tp=1, **access)
-    monkeypatch.setattr(Uploading, "commit", commit)
-    assert {"rank-00-of-02/model.safetensors"} == {n for n in contents(store.root / "out") if n.startswith("rank-0")}
-    said = command("inspect", URL, "--cache-dir", tmp_path / "seen").stderr
-    assert "output has 1 of its 2 files" in said, said
-    split(checkpoint, URL, tp=2, **other)
-    assert state(store, tmp_path) == "old"
-
-
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_a_place_goes_to_the_first_and_then_only_from_the_owner_that_was_seen(
+def test_a_place_goes_to_the_first(
     kind: str, store: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in store.google(tmp_path / "account.json").items():
         monkeypatch.setenv(name, value)
     bucket = place_of(URL.replace("s3", kind), HubAccess(cache_dir=tmp_path))[1]
     assert isinstance(bucket, Bucket)
-    bucket.begin("a")
-    bucket.begin("b")
-    seen = bucket.small(UNFINISHED)
-    assert seen is not None and seen.task == "a"
-    for task in ("b", "c"):
-        bucket.begin(task, seen)
-        assert bucket.task(UNFINISHED) == "b"
+    assert [bucket.begin(task) for task in ("a", "b")] == [True, False] and bucket.task(UNFINISHED) == "a"
 
 
 def test_two_of_one_task_have_a_journal_each(store: StoreServer, tmp_path: Path) -> None:
@@ -472,15 +423,6 @@ def test_a_users_own_object_is_named_and_stays(own: str, store: StoreServer, acc
     assert contents(store.root) == before
     (store.root / "out" / own).unlink()
     assert split(checkpoint, URL, tp=1, **access, overwrite=True).complete
-
-
-def test_a_users_own_object_in_a_place_that_is_taken_over(store: StoreServer, access: Cache, checkpoint: Path) -> None:
-    split(checkpoint, URL, tp=2, **access, part=Share(0, 2))
-    (store.root / "out" / "thesis.txt").write_text("years")
-    with pytest.raises(CheckpointError, match=r"holds 'thesis.txt'"):
-        split(checkpoint, URL, tp=1, **access)
-    (store.root / "out" / "thesis.txt").unlink()
-    assert split(checkpoint, URL, tp=1, **access).complete
 
 
 # --- several processes, and more than one command --------------------------------------------------------------------

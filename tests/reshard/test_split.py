@@ -22,12 +22,10 @@ from reshard.formats.errors import MismatchError, PlanError
 from reshard.formats.files.safetensors import DTYPE_BITS, build_header, read_header
 from reshard.move.jobs import Sizes
 from reshard.source.opening import open_source
-from reshard.verify.bytes.exact import verify_exact
 from tests import zoo
 from tests.marks import thorough
 from tests.support import (
     LLAMA,
-    change_tensor,
     contents,
     llama_tensors,
     without_manifest,
@@ -501,77 +499,6 @@ def test_identity_is_the_same_on_every_route(tmp_path):
 def test_the_package_offers_its_functions():
     assert {"plan", "split", "merge", "load"} <= set(reshard.__all__)
     assert sys.modules["reshard"].split is split
-
-
-FP8 = LLAMA | {
-    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 40,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 8]},
-}  # fmt: skip
-
-
-def write_fp8(folder: Path) -> Path:
-    """A Llama in fp8 with a scale for each block of 16 rows and 8 columns."""
-    folder.mkdir()
-    state: dict[str, torch.Tensor] = {}
-    for name, _, shape in llama_tensors(FP8):
-        if "_proj" in name:
-            state[name] = torch.randn(shape).to(torch.float8_e4m3fn)
-            state[f"{name}_scale_inv"] = torch.rand(-(-shape[0] // 16), -(-shape[1] // 8))
-        else:
-            state[name] = torch.randn(shape)
-    save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(FP8))
-    return folder
-
-
-def dequantized(state: dict[str, torch.Tensor], name: str, block: tuple[int, int]) -> torch.Tensor:
-    weight, scale = state[name].float(), state[f"{name}_scale_inv"]
-    grid = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return weight * grid[: weight.shape[0], : weight.shape[1]]
-
-
-def test_blocks_are_refined_where_a_rank_would_cut_one(tmp_path):
-    """40 rows of gate in blocks of 16 on 4 ranks of 10 rows each: blocks of 2 say the same."""
-    source = write_fp8(tmp_path / "source")
-    with pytest.raises(PlanError, match=r"blocks of 16, which do not divide by 4") as error:
-        split(source, tmp_path / "tp4", tp=4)
-    assert "refine_blocks" in str(error.value.hint)
-    for tp in (2, 4):
-        split(source, tmp_path / f"tp{tp}", tp=tp, refine_blocks=True)
-    full = load_file(source / "model.safetensors")
-    for rank in range(4):
-        folder = tmp_path / f"tp4/rank-{rank:02d}-of-04"
-        block = json.loads((folder / "config.json").read_text())["quantization_config"]["weight_block_size"]
-        assert block == [2, 2]
-        state = load_file(folder / "model.safetensors")
-        for name in full:
-            if f"{name}_scale_inv" in full:
-                dim = 1 if "o_proj" in name or "down_proj" in name else 0
-                expected = dequantized(full, name, (16, 8)).chunk(4, dim)[rank]
-                assert torch.equal(dequantized(state, name, tuple(block)), expected), name
-    assert verify_exact(open_source(source), tmp_path / "tp4").verdict == "same"
-    split(tmp_path / "tp4", tmp_path / "again", tp=2, refine_blocks=True)
-    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "tp2")
-    for lost in (False, True):
-        if lost:
-            (tmp_path / "tp4/reshard.json").unlink()
-        merge(tmp_path / "tp4", tmp_path / f"merged{lost}")
-        assert load_file(tmp_path / f"merged{lost}/model.safetensors").keys() == full.keys()
-    assert contents(tmp_path / "mergedFalse") == contents(source)
-
-
-def test_scales_that_were_one_and_differ_are_refused(tmp_path):
-    source = write_fp8(tmp_path / "source")
-    split(source, tmp_path / "tp4", tp=4, refine_blocks=True)
-    name = "model.layers.0.mlp.gate_proj.weight_scale_inv"
-    change_tensor(tmp_path / "tp4/rank-01-of-04/model.safetensors", name, at=2)
-    report = verify_exact(open_source(source), tmp_path / "tp4")
-    assert report.verdict == "different"
-    assert report.first is not None
-    assert (report.first.tensor, report.first.rank) == (name, 1) and "rank-01-of-04" in report.first.file
-    (tmp_path / "tp4/reshard.json").unlink()
-    with pytest.raises(MismatchError, match=name):
-        merge(tmp_path / "tp4", tmp_path / "merged")
 
 
 @pytest.mark.parametrize(

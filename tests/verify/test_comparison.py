@@ -16,13 +16,12 @@ from reshard.move.jobs import Tensor
 from reshard.source.opening import open_source
 from reshard.verify.bytes import blocks, reading
 from reshard.verify.bytes.comparison import no_progress
-from reshard.verify.bytes.exact import compare, open_shards, verify_exact
+from reshard.verify.bytes.exact import compare, open_shards
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.folder import ends_of_files
 from reshard.writing.output import partition
 from tests import store
 from tests.marks import one_of_each
-from tests.reshard.test_split import write_fp8
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12))
@@ -41,17 +40,13 @@ READ: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*READ, "refined"])
+@pytest.mark.parametrize("case", READ)
 @pytest.mark.parametrize("chunk", one_of_each([5000, 2 << 20]))
 def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as all tensors of the original and of the shards have, their checksums included."""
-    if case == "refined":
-        source = write_fp8(tmp_path / "source")
-        split(source, tmp_path / "out", tp=4, refine_blocks=True)
-    else:
-        model, options = READ[case]
-        source = store.checkpoint(model, "bfloat16")
-        split(source, tmp_path / "out", **options)
+    model, options = READ[case]
+    source = store.checkpoint(model, "bfloat16")
+    split(source, tmp_path / "out", **options)
     original = open_source(source)
     shards = open_shards(tmp_path / "out", original)
     assert not isinstance(shards, ExactReport)
@@ -69,27 +64,3 @@ def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypat
     held = sum(info.nbytes for source in (original, shards) for rank in source.ranks for info in rank.values())
     held += sum(info.nbytes for info in shards.intact.values())
     assert read[0] == held
-
-
-def test_a_wrong_scale_of_a_smaller_block(tmp_path: Path) -> None:
-    """It is told like every other element: its index among the smaller blocks, and the scale that it comes from."""
-    source = write_fp8(tmp_path / "source")
-    split(source, tmp_path / "out", tp=4, refine_blocks=True)
-    original = open_source(source)
-    assert verify_exact(original, tmp_path / "out").verdict == "same"
-    shards = open_source(tmp_path / "out")
-    name, info = next((n, i) for n, i in shards.ranks[1].items() if "down_proj" in n and "scale" in n)
-    with info.file.open("r+b") as file:
-        file.seek(info.offset + info.nbytes - 4)
-        file.write(b"abcd")
-    report = verify_exact(original, tmp_path / "out")
-    (damage,), first = report.damages, report.first
-    assert (damage.tensor, damage.rank, damage.elements) == (name, 1, 1)
-    assert first is not None and first.original_offset is not None and first.original_file is not None
-    assert (first.found, first.offset) == (b"abcd", info.offset + info.nbytes - 4)
-    with Path(first.original_file).open("rb") as file:
-        file.seek(first.original_offset)
-        assert file.read(4) == first.expected
-    full = open_source(source).ranks[0][name]
-    assert full.offset < first.original_offset < full.offset + full.nbytes
-    assert list(first.index) == [info.shape[0] - 1, 2 * info.shape[1] - 1]

@@ -415,14 +415,14 @@ def rewrite(file: Path, change: Callable[[dict[str, Any], dict[str, str]], None]
 
 
 @pytest.mark.parametrize(
-    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "blocks", "format", "more", OFFSETS_KEY]
+    "key", ["version", "source", "mesh", "rank", "sizes", "padding", "plan", "format", "more", OFFSETS_KEY]
 )
 def test_what_a_header_says_of_its_file(key: str, pair: tuple[Path, Path]) -> None:
     """Of all files alike and without a manifest, so that only the original can tell."""
     original, shards = pair
     (shards / "reshard.json").unlink()
     values = {
-        "version": 2, "source": "0" * 64, "mesh": {"dims": [["tp", 3]]}, "rank": 0, "plan": "0" * 16, "blocks": [4, 4],
+        "version": 2, "source": "0" * 64, "mesh": {"dims": [["tp", 3]]}, "rank": 0, "plan": "0" * 16,
         "padding": {}, "sizes": {"hidden": 21},
     }  # fmt: skip
 

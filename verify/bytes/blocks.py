@@ -243,24 +243,20 @@ class Read(NamedTuple):
 class View:
     """The parts of a tensor of this shape, padded shape and bits of an element; tensors that are alike share a view.
 
-    ``repeats`` says how often an index of each dimension is repeated, if the original has fewer elements. ``shared``
-    are the parts in which several chunks have bytes of the same range.
+    ``shared`` are the parts in which several chunks have bytes of the same range.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], padded: tuple[int, ...], bits: int, parts: Iterable[Part],
-        repeats: tuple[int, ...] | None = None,
+        self, shape: tuple[int, ...], padded: tuple[int, ...], bits: int, parts: Iterable[Part]
     ) -> None:  # fmt: skip
-        self.shape, self.padded, self.parts, self.repeats = shape, padded, tuple(parts), repeats
+        self.shape, self.padded, self.parts = shape, padded, tuple(parts)
         self._rows, self._size = row_major(padded, 1), math.prod(padded)
         # Chunks are whole rows of the first dimension of which a row is small enough, and end with that dimension: the
-        # next element may lie elsewhere. They begin at a word if rows are short. What is repeated is small: one chunk.
+        # next element may lie elsewhere. They begin at a word if rows are short.
         most = 8 * CHUNK // bits
         rows = ((row, n * row) for row, n in zip(self._rows, padded, strict=True) if 0 < row <= most)
         row, self._whole = next(rows, (1, math.prod(padded[-1:])))
         self._step = max(8, row, most // max(8, row) * max(8, row))
-        if repeats is not None:
-            self._whole = self._step = self._size
         self.reads = lru_cache(1)(self._reads)  # many tensors may be so small that they are one chunk, and alike
         all_reads = (read for chunk in self.chunks() for read in self.reads(chunk))
         self.shared = frozenset(read.part for read in all_reads if read.elements != read.end - read.begin)

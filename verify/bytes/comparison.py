@@ -28,7 +28,7 @@ from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from reshard.verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
-from reshard.verify.bytes.reading import Files, cast, differing, expected, pattern, repeated, stating, widened
+from reshard.verify.bytes.reading import Files, cast, differing, expected, pattern, stating, widened
 from reshard.verify.bytes.structure import ranks_of
 
 Progress = Callable[[int, int], None]
@@ -122,11 +122,7 @@ class Comparison:
         run, content = view.of_original(chunk), None
         if original is not None and run.length:
             begin, end = (n * DTYPE_BITS[original.dtype] // 8 for n in (run.offset, run.end))
-            if view.repeats is not None:
-                content = self._files.read_once(original.file, original.offset, original.nbytes)
-                content = repeated(content, original.shape, view.repeats, view.shape)
-            else:
-                content = self._files.read_once(original.file, original.offset + begin, end - begin)
+            content = self._files.read_once(original.file, original.offset + begin, end - begin)
         for reading in view.reads(chunk):
             part, copy = view.parts[reading.part], tensor.copies[reading.part]
             if copy is None:
@@ -182,10 +178,6 @@ class Comparison:
         element, file, byte = [int(indices[one]) for indices in elements], None, None
         if original is not None and in_original is not None:
             number = in_original.at(element)
-            if tensor.view.repeats is not None:
-                index = np.unravel_index(number, tensor.view.shape)
-                few = (int(i) // n for i, n in zip(index, tensor.view.repeats, strict=True))
-                number = int(np.ravel_multi_index(tuple(few), original.shape))
             file, byte = str(original.file), original.offset + (number * DTYPE_BITS[original.dtype] + 7) // 8
         difference = FirstDifference(
             tensor.name, tuple(map(int, np.unravel_index(position, tensor.view.padded))), rank, str(info.file),
@@ -265,15 +257,12 @@ class Comparison:
         )  # fmt: skip
         key = (kind, *alike)
         if key not in self._views:
-            repeats = None
-            if own.shape != kind.shape:
-                repeats = tuple(a.step // b.step for a, b in zip(own.rule.dims, kind.rule.dims, strict=True))
             plan = self._arrangement.plan
             sizes, rule = kind.sizes, kind.rule_in_rows
             padded_to = {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
             padded = rule.sizes(padded_to)
             parts = self._parts(kind, uses, ((sizes, kind.shape), (padded_to, padded)))
-            self._views[key] = View(kind.shape, padded, DTYPE_BITS[own.dtype], parts, repeats)
+            self._views[key] = View(kind.shape, padded, DTYPE_BITS[own.dtype], parts)
         return self._views[key]
 
     def _parts(

@@ -13,7 +13,6 @@ from pathlib import Path
 from reshard.formats.errors import CheckpointError, IncompleteError, PlanError, ReshardError
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath
-from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import Plan, make_plan
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
@@ -126,11 +125,9 @@ def _is_unreadable(error: ReshardError) -> bool:
 
 
 def _planned(original: Source, shards: Source) -> Plan:
-    """The plan of the original on the shards' mesh; only mesh, padding and block size come from the shards."""
+    """The plan of the original on the shards' mesh; only mesh and padding come from the shards."""
     sizes, padding = original.model.sizes.of({}), shards.plan.padding
     for axis, padded in padding.items():
         if axis not in original.model.architecture.pad or padded < sizes.get(axis, 0):
             raise PlanError(f"{shards.path}: the axis '{axis}' of size {sizes.get(axis)} cannot be padded to {padded}")
-    blocks = shards.stated.blocks if shards.stated else None
-    model = with_blocks(original.model, blocks) if blocks else original.model
-    return make_plan(model, shards.plan.mesh, padding=padding)
+    return make_plan(original.model, shards.plan.mesh, padding=padding)

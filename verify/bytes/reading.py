@@ -315,17 +315,6 @@ def pattern(value: float, dtype: str) -> int:
     return int(cast(np.array([value], "<f4").view("<u4"), "F32", dtype)[0])
 
 
-# ------------------------------------------------------------------------------------------------- smaller scale blocks
-
-
-def repeated(content: Array, few: Sequence[int], repeats: Sequence[int], shape: Sequence[int]) -> Array:
-    """The bytes of a tensor of this shape, from those of one with ``few`` elements, each of which is repeated."""
-    values = content.reshape(*few, -1)
-    for dim, times in enumerate(repeats):
-        values = np.repeat(values, times, axis=dim)
-    return np.ascontiguousarray(values[tuple(map(slice, shape))]).reshape(-1)
-
-
 # ------------------------------------------------------------------------------------------------------- stated shapes
 
 

@@ -26,6 +26,7 @@ from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     Rule,
+    version_of,
     with_experts,
     with_first_indices,
 )
@@ -39,7 +40,6 @@ from reshard.formats.notation.format_file import (
     adapter_format,
     adapter_format_names,
     format_of,
-    version_of,
     versions,
 )
 

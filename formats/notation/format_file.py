@@ -46,6 +46,7 @@ from reshard.formats.documents import (
     text,
 )
 from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
     LINES,
@@ -79,12 +80,6 @@ class Factor:
     def side(self) -> str:
         """The axis that is neither expert nor rank: ``in`` or ``out``."""
         return next(axis for dim in self.dims for axis in dim if axis not in {"expert", "rank"})
-
-
-def version_of(version: str | None) -> tuple[int, ...] | None:
-    """The numbers of a version: at most three. None if it has none."""
-    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
-    return tuple(map(int, match[0].split("."))) if match else None
 
 
 @dataclass(frozen=True)

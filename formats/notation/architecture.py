@@ -314,18 +314,6 @@ class Architecture:
         return ()
 
 
-_HEADLESS = re.compile(
-    r"\w+(?:For(?:Sequence|Token)Classification|ForQuestionAnswering\w*|ForMultipleChoice|ForNextSentencePrediction|"
-    r"RewardModel|(?<!LMHead)(?<!DoubleHeads)(?<!EncoderDecoder)(?<!MT)Model)"
-)
-
-
-def is_headless(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config has no head for tokens, by the name of its class in transformers."""
-    classes = config.get("architectures")
-    return bool(isinstance(classes, list) and classes and _HEADLESS.fullmatch(str(classes[0])))
-
-
 def is_index(segment: str) -> bool:
     """Whether a part of a tensor's name is the number of a layer, an expert, …"""
     return segment.isdecimal() and segment.isascii() and len(segment) < 10

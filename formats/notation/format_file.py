@@ -44,6 +44,7 @@ from reshard.formats.documents import (
     record,
     structure,
     text,
+    truth,
 )
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.architecture import version_of
@@ -239,7 +240,9 @@ def lines_of_types(groups: object) -> list[Line]:
 
 def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
     """A format. Lines and names for some model types stand before those for all."""
-    known = replace(types, only=table.get("model_types", items(text), ()))
+    known = replace(
+        types, only=table.get("model_types", items(text), ()), of_tokens=table.get("of_tokens", truth, False)
+    )
     some = (_of_models(*models) for models in table.get("models", mapping(anything), {}).items())
     general = structure(Rules, table)
     parts = (*some, general, of_some)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.formats.notation.architecture import CONFIG_DEFAULTS
+from reshard.formats.notation.heads import HEADS
 from reshard.source.completeness import REQUIRED
 from tools import transformers_names, vllm_names
 from tools.required import LEVELS
@@ -18,6 +19,7 @@ TABLES = {
     vllm_names.OBSERVED: ("vllm", {}),
     transformers_names.OUTPUT: ("transformers", transformers_names.LEVELS),
     REQUIRED: ("transformers", LEVELS),
+    HEADS: ("transformers", {}),
     CONFIG_DEFAULTS: ("transformers", {}),
 }
 

@@ -42,7 +42,7 @@ from reshard.formats.notation.architecture_files import (
     language_model,
     read_document,
 )
-from reshard.formats.notation.format import Types
+from reshard.formats.notation.heads import class_of
 from reshard.model.binding import bind
 from reshard.model.model import BoundTensor, FullTensor, Model
 from reshard.source.completeness import REQUIRED, KnownLines, Present, is_within, modules_around, outermost
@@ -123,9 +123,7 @@ def published(others: Collection[str]) -> dict[str, Mapping[str, Any]]:
     saves: dict[str, list[Saved]] = defaultdict(list)
     for each in REMOTE.values():
         tensors = (FullTensor(name, "F32", shape, "") for name, shape in each.tensors.items())
-        saves[str(each.config.get("model_type") or Types.class_of(each.config))].append(
-            Saved(each.config, tuple(tensors))
-        )
+        saves[str(each.config.get("model_type") or class_of(each.config))].append(Saved(each.config, tuple(tensors)))
     tables = {}
     for kind in sorted(saves.keys() - {*others}):
         if not (builds := list(as_read(saves[kind]))):

@@ -33,7 +33,7 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,12 +49,13 @@ from reshard.formats.notation.architecture_files import built_in_architectures
 from reshard.formats.notation.components import components
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
+from reshard.formats.notation.heads import HEADS
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
-from tools.tables import by_reason, text_of
+from tools.tables import MADE_WITH, by_reason, text_of
 from tools.transformers_names import NotExpressibleError, document_of, generalized, merged
 from tools.transformers_names import Observed as Lines
 
@@ -64,7 +65,7 @@ FIXTURE = ORACLES / "zoo.json.xz"
 OBSERVED = ORACLES / "observed.json"
 REGISTRY = ORACLES / "registry.json"
 UNCOMPARED = "not compared with vLLM yet"
-LEVELS = {"lines": 3, "seen": 3, "refused": 2}
+LEVELS = {"lines": 3, "seen": 3, "refused": 2, "lacking": 0}
 PUBLISHED = json.loads((ORACLES / "published.json").read_text())
 FIRST = 0x3F000000
 """The first number: as a float32, 0.5. All others are as bits one more than the one before."""
@@ -717,6 +718,7 @@ def to_documents(
         "classes": sorted({each.names[0] for each in verdicts}),
         "compared": sorted({name for each in [*general, *described] for name in each.names} | same | {*others}),
         "meshes": {name: _meshes(each, others.get(name, ())) for each in described for name in each.names},
+        "lacking": lacking(known_classes(), json.loads(REGISTRY.read_text())["classes"]),
         "refused": by_reason(reasons),
         "lines": lines["lines"],
         "seen": [{"types": sorted(types), "tensors": _by_head(tensors)} for tensors, types in seen.items()],
@@ -854,6 +856,31 @@ def write_registry(file: Path, version: str) -> None:
         if name.endswith("_MODELS") and "PREVIOUSLY" not in name and isinstance(table := node.value, ast.Dict):  # type: ignore[attr-defined]
             found |= {key.value for key in table.keys if isinstance(key, ast.Constant)}
     REGISTRY.write_text(text_of({"classes": sorted(found)}, {"vllm": version}), encoding="utf-8")
+    document = json.loads(OUTPUT.read_text(encoding="utf-8")) | {"lacking": lacking(known_classes(), found)}
+    OUTPUT.write_text(text_of(document, document.pop(MADE_WITH), LEVELS), encoding="utf-8")
+
+
+_TASKS = (
+    "ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "ForTextEncoding", "EmbeddingModel",
+    "ForSequenceClassification", "ForTokenClassification", "ForAudioClassification", "ForImageClassification",
+    "ForVideoClassification", "ClassificationModel", "ForRewardModeling", "RewardModel", "Model",
+)  # fmt: skip
+"""Ends of classes of which vLLM makes one from another: ``_SUFFIX_TO_DEFAULTS`` of vllm/config/model.py."""
+
+
+def lacking(classes: Iterable[str], registered: Collection[str]) -> list[str]:
+    """The classes that a release of vLLM neither has nor makes from one that it has."""
+
+    def is_made(name: str) -> bool:
+        task = next(filter(name.endswith, _TASKS), None)
+        return task is not None and any(name.replace(task, other) in registered for other in _TASKS)
+
+    return sorted(name for name in classes if name not in registered and not is_made(name))
+
+
+def known_classes() -> list[str]:
+    """The classes of transformers', by the table of their heads."""
+    return [name for names in json.loads(HEADS.read_text(encoding="utf-8"))["classes"].values() for name in names]
 
 
 def counts() -> Iterator[tuple[str, int]]:

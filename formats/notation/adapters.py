@@ -23,6 +23,7 @@ from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     Rule,
+    version_of,
     with_experts,
     with_first_indices,
 )
@@ -34,7 +35,6 @@ from reshard.formats.notation.format_file import (
     Factor,
     adapter_format,
     adapter_format_names,
-    version_of,
     versions,
 )
 from reshard.formats.notation.spellings import ModuleTensor, Part, module_tensors, shapes_in

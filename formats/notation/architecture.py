@@ -244,13 +244,16 @@ class Architecture:
 
     def in_general(self, name: str, other: Callable[[int, str], str | None] = lambda number, before: None) -> str:
         """A name with its indices as ``{layer}``, as far as a line knows it. ``other`` gives the name of a further
-        number by its position among all numbers and the word before it; None: it stays a number.
+        number by its position among all numbers and the word before it; None: it stays a number. So does one that
+        lines have as such.
         """
-        axes = {place: axis for axis, place in self.index_places(name).items()}
+        way = [*_walk(self.tries["tensors"], name)]
+        axes = {place: axis for axis, place in way[-1][1].items()}
         words, number = name.split("."), 0
         for i, word in enumerate(words):
             if is_index(word):
-                axis = axes.get(number) or other(number, words[i - 1] if i else "")
+                is_literal = i + 1 < len(way) and number not in axes
+                axis = axes.get(number) or (None if is_literal else other(number, words[i - 1] if i else ""))
                 words[i] = f"{{{axis}}}" if axis else word
                 number += 1
         return ".".join(words)
@@ -310,18 +313,6 @@ class Architecture:
             if inner and isinstance(inner, Mapping):
                 return keys
         return ()
-
-
-_HEADLESS = re.compile(
-    r"\w+(?:For(?:Sequence|Token)Classification|ForQuestionAnswering\w*|ForMultipleChoice|ForNextSentencePrediction|"
-    r"RewardModel|(?<!LMHead)(?<!DoubleHeads)(?<!EncoderDecoder)(?<!MT)Model)"
-)
-
-
-def is_headless(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config has no head for tokens, by the name of its class in transformers."""
-    classes = config.get("architectures")
-    return bool(isinstance(classes, list) and classes and _HEADLESS.fullmatch(str(classes[0])))
 
 
 def is_index(segment: str) -> bool:
@@ -411,10 +402,31 @@ def _below(node: _Node) -> Iterator[str]:
 
 
 @lru_cache
+def _tables() -> Mapping[str, Any]:
+    tables: Mapping[str, Any] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
+    return tables
+
+
 def config_defaults() -> Mapping[str, Mapping[str, Any]]:
     """For each model type, its settings where a ``config.json`` is silent."""
-    defaults: Mapping[str, Mapping[str, Any]] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))["types"]
+    defaults: Mapping[str, Mapping[str, Any]] = _tables()["types"]
     return defaults
+
+
+def newer_than_tables(config: Mapping[str, Any]) -> str | None:
+    """The two versions in words, if a newer transformers wrote a ``config.json`` than that of which tables were made.
+
+    None if it is no newer, or does not say.
+    """
+    ours, theirs = _tables()["made_with"]["transformers"], config.get("transformers_version")
+    newer = (version_of(theirs) or ()) > (version_of(ours) or ()) if isinstance(theirs, str) else False
+    return f"what is known was made with transformers {ours}; the checkpoint says {theirs}" if newer else None
+
+
+def version_of(version: str | None) -> tuple[int, ...] | None:
+    """The numbers of a version: at most three. None if it has none."""
+    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
+    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool = False) -> _Node:

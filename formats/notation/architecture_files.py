@@ -20,6 +20,7 @@ from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     architecture_from_document,
+    newer_than_tables,
     one_or_all,
     to_document,
 )
@@ -237,7 +238,8 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
     if path is None:
         near = difflib.get_close_matches(str(model_type), built_in_architectures(), n=3, cutoff=0.4)
         names = f" (nearest known: {', '.join(near)})" if near else ""
-        raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}", hint)
+        newer = f"; {newer}" if (newer := newer_than_tables(config)) else ""
+        raise PlanError(f"unknown model_type '{model_type}' in {where / 'config.json'}{names}{newer}", hint)
     inside = language_model(config)
     architecture = _built_in(path, inside.file.stem if inside else None)
     if SETTINGS not in config:

@@ -32,8 +32,8 @@ from reshard.formats.documents import (
 )
 from reshard.formats.errors import NotationError, brief
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.architecture import is_headless
 from reshard.formats.notation.expressions import Expression, read_expression
+from reshard.formats.notation.heads import class_of, is_headless
 
 T = TypeVar("T")
 
@@ -483,7 +483,8 @@ class Types:
     ``only`` are those for which it is known to be right; if it is empty, any model whose tensors the lines cover is
     written. The rest comes from a table that a tool writes. ``classes`` are types that are identified by their class.
     ``refused`` has types that cannot be written, and why; ``beyond`` those whose modules have more than checkpoints,
-    as buffers or under a second name, so that no files are written for them. ``compared`` has, if known, the types
+    as buffers or under a second name, so that no files are written for them. ``lacking`` are classes that the program
+    does not have; with ``of_tokens`` it has only those with a head for tokens. ``compared`` has, if known, the types
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
     any degree), and ``seen`` the names of all tensors that were compared.
@@ -493,6 +494,8 @@ class Types:
     classes: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
     beyond: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
+    lacking: frozenset[str] = frozenset()
+    of_tokens: bool = field(default=False, metadata={"key": None})
     compared: frozenset[str] = frozenset()
     meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     seen: Mapping[str, frozenset[str]] = field(
@@ -501,14 +504,8 @@ class Types:
 
     def name_of(self, config: Mapping[str, Any]) -> str:
         """What the table calls a model of this config: the class, if it is one of ``classes``, or else its type."""
-        first = self.class_of(config)
+        first = class_of(config)
         return first if first in self.classes else str(config.get("model_type"))
-
-    @staticmethod
-    def class_of(config: Mapping[str, Any]) -> str:
-        """The class of a model that ``config.json`` names; empty if it names none."""
-        classes = config.get("architectures")
-        return str(classes[0]) if isinstance(classes, list) and classes else ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,8 +44,10 @@ from reshard.formats.documents import (
     record,
     structure,
     text,
+    truth,
 )
 from reshard.formats.errors import NotationError, PlanError
+from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
     LINES,
@@ -79,12 +81,6 @@ class Factor:
     def side(self) -> str:
         """The axis that is neither expert nor rank: ``in`` or ``out``."""
         return next(axis for dim in self.dims for axis in dim if axis not in {"expert", "rank"})
-
-
-def version_of(version: str | None) -> tuple[int, ...] | None:
-    """The numbers of a version: at most three. None if it has none."""
-    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
-    return tuple(map(int, match[0].split("."))) if match else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +240,9 @@ def lines_of_types(groups: object) -> list[Line]:
 
 def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
     """A format. Lines and names for some model types stand before those for all."""
-    known = replace(types, only=table.get("model_types", items(text), ()))
+    known = replace(
+        types, only=table.get("model_types", items(text), ()), of_tokens=table.get("of_tokens", truth, False)
+    )
     some = (_of_models(*models) for models in table.get("models", mapping(anything), {}).items())
     general = structure(Rules, table)
     parts = (*some, general, of_some)

@@ -17,15 +17,10 @@ from typing import TypeVar
 from reshard.formats.errors import PlanError, brief, refused
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.expressions import Expression
+from reshard.formats.notation.heads import is_headless
 from reshard.model.model import BoundTensor, Kind, Model
 
 _Key = TypeVar("_Key")
-
-_HEADLESS = ("Model", "Classification", "QuestionAnswering")
-"""Ends of names of classes without a head for tokens, except for names that end as in the next constant, and Marian's.
-"""
-HEADED = ("ForCausalLM", "HeadModel", "HeadsModel", "ForConditionalGeneration")
-"""Ends of names of classes with a head for tokens, which has weights of its own if config.json unties them."""
 
 
 def with_stages(model: Model, mesh: Mesh) -> Mesh:
@@ -160,5 +155,4 @@ def _is_tied(model: Model) -> bool:
     if not isinstance(classes, list) or not classes:
         settings = (model.config, model.sizes.settings)
         return not any(settings_of.get("tie_word_embeddings") is False for settings_of in settings)
-    name = str(classes[0])
-    return name.endswith((*HEADED, "MTModel")) or not name.endswith(_HEADLESS)
+    return not is_headless(model.config)

@@ -10,17 +10,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
-
-import tomli_w
 
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.architecture import SETTINGS, Architecture, Match, Rule, config_defaults
+from reshard.formats.notation.architecture import Architecture, Match, Rule, config_defaults
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.axes import Shape
 from reshard.formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from reshard.formats.quantization.methods import unknown_method
 from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
+from reshard.model.unknown import UNQUANTIZED, Unknown, dims_by_length, no_rule
 
 
 def bind(
@@ -37,11 +38,12 @@ def bind(
 
     A rule may have several shapes: only the one that fits is kept, in the model's architecture too. ``axes`` gives
     axis sizes measured earlier. ``mesh`` and ``padding`` describe the shards, for tensors of which only one rank's
-    shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error. Raises PlanError
+    shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error, and
+    one that hides a divided axis in a plain number. Raises PlanError
     that names the file, the tensor, the rule, and both shapes.
     """
     sizes, tensors = AxisSizes(architecture, config, axes or {}), list(tensors)
-    groups, members = _grouped(tensors, architecture, sizes)
+    groups, members = _grouped(tensors, architecture, config, sizes)
     several = [group for group in groups if len(group.shapes) > 1]
     _measure(sizes, (group for group in groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
@@ -51,11 +53,18 @@ def bind(
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     allowed = model.used_templates | architecture.inherited | architecture.derived
     unused = [template for template in architecture.tensors if template not in allowed]
+    if every_rule:
+        check_numbers(model)
     if every_rule and unused:
         raise PlanError(
             f"the rule '{unused[0]}' of plan '{architecture.name}' covers no tensor", "remove it from the plan file"
         )
     return model
+
+
+def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
+    """All shapes that a line states."""
+    return [shape for rule in rules for shape in rule.shapes]
 
 
 def tied_twice(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> dict[str, str]:
@@ -116,7 +125,7 @@ class _TensorGroup:
 
 
 def _grouped(
-    tensors: Sequence[FullTensor], architecture: Architecture, sizes: AxisSizes
+    tensors: Sequence[FullTensor], architecture: Architecture, config: Mapping[str, Any], sizes: AxisSizes
 ) -> tuple[list[_TensorGroup], list[tuple[_TensorGroup, tuple[int, ...]]]]:
     """The groups, and of each tensor its group and the indices in its name: a checkpoint has few kinds of tensors, and
     many of each.
@@ -149,7 +158,10 @@ def _grouped(
         key = (id(places), shape, local_shape, *[numbers[place] for place in separating.values()])
         group = groups.get(key)
         if group is None:
-            group = groups[key] = _group_of(tensor, architecture, sizes, dtypes)
+            group = _group_of(tensor, architecture, sizes, dtypes)
+            if group is None:
+                raise no_rule(_unknown(tensor, architecture, sizes, dtypes), architecture, config, sizes)
+            groups[key] = group
             indices = {axis: numbers[place] for axis, place in separating.items()}
             group.axes, group.indices = tuple(places), sizes.key(indices)
         group.tensors.append(tensor)
@@ -175,7 +187,7 @@ def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> 
         raise PlanError(
             f"{tensor.where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
             f"but the rule '{rule}' gives {list(shape)}{' with ' + named if named else ''}",
-            f"it is quantized by {method}, a method that is not known here: {_UNQUANTIZED}"
+            f"it is quantized by {method}, a method that is not known here: {UNQUANTIZED}"
             if method
             else (_WRONG_BLOCKS if belonging else _WRONG_RULE),
         )
@@ -205,10 +217,11 @@ def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> 
 
 def _group_of(
     tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
-) -> _TensorGroup:
+) -> _TensorGroup | None:
+    """A group of the tensor; None if no line covers it."""
     match, belonging = _line_of(tensor, architecture, sizes, dtypes)
     if match is None:
-        raise _no_rule(tensor, architecture, sizes.settings)
+        return None
     rule = sizes.holds(match)
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
@@ -225,6 +238,19 @@ def _group_of(
             + ", ".join(f"'{pattern}'" for pattern in belonging.patterns)
         )
     return _TensorGroup(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
+
+
+def _unknown(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> Unknown:
+    """A tensor without a line, and all tensors without one."""
+    has_none = dict[object, bool]()
+    lacking = list[str]()
+    for name in dtypes:
+        form = architecture.form(name)[0], dtypes[name]
+        if form not in has_none:
+            has_none[form] = _line_of(tensor._replace(name=name), architecture, sizes, dtypes)[0] is None
+        if has_none[form]:
+            lacking.append(name)
+    return Unknown(tensor, [*dtypes], lacking)
 
 
 def _line_of(
@@ -316,37 +342,32 @@ def belonging_of(
     return sizes.scheme.companion(name, dtype, dtypes) if packed or architecture.match(name) is None else None
 
 
-class NoRuleError(PlanError):
-    """A tensor that no line of an architecture covers."""
+def check_numbers(model: Model) -> None:
+    """Raise PlanError for a user's line that puts a matrix whole on every rank although one of its plain numbers is the
+    size of what ranks divide.
 
-
-def named_in(architecture: Architecture, name: str) -> str:
-    """A tensor's name as a line has it: its numbers are indices, of which the architecture may not know the names."""
-    return architecture.in_general(
-        name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
-    )
-
-
-def _no_rule(tensor: FullTensor, architecture: Architecture, settings: Mapping[str, Any]) -> NoRuleError:
-    shape = "x".join(map(str, tensor.shape)) if tensor.shape is not None else "?"
-    what = f"{tensor.where}: tensor '{tensor.name}' ({tensor.dtype}, {shape}) has no rule in plan '{architecture.name}'"
-    method = unknown_method(settings, tensor.name)
-    if method is not None:
-        return NoRuleError(f"{what}: the model is quantized by {method}, a method that is not known here", _UNQUANTIZED)
-    if SETTINGS in settings:
-        return NoRuleError(what, "is config.json that of the adapter's base model?")
-    save = "save the plan with 'reshard plan SOURCE --save FILE'"
-    module = tensor.name.rpartition(".")[0]
-    weight = architecture.match(f"{module}.weight")
-    if weight is not None:  # plain numbers would replicate the tensor: wrong if it belongs to a split weight
-        rule = f"'{weight.rules[0].shapes[0]}'"
-        line_of_weight = f"if it belongs to '{module}.weight', write its shape in the axes of that weight ({rule})"
-        return NoRuleError(what, f"{save}, add a line for it, and pass it with --plan FILE; {line_of_weight}")
-    if tensor.shape is None or (len(tensor.shape) > 1 and 0 not in tensor.shape):  # numbers would put it whole anywhere
-        return NoRuleError(what, f"{save}, add a line with the axes of each dimension, and pass it with --plan FILE")
-    sizes = "..." if 0 in tensor.shape else " ".join(map(str, tensor.shape))
-    line = tomli_w.dumps({named_in(architecture, tensor.name): sizes}).strip()
-    return NoRuleError(what, f"{save}, add the line {line}, and pass it with --plan FILE")
+    A line that is the model type's own is taken as it is.
+    """
+    architecture = model.architecture
+    try:
+        known = find_architecture(model.config, Path()).tensors
+    except PlanError:
+        known = {}
+    for kind in model.kinds:
+        rules, dims = architecture.tensors[kind.template], kind.rule.dims
+        is_stated = kind.rule in shapes_of(rules)  # no companion, no '...'
+        is_own = kind.template in architecture.inherited or kind.rule in shapes_of(known.get(kind.template, ()))
+        if not is_stated or is_own or len(dims) < 2 or kind.rule.axes & (architecture.dealt - architecture.expert_axes):
+            continue
+        known_dims = dims_by_length(architecture, model.sizes.of(architecture.indices_in(kind.name)))
+        for number in (dim.size({}) for dim in dims if not dim.axes):
+            divided = [dim for dim in known_dims.get(number, ()) if dim.axes & architecture.dealt]
+            if number > 1 and divided:
+                raise PlanError(
+                    f"the line '{kind.template}' = '{kind.rule}' of plan '{architecture.name}' has {number} as a plain "
+                    f"number, the size of '{divided[0]}': every rank would hold all of it",
+                    "write the axes of each dimension, or '...' if that is meant",
+                )
 
 
 def _measure(sizes: AxisSizes, groups: Iterable[_TensorGroup]) -> None:
@@ -375,12 +396,6 @@ def _measure(sizes: AxisSizes, groups: Iterable[_TensorGroup]) -> None:
                     f"{tensor.where}: tensor '{tensor.name}' has {length} for the axis '{axis}', "
                     f"'{first[axis]}' has {sizes.measured[axis]}"
                 )
-
-
-_UNQUANTIZED = (
-    "split the model as it was before it was quantized, or quantized by a method that is read: fp8, GPTQ, AWQ, "
-    "bitsandbytes, compressed-tensors, ModelOpt, MXFP4, Quark"
-)
 
 
 _WRONG_RULE = "either config.json does not belong to these weights, or the rule is wrong for them (see --plan)"

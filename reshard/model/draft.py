@@ -23,8 +23,9 @@ from reshard.formats.errors import PlanError, ReshardError
 from reshard.formats.notation.architecture import Architecture, Rule, without_numbers
 from reshard.formats.notation.architecture_files import architecture_of, built_in_architectures
 from reshard.formats.quantization.methods import scheme_of
-from reshard.model.binding import bind, named_in
+from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
+from reshard.model.unknown import named_in
 
 _NEAREST = 8
 """So many files, those that know most of the names, are compared by shapes, too."""
@@ -109,19 +110,18 @@ def _lines(
         else:
             theirs = " or ".join(f"'{shape}'" for shape in shapes)
             why = f"'{base.name}' has {theirs}" if shapes else f"'{base.name}' does not know it"
-            yield template, (_whole(group), why)
+            yield template, ("...", f"{_lengths(group)}, {why}")
             if len(group[0].shape or ()) > 1 or template.endswith(".bias"):
                 unclear.add(_part(template))
     for template in (family for family in groups if family not in unlike):
         is_split = any(shape.axes & base.dealt for rule in base.tensors[template] for shape in rule.shapes)
         if is_split and "{layer}" in template and _part(template) in unclear:
-            yield template, (_whole(groups[template]), "a weight beside it is not clear")
+            yield template, ("...", f"{_lengths(groups[template])}, a weight beside it is not clear")
 
 
-def _whole(group: Sequence[FullTensor]) -> str:
-    """A shape that is not split: its numbers, if they are the same in all layers."""
-    shapes = {kind.shape or () for kind in group}
-    return " ".join(map(str, *shapes)) if len(shapes) == 1 else "..."
+def _lengths(group: Sequence[FullTensor]) -> str:
+    """The shapes on disk, for a person who replaces the ``...``."""
+    return " or ".join(dict.fromkeys("x".join(map(str, kind.shape or ())) or "a number" for kind in group))
 
 
 def _part(template: str) -> str:
@@ -143,7 +143,7 @@ def _text(config: Mapping[str, Any], base: str, fit: str, lines: Mapping[str, tu
         "# DRAFT: to be checked, passed with --plan, and its result verified.",
         f"# The nearest architecture is '{base}': {fit}.",
         "# 'reshard plan SOURCE --plan THIS --save FILE' writes all rules.",
-        "# CHECK marks the lines that differ from it. A line of plain numbers is whole on every rank.",
+        "# CHECK marks the lines that differ from it. A tensor with '...' is whole on every rank.",
     ]
     rows += [f"{row}  # CHECK: {marks[row]}" if row in marks else row for row in tomli_w.dumps(document).split("\n")]
     return "\n".join(rows)

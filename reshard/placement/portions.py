@@ -16,6 +16,7 @@ from reshard.formats.errors import PlanError
 from reshard.formats.notation.architecture import filled
 from reshard.formats.notation.components import Component, component_names, components, whole
 from reshard.formats.notation.format import Format, Line, Pattern, Use
+from reshard.formats.notation.heads import class_of, is_headless
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
 
@@ -73,10 +74,15 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
         )
     kind, compared = format.types.name_of(model.config), format.types.compared
     why = format.types.refused.get(kind) or (format.types.beyond.get(kind) if files else None)
-    if why is None and compared and not {kind, format.types.class_of(model.config)} & compared:
+    name, cls = kind, class_of(model.config)
+    if why is None and cls in format.types.lacking - compared:
+        name, why = cls, f"{format.loading.program} has no class of this name, nor one that it makes this of"
+    elif why is None and format.types.of_tokens and is_headless(model.config):
+        name, why = cls, f"{format.loading.program} was looked at for classes with a head for tokens alone"
+    elif why is None and compared and not {kind, cls} & compared:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
-        raise PlanError(f"'{kind}' has no place in the format '{format.name}': {why}")
+        raise PlanError(f"'{name}' has no place in the format '{format.name}': {why}")
 
 
 _KEPT = Line(Pattern("**"), (Pattern("**"),))

@@ -36,10 +36,10 @@ from reshard.formats.files.chunks import check_tiling
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.notation.architecture import SETTINGS, LineNames, Match, filled
 from reshard.formats.notation.architecture_files import built_in_file, language_model
-from reshard.formats.notation.format import Types
+from reshard.formats.notation.heads import TOKENS, class_of, head_of
 from reshard.formats.quantization.companions import is_of_activations
 from reshard.formats.store import FilePath
-from reshard.mesh.stages import HEADED, predicts_further
+from reshard.mesh.stages import predicts_further
 from reshard.model.model import BoundTensor, Kind, Model, check_members
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Chunks
@@ -152,7 +152,7 @@ def lines_of(config: Mapping[str, Any]) -> KnownLines | None:
     With towers, they are those of the towers, and those of the language model's own type without its head, which may be
     that of the towers' class.
     """
-    towers, inside = known_lines(str(config.get("model_type") or Types.class_of(config))), language_model(config)
+    towers, inside = known_lines(str(config.get("model_type") or class_of(config))), language_model(config)
     inner = known_lines(inside.model_type) if inside is not None else None
     if towers is not None and (others := [name for name, each in towers.towers.items() if not each.is_known(config)]):
         always = {
@@ -262,9 +262,21 @@ def check_complete(model: Model, where: FilePath) -> None:
         raise CheckpointError(
             f"{where}: tensor '{names[0]}' is missing"
             + ("" if one else f", and {len(names) - 1:,} more")
+            + _untied(model, names)
             + f", by the rules '{model.architecture.name}', config.json and the {len(model.tensors):,} tensors there",
             "fetch the missing files; if it is partial on purpose, pass --plan FILE with 'partial = true'",
         )
+
+
+def _untied(model: Model, names: Iterable[str]) -> str:
+    """In words, that a head is among the missing tensors, which the class has and config.json does not tie."""
+    rules, config = model.architecture, model.config
+    matches = (rules.match(name) for name in names)
+    lacks_table = any(match is not None and rules.is_table(match.template) for match in matches)
+    is_there = any(map(rules.is_table, model.used_templates & rules.tensors.keys()))
+    if not lacks_table or not is_there or head_of(config) != TOKENS or config.get("tie_word_embeddings") is not False:
+        return ""
+    return f" (the class '{class_of(config)}' has it, and it is not tied: 'tie_word_embeddings' is false)"
 
 
 def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
@@ -571,11 +583,9 @@ def _missing_vocabulary(present: Present) -> Iterator[Missing]:
     tables = [line for line in rules.tensors if rules.is_table(line) and not line.endswith(("*", "bias"))]
     stored = [line for line in tables if line in present.lines]
     ties = (config.get("tie_word_embeddings"), present.sizes.settings.get("tie_word_embeddings"))
-    classes = config.get("architectures")
-    is_headed = isinstance(classes, list) and bool(classes) and str(classes[0]).endswith(HEADED)
     is_whole = rules.prefixes[:1] != ("",) and any(() in present.lines[line] for line in stored)
     has_head = (
-        len(tables) > 1 and is_headed and is_whole and ties[0] is False and True not in ties
+        len(tables) > 1 and head_of(config) == TOKENS and is_whole and ties[0] is False and True not in ties
         and all(present.lines[line][()][0].name.startswith(line.rpartition(".")[0]) for line in stored)
     )  # fmt: skip
     count = 2 if has_head else min(1, len(tables))

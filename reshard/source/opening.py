@@ -29,9 +29,10 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
 from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
+from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.model.naming import ChoiceError, Naming, known_names, name_all
+from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source

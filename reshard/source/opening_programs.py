@@ -30,7 +30,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
-from reshard.model.binding import bind, tied_twice
+from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
 from reshard.model.naming import Spell, known_names, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
@@ -176,6 +176,8 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
                         unlike.append(reading.unlike(plan))
                 continue
             if model is None:
+                if folder.plan_file is not None:
+                    check_numbers(reading.model)
                 check_complete(reading.model, folder.path)
             return source
     if unlike:

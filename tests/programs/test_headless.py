@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,13 @@ from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto as auto
 
 import reshard
-from reshard.formats.notation.architecture import is_headless
-from tests.marks import one_of_each
+from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.heads import HEADS, TOKENS, head_of, is_headless
+from tests.marks import one_of_each, thorough
+from tests.support import LLAMA, llama_tensors, write_checkpoint, write_file
+from tools import vllm_names
+from tools.heads import table
 
 _WITH = ("CAUSAL_LM", "SEQ_TO_SEQ", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING", "WITH_LM_HEAD", "MULTIMODAL_LM")
 _WITHOUT = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE", "NEXT_SENTENCE")
@@ -27,14 +34,76 @@ def classes(words: tuple[str, ...]) -> set[str]:
     return found
 
 
-def test_the_name_of_a_class_says_whether_it_has_a_head() -> None:
+@thorough
+def test_the_table_says_what_transformers_says() -> None:
+    assert HEADS.read_text() == table(), "run make docs"
+
+
+def test_the_table_says_whether_a_class_has_a_head() -> None:
     heads, others = classes(_WITH), classes(_WITHOUT)
     assert len(heads) > 300 and len(others) > 300
-    assert {name for name in heads if is_headless({"architectures": [name]})} <= {
-        "SpeechEncoderDecoderModel", "VisionEncoderDecoderModel",
-    }  # fmt: skip
+    assert not {name for name in heads if is_headless({"architectures": [name]})}
     assert not {name for name in others - heads if not is_headless({"architectures": [name]})}
     assert not is_headless({}) and not is_headless({"architectures": []}) and not is_headless({"architectures": "x"})
+
+
+HEADED_CLASSES = {
+    TOKENS: ["LlamaForCausalLM", "MarianMTModel", "GPT2DoubleHeadsModel", "BertForMaskedLM", "StrangeLMHeadModel"],
+    "none": ["BertModel", "StrangeModel"],
+    "score": ["LlamaForSequenceClassification", "StrangeForSequenceClassification"],
+    "classifier": ["BertForSequenceClassification"],
+    "classification_head": ["BartForSequenceClassification"],
+    "qa_outputs": ["LlamaForQuestionAnswering"],
+    "v_head": ["InternLM2ForRewardModel"],
+    None: ["Strange", ""],
+}
+
+
+@pytest.mark.parametrize(("name", "head"), [(name, head) for head, names in HEADED_CLASSES.items() for name in names])
+def test_the_head_of_a_class(name: str, head: str | None) -> None:
+    assert head_of({"architectures": [name]}) == head
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a small Llama of a class, of which nothing is tied, with more tensors or without one."""
+
+    def make(cls: str, more: Mapping[str, tuple[int, ...]] = {}, without: str | None = None) -> Path:
+        folder = write_checkpoint(tmp_path_factory.mktemp("model") / "model", config=LLAMA | {"architectures": [cls]})
+        tensors = [tensor for tensor in llama_tensors() if tensor[0] != without]
+        write_file(folder / "model.safetensors", [*tensors, *((name, "BF16", shape) for name, shape in more.items())])
+        return folder
+
+    return make
+
+
+def test_a_class_that_a_program_does_not_have_is_named(llama: Callable[..., Path], tmp_path: Path) -> None:
+    spans = llama("LlamaForQuestionAnswering", {"qa_outputs.weight": (2, 20)}, without="lm_head.weight")
+    with pytest.raises(PlanError, match=r"'LlamaForQuestionAnswering' has no place in .* 'vllm': .* has no class"):
+        reshard.split(spans, tmp_path / "out", tp=1, format="vllm")
+    base = llama("LlamaModel", without="lm_head.weight")
+    with pytest.raises(
+        PlanError, match=r"'LlamaModel' has no place in the format 'sglang': .* a head for tokens alone"
+    ):
+        reshard.split(base, tmp_path / "out", tp=1, format="sglang")
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang"])
+def test_a_value_head_is_refused_by_name(format: str, llama: Callable[..., Path], tmp_path: Path) -> None:
+    model = llama("LlamaForCausalLM", {"v_head.summary.weight": (1, 20), "v_head.summary.bias": (1,)})
+    with pytest.raises(PlanError, match=r"tensor 'v_head\.summary\.\w+' has no place in the format"):
+        reshard.split(model, tmp_path / "out", tp=1, format=format)
+
+
+def test_a_missing_head_is_told_from_one_of_another_class(llama: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is missing \(the class 'LlamaForCausalLM' has it"):
+        reshard.plan(llama("LlamaForCausalLM", without="lm_head.weight"))
+    reshard.plan(llama("LlamaForSequenceClassification", without="lm_head.weight"))
+
+
+def test_what_vllm_lacks_is_by_its_registry() -> None:
+    registry = json.loads(vllm_names.REGISTRY.read_text())["classes"]
+    assert format_of("vllm").types.lacking == {*vllm_names.lacking(vllm_names.known_classes(), registry)}
 
 
 CLASSES = [

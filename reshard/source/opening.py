@@ -31,7 +31,7 @@ from reshard.mesh.degrees import with_blocks
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import NoRuleError, bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, known_names, name_all
+from reshard.model.naming import ChoiceError, Naming, known_names, name_all, refuse_lora
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.source import UNSPLIT, Folder, Source
@@ -196,7 +196,10 @@ def draft_of(path: FilePath) -> Draft:
 def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Source:
     path, is_adapter = folder.path, folder.kind == "adapter"
     known = dict(adapted.config) if adapted is not None else None
-    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
+    if folder.lora is not None:
+        checkpoint = folder.lora.checkpoint(folder)
+    else:
+        checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
     files, config, tensors = [*map(folder.file, checkpoint.files)], checkpoint.config, _with_aliases(checkpoint)
     # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
     if adapted is None and METADATA_KEY in files[0].metadata:
@@ -221,6 +224,8 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
         if naming is None:
             if adapted is None and not is_adapter and (spelled := _in_modules(folder, checkpoint)) is not None:
                 return spelled
+            if adapted is None and not is_adapter and folder.lora is None:
+                refuse_lora(path, map(without_wrappers, checkpoint.tensors))
             raise
     if naming is not None:
         checkpoint = _renamed(checkpoint, naming)

@@ -6,6 +6,7 @@ It may be read as several formats, and as ranks of several meshes: the first tha
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
-from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format import Format
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
@@ -209,16 +210,19 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         recorded = [file.tensors for file in folder.manifest.source.files] if folder.manifest else []
         if format.files.is_distributed:
             saved, origins = _saved(folder, format), NameInverse(format, architecture, config)
+            spelled, beginning = folder.lora.spelled if folder.lora else str, folder.beginning
             parts = parts_of(
                 saved,
-                lambda name: name in twice or _knows(format, origins, name),
+                lambda name: name in twice or _knows(format, origins, spelled(name)),
                 format.container.ignores,
-                folder.beginning,
+                folder.lora.beginning(beginning) if folder.lora else beginning,
             )
+            parts = parts._replace(model={spelled(name): stored for name, stored in parts.model.items()})
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
         tensors = _merged(ranks, chunks)
-        if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
+        is_given = folder.config is not None and SETTINGS not in config
+        if known is None and is_given:  # given apart from the weights, whose dtype it should say
             dtype, given = dtype_of(recorded or tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
@@ -280,6 +284,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     side = folder.side_files()
     if manifest is None and (is_trainers or (folder.config is not None and format.files.tracker is not None)):
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
+    if folder.lora is not None and folder.lora.is_adapter:  # what lies there is the model's
+        side = {}
     if lacking:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
@@ -292,7 +298,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
 
 
 def _saved(folder: Folder, format: Format) -> Distributed:
-    return folder.once(read_training, weights_folder(format, folder.path))
+    saved = folder.once(read_training, weights_folder(format, folder.path))
+    return folder.lora.of_distributed(saved) if folder.lora is not None else saved
 
 
 def _knows(format: Format, origins: NameInverse, name: str) -> bool:
@@ -341,6 +348,12 @@ def _config_of(
     CheckpointError.
     """
     path, where, side = folder.path, folder.config, dict[str, FilePath]()
+    if folder.lora is not None and folder.lora.is_adapter:
+        apart = copy.copy(folder)
+        apart.lora = None
+        of_base = folder.lora.adapted.config if folder.lora.adapted else _config_of(format, apart, ranks)[0]
+        config = folder.lora.config(of_base)
+        return config, {CONFIG: json_bytes(config) + b"\n"}
     if where is not None:
         side = {name_in(file, where): file for file in find_side_files(where) if file.is_file()}
     elif format.files.is_distributed and not (path / CONFIG).is_file():

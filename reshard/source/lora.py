@@ -88,6 +88,18 @@ class LoraRun:
         modules = {match["module"].replace(".base_layer", "") for match in matches if match}
         return any(name.rpartition(".")[0] in modules for name in self.base.values())
 
+    @property
+    def text(self) -> str:
+        """The adapters, their ranks, alpha, modules, and whether the base model is there."""
+        alpha = self.settings.get("lora_alpha")
+        said = "its alpha is not there"
+        if alpha is not None and self.stated is not None:
+            said = f"alpha {alpha} by {self.stated.name}"
+        words = [listed(self.adapters)] if self.adapters else []
+        words += [f"rank {listed(self.ranks)}", said, f"on {listed(self.modules, 8)}"]
+        words.append("with its base model" if self.has_base else "without its base model")
+        return ", ".join(words)
+
     def check_base(self) -> None:
         """Raise CheckpointError if the adapter is there without its base model."""
         if not self.has_base:
@@ -227,6 +239,8 @@ def apart(
 def find_lora(folder: Folder, adapted: Model | None = None) -> LoraRun | None:
     """The LoRA adapter in a folder, with its settings; None if there is none. Raises CheckpointError."""
     shapes = _shapes_in(folder)
+    if not any(".lora_" in name for name in shapes):
+        return None
     own = _own_ends(adapted.architecture if adapted is not None else _architecture_of(folder))
     base, factors, adapters = apart(folder.path, shapes, own.__contains__)
     if not any(map(_FACTOR.fullmatch, factors.values())):

@@ -155,6 +155,8 @@ class Source:
     """What a trainer saved besides the model, if it can be re-sharded with the model."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
     """The stored values of its format's constants, where they differ from the constant."""
+    was_adapted: bool = False
+    """Whether it is computed: an adapter beside its weights is merged into them."""
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None

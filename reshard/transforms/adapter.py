@@ -125,6 +125,7 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
 
 def with_adapter(source: Source, adapter: Source) -> RangeStore:
     """A base model as if an adapter to it had been merged into it: a store. Raises PlanError, MismatchError."""
+    places = dict.fromkeys((public_name(source.path), public_name(adapter.path)))
     tensors = tensors_of(source)
     added, replaced = changes_of(source.model, adapter.model, tensors_of(adapter))
     for name, tensor in tensors.items():
@@ -133,4 +134,4 @@ def with_adapter(source: Source, adapter: Source) -> RangeStore:
             content = _added(name, tensor, content, added[name])
         tensors[name] = tensor._replace(content=content)
     adapter.check_unchanged()
-    return changed(source, f"{public_name(source.path)} + {public_name(adapter.path)}", tensors)
+    return changed(source, " + ".join(places) if len(places) > 1 else f"{next(iter(places))}, merged", tensors)

@@ -37,14 +37,10 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
 
     path = find(source, access, Weights.FILES)
     folder, note = Folder(path, config=access.found_config(), beginning=access.beginning), None
-    try:
-        opened = open_folder(folder)
-    except LoraError:
-        if (run := find_lora(folder)) is None:
-            raise
-        opened = open_alone(folder, run)
-        if run.stated is None:
-            note = f"{ADAPTER_CONFIG} has the ranks of the tensors; no file says lora_alpha: write it there"
+    run = find_lora(folder) if folder.manifest is None and folder.kind != "adapter" else None
+    if run is not None and run.stated is None:
+        note = f"{ADAPTER_CONFIG} has the ranks of the tensors; no file says lora_alpha: write it there"
+    opened = open_alone(folder, run) if run is not None else open_folder(folder)
     return replace(open_source(StoredPath(convert(opened, adapter_format(name)))), note=note)
 
 
@@ -136,7 +132,7 @@ def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> So
     """What was computed of a source, as a source."""
     source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
     source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
-    return replace(source, was_split=first.is_split, given_dtype=first.given_dtype)
+    return replace(source, was_adapted=first.was_adapted, was_split=first.is_split, given_dtype=first.given_dtype)
 
 
 def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Path | None) -> Source:
@@ -147,7 +143,7 @@ def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Pat
     which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.settings['lora_alpha']:g}"
     note = f"the LoRA adapter in it ({which}) was added to the weights, in float32, rounded once"
     strays = tuple(name for name in base.strays if name.rpartition("/")[2] not in (ADAPTER_CONFIG, META))
-    return replace(opened, note=_joined(base.note, note), strays=strays)
+    return replace(opened, note=_joined(base.note, note), strays=strays, was_adapted=True)
 
 
 def _joined(*notes: str | None) -> str:

@@ -111,7 +111,7 @@ def name_all(
             )
         others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
-    refuse_lora(where, names.keys() - plain)
+    refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.formats.documents import Record, Unfit, number, read_config, read_document, whole
-from reshard.formats.errors import CheckpointError, ReshardError, listed
+from reshard.formats.errors import CheckpointError, MismatchError, ReshardError, listed
 from reshard.formats.files.checkpoint import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -29,25 +29,27 @@ from reshard.formats.files.checkpoint import (
 )
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.training import model_files, read_training
-from reshard.formats.notation.adapters import PREFIX, adapter_architecture
+from reshard.formats.notation.adapters import PREFIX, adapter_architecture, of_pattern, settings_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.quantization.methods import without_quantization
 from reshard.formats.store import FilePath
 from reshard.formats.wrappers import without_wrappers
 from reshard.model.model import Model
-from reshard.model.naming import name_all
+from reshard.model.naming import LoraError, name_all
 from reshard.source.opening import open_folder
 from reshard.source.program_files import weights_folder
 from reshard.source.source import Folder, Source
 
 META = "lora_train_meta.json"
 """What verl writes beside the files of ranks: ``r``, ``lora_alpha`` and ``task_type``."""
+SETTINGS_FILES = (ADAPTER_CONFIG, META)
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:[AB]|embedding_[AB]|magnitude_vector))"
     r"(?:\.(?P<adapter>[^.]+))??(?P<end>\.(?:weight|bias))?"
 )
 _COPY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
+_WITHIN = re.compile(r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?=\.)")
 _OF_BASE = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
 _RANK = whole(1, 1 << 20)
 
@@ -78,8 +80,8 @@ class LoraRun:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks by the shapes, the usual one first."""
-        return tuple(dict(Counter(_ranks_of(self.factors, self.shapes).values()).most_common()))
+        """The usual rank first, then those of single modules."""
+        return tuple(dict.fromkeys([self.settings.get("r", 0), *(self.settings.get("rank_pattern") or {}).values()]))
 
     @property
     def has_base(self) -> bool:
@@ -116,6 +118,17 @@ class LoraRun:
                 f"copy the {ADAPTER_CONFIG} of the training into {self.path}; 'reshard split RUN OUT --as peft' writes "
                 "the adapter without it",
             )
+
+    def check_ranks(self) -> None:
+        """Raise MismatchError if the settings say other ranks than the tensors have."""
+        lora = settings_of(self.settings, self.path)
+        for module, rank in _ranks_of(self.factors, self.shapes).items() if not lora.targets else ():
+            if (stated := of_pattern(lora.ranks, module, lora.rank)) != rank:
+                where = self.stated or self.path
+                raise MismatchError(
+                    f"{self.path}: '{module}' has rank {rank}, and {where} says {stated}",
+                    f"give the {ADAPTER_CONFIG} that was saved with these tensors",
+                )
 
     def check_one(self) -> None:
         """Raise CheckpointError if there are several adapters."""
@@ -195,12 +208,6 @@ class Side:
         """The names that PEFT gives the adapter's tensors, and the stored ones."""
         names, where = self.names, self.run.path
         naming = name_all(where, names, lambda name: architecture.match(self.spelled(name)) is not None, beginning)
-        left = names.keys() - naming.known.values()
-        if strange := sorted(stored for stored in left if not naming.is_other(stored)):
-            raise CheckpointError(
-                f"{where}: tensor '{strange[0]}' of the LoRA adapter belongs to no module of the model",
-                "is config.json that of the adapter's base model?",
-            )
         return {self.spelled(name): stored for name, stored in naming.known.items()}
 
 
@@ -223,6 +230,8 @@ def apart(
             factors[stored] = f"{match['module']}.{match['kind']}{end}"
         elif match := _COPY.fullmatch(plain):
             factors[stored] = f"{match['module']}.{match['end']}"
+        elif (within := _WITHIN.search(plain)) is not None and not any(map(own, _ends(plain, within.start() + 1))):
+            continue  # the state of a factor
         else:
             base[stored] = _OF_BASE.sub("", plain)
             continue
@@ -234,6 +243,11 @@ def apart(
             if first.setdefault(name, stored) != stored:
                 raise CheckpointError(f"{where} has two tensors of one name, '{first[name]}' and '{stored}'")
     return base, factors, tuple(adapters)
+
+
+def _ends(name: str, begin: int) -> Iterator[str]:
+    """What stands in a name from a place on, up to each of its dots and to its end."""
+    return (name[begin:end] for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name)) if end > begin)
 
 
 def find_lora(folder: Folder, adapted: Model | None = None) -> LoraRun | None:
@@ -261,12 +275,17 @@ def open_base(folder: Folder, run: LoraRun, *, model: Model | None = None, is_pa
 def open_alone(folder: Folder, run: LoraRun, adapted: Model | None = None) -> Source:
     """The adapter in a run: to be merged into the model ``adapted``, or as it is. Raises ReshardError."""
     run.check_one()
+    run.check_ranks()
     if adapted is not None:
         run.check_alpha()
     side = copy.copy(folder)  # what was read of the folder is not read again
     side.lora = Side(run, is_adapter=True, adapted=adapted)
     side.kind = "adapter" if folder.kind == "full" else folder.kind
-    return open_folder(side, adapted=adapted)
+    try:
+        return open_folder(side, adapted=adapted)
+    except LoraError:
+        what = f"{run.path}: its LoRA adapter has tensors that belong to no module of the model"
+        raise CheckpointError(what, "is config.json that of the adapter's base model?") from None
 
 
 def _shapes_in(folder: Folder) -> dict[str, tuple[int, ...]]:
@@ -304,25 +323,26 @@ def _settings_of(
     path = folder.path
     inside = [weights_folder(format, path) for format in folder.formats if format.files.is_distributed][:1]
     above = path / ".." if path.name in {"", ".."} else path.parent
-    for place in dict.fromkeys([path, path / "lora_adapter", *inside, above]):
-        if (place / ADAPTER_CONFIG).is_file():
-            return read_config(place / ADAPTER_CONFIG), place / ADAPTER_CONFIG
-        if (place / META).is_file():
-            return read_document(place / META, 1 << 20, _meta)[1], place / META
-    ranks = _ranks_of(factors, shapes)
-    ((usual, _),) = Counter(ranks.values()).most_common(1) or [(1, 0)]
-    others = {module: rank for module, rank in ranks.items() if rank != usual}
+    places = [*dict.fromkeys([path, path / "lora_adapter", *inside, above])]
+    if stated := next((at / ADAPTER_CONFIG for at in places if (at / ADAPTER_CONFIG).is_file()), None):
+        return read_config(stated), stated
     if stack := next((name for name in factors.values() if re.search(r"\.(base_layer|experts)\.lora_", name)), None):
         raise CheckpointError(
             f"{path} has A and B of experts ('{stack}'), and no {ADAPTER_CONFIG} says of which parameters",
             f"copy the {ADAPTER_CONFIG} of the training into {path}",
         )
+    if stated := next((at / META for at in places if (at / META).is_file()), None):
+        return read_document(stated, 1 << 20, _meta)[1], stated
+    ranks = _ranks_of(factors, shapes)
+    ((usual, _),) = Counter(ranks.values()).most_common(1) or [(1, 0)]
+    others = {module: rank for module, rank in ranks.items() if rank != usual}
     return {"peft_type": "LORA", "r": usual, "lora_alpha": None, "rank_pattern": others, "bias": "none"}, None
 
 
 def _meta(value: object, where: str) -> dict[str, Any]:
     record = Record(value, where)
     rank, alpha = record.get("r", _RANK), record.get("lora_alpha", number)
+    alpha = int(alpha) if alpha.is_integer() else alpha
     if alpha <= 0:
         raise Unfit(f"{where}: lora_alpha is {alpha:g}, which changes nothing")
     task = record.get("task_type", lambda value, where: value, None)

@@ -11,10 +11,10 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format_file import adapter_format
-from reshard.formats.store import FilePath, StoredPath
+from reshard.formats.store import FilePath, StoredPath, name_in
 from reshard.model.model import Model
 from reshard.model.naming import LoraError
-from reshard.source.lora import META, LoraRun, find_lora, open_alone, open_base
+from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
 from reshard.store.selection import HubAccess, Weights
@@ -142,8 +142,9 @@ def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Pat
     opened = _transformed(with_adapter(base, open_alone(folder, run, base.model)), base, plan_file)
     which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.settings['lora_alpha']:g}"
     note = f"the LoRA adapter in it ({which}) was added to the weights, in float32, rounded once"
-    strays = tuple(name for name in base.strays if name.rpartition("/")[2] not in (ADAPTER_CONFIG, META))
-    return replace(opened, note=_joined(base.note, note), strays=strays, was_adapted=True)
+    read = {name_in(file, base.path) for file in base.training.saved.files} if base.training is not None else set()
+    strays = (each for each in base.strays if each not in read and each.rpartition("/")[2] not in SETTINGS_FILES)
+    return replace(opened, note=_joined(base.note, note), strays=tuple(strays), was_adapted=True)
 
 
 def _joined(*notes: str | None) -> str:

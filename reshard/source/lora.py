@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from reshard.formats.documents import Record, Unfit, number, read_config, read_document, whole
@@ -29,7 +30,7 @@ from reshard.formats.files.checkpoint import (
 )
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.training import model_files, read_training
-from reshard.formats.notation.adapters import PREFIX, adapter_architecture, of_pattern, settings_of
+from reshard.formats.notation.adapters import PREFIX, Settings, adapter_architecture, of_pattern, settings_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.quantization.methods import without_quantization
@@ -71,6 +72,11 @@ class LoraRun:
     settings: Mapping[str, Any]
     stated: FilePath | None
 
+    @cached_property
+    def lora(self) -> Settings:
+        """The settings, read. Raises PlanError."""
+        return settings_of(self.settings, self.stated or self.path)
+
     @property
     def modules(self) -> tuple[str, ...]:
         """The last words of the names of the modules that it changes."""
@@ -81,7 +87,7 @@ class LoraRun:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The usual rank first, then those of single modules."""
-        return tuple(dict.fromkeys([self.settings.get("r", 0), *(self.settings.get("rank_pattern") or {}).values()]))
+        return tuple(dict.fromkeys([self.lora.rank, *self.lora.ranks.values()]))
 
     @property
     def has_base(self) -> bool:
@@ -93,10 +99,9 @@ class LoraRun:
     @property
     def text(self) -> str:
         """The adapters, their ranks, alpha, modules, and whether the base model is there."""
-        alpha = self.settings.get("lora_alpha")
         said = "its alpha is not there"
-        if alpha is not None and self.stated is not None:
-            said = f"alpha {alpha} by {self.stated.name}"
+        if self.lora.alpha is not None and self.stated is not None:
+            said = f"alpha {self.lora.alpha:g} by {self.stated.name}"
         words = [listed(self.adapters)] if self.adapters else []
         words += [f"rank {listed(self.ranks)}", said, f"on {listed(self.modules, 8)}"]
         words.append("with its base model" if self.has_base else "without its base model")
@@ -112,16 +117,17 @@ class LoraRun:
 
     def check_alpha(self) -> None:
         """Raise CheckpointError if nothing says the adapter's alpha, so that it cannot be merged."""
-        if self.settings.get("lora_alpha") is None:
+        if self.lora.alpha is None:
+            why = f"neither {ADAPTER_CONFIG} nor {META} is there" if self.stated is None else f"{self.stated} lacks it"
             raise CheckpointError(
-                f"{self.path} has a LoRA adapter, and no alpha: neither {ADAPTER_CONFIG} nor {META} is there",
+                f"{self.path} has a LoRA adapter, and no alpha: {why}",
                 f"copy the {ADAPTER_CONFIG} of the training into {self.path}; 'reshard split RUN OUT --as peft' writes "
                 "the adapter without it",
             )
 
     def check_ranks(self) -> None:
         """Raise MismatchError if the settings say other ranks than the tensors have."""
-        lora = settings_of(self.settings, self.path)
+        lora = self.lora
         for module, rank in _ranks_of(self.factors, self.shapes).items() if not lora.targets else ():
             if (stated := of_pattern(lora.ranks, module, lora.rank)) != rank:
                 where = self.stated or self.path
@@ -261,6 +267,7 @@ def find_lora(folder: Folder, adapted: Model | None = None) -> LoraRun | None:
         return None
     of_factors = {stored: shapes[stored] for stored in factors}
     settings, stated = _settings_of(folder, factors, of_factors)
+    settings_of(settings, stated or folder.path)  # raises for another kind of adapter
     return LoraRun(folder.path, base, factors, of_factors, adapters, settings, stated)
 
 
@@ -294,7 +301,12 @@ def _shapes_in(folder: Folder) -> dict[str, tuple[int, ...]]:
     if format is not None:
         saved = folder.once(read_training, weights_folder(format, folder.path))
         return {name: tensor.shape for name, tensor in saved.tensors.items()}
-    if folder.kind != "full" or not folder.path.is_dir():
+    ends = (".safetensors", ".bin", ".index.json")
+    if (
+        folder.kind != "full"
+        or not folder.path.is_dir()
+        or not any(f.name.endswith(ends) for f in folder.path.iterdir())
+    ):
         return {}
     return {name: info.shape for file in weight_files(folder.path) for name, info in folder.weights(file)[0].items()}
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard.api import inspect, merge, split
-from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.formats.wrappers import WRAPPERS
 from reshard.source.lora import META, apart
@@ -287,3 +287,21 @@ def test_inspect_and_verify_call_it_by_its_name(tmp_path: Path) -> None:
     assert done.returncode == 2 and "has a LoRA adapter among its weights" in done.stderr
     assert done.stdout != "different\n"
     assert not (tmp_path / "merged" / ADAPTER).exists() and not (tmp_path / "merged" / ADAPTER_CONFIG).exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora_alpha": None}, "no alpha: .*adapter_config.json lacks it"), ({"r": [3]}, "r should be"),
+        ({"peft_type": "LOHA"}, "only LORA is read"), ({"rank_pattern": []}, "rank_pattern should be"),
+        ({"r": 4}, "has rank 3, and .*adapter_config.json says 4"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_wrong_are_named(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    adapter = peft_adapters.made("llama", "linear")
+    run, given = run_of("dcp", tmp_path / "run", state_of("llama", adapter), "llama", adapter)
+    settings = json.loads((run / ADAPTER_CONFIG).read_text()) | changed
+    (run / ADAPTER_CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(ReshardError, match=said):
+        merge(run, tmp_path / "no", **given)
+    assert command("inspect", run).returncode == 0 and not (tmp_path / "no").exists()

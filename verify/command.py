@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import read_config
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError, refused, require_transformers
+from reshard.formats.files.checkpoint import has_adapter
 from reshard.formats.files.safetensors import CASTS
 from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import SETTINGS
@@ -280,9 +281,15 @@ def _plan_file(access: Access) -> Path | None:
 def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
     """The base model and the adapter beside it, if the original is an adapter or has one in it. Raises ReshardError."""
     plain = replace(request, adapter=None, config=None, plan_file=None)
+    if original.was_adapted:
+        what = f"{request.original} has its LoRA adapter among its weights, which PEFT does not load"
+        raise CheckpointError(what, f"'reshard merge RUN OUT' writes a model that runs, to verify with; {BYTES_ALONE}")
     if request.adapter is not None:
-        base = open_any(request.original, replace(plain, plan_file=request.plan_file), Weights.FILES)
         adapter = find(request.adapter, replace(plain, revision=None), Weights.FILES)
+        if not has_adapter(adapter):
+            hint = f"'reshard split RUN ADAPTER --as peft' writes a folder that it loads; {BYTES_ALONE}"
+            raise CheckpointError(f"{adapter} has a LoRA adapter in a form that PEFT does not load", hint)
+        base = open_any(request.original, replace(plain, plan_file=request.plan_file), Weights.FILES)
         return Unmerged(base, local_folder(adapter), is_alone=False)
     settings = original.model.config.get(SETTINGS)
     if not isinstance(settings, dict) or original.is_split:

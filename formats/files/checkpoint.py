@@ -321,6 +321,12 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
     return names, None
 
 
+def weight_files(folder: FilePath) -> list[FilePath]:
+    """The files of a folder's weights, found as transformers does. Raises CheckpointError."""
+    names, index = _find_weights(folder)
+    return [folder / name for name in sorted(names or {*_read_index(folder, str(index))[1].values()})]
+
+
 def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
     """Read ``*.index.json``: its text, and the file of each tensor, which lies in the folder."""
     path = folder / name

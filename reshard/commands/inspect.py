@@ -37,8 +37,10 @@ from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath, StoredPath, glob
 from reshard.model.model import Kind
+from reshard.model.naming import LoraError
 from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.completeness import towers_left_out
+from reshard.source.lora import LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import Place, find, open_folder
 from reshard.source.program_files import readings, weights_folder
 from reshard.source.source import Folder, Source
@@ -72,6 +74,8 @@ class Report(Result):
     """What is stored besides the model: training states, and files that are not read with it."""
     without: tuple[str, ...] = ()
     """The towers of the model type, if it is a language model alone."""
+    lora: str | None = None
+    """What is said of the LoRA adapter among the weights of a training run."""
     holds: tuple[str, ...] = ()
     """How the names of a training run begin, whose model is not known."""
     nbytes: int = 0
@@ -157,13 +161,39 @@ def inspect(request: InspectRequest) -> Report:
         report.architecture = str(folder.manifest.architecture.get("name", "")) or report.architecture
         for file in folder.manifest.source.files:
             _count(report, file.tensors.values())
+    run: LoraRun | None = None
     try:
-        source = open_folder(folder)
+        try:
+            source = open_folder(folder)
+        except LoraError:
+            run = find_lora(folder)
+            if run is None:
+                raise
+            source = open_base(folder, run) if run.has_base else open_alone(folder, run)
     except ReshardError as error:
         _take_what_is_there(report, folder, error)
+        with suppress(ReshardError):
+            run = run or (find_lora(folder) if folder.manifest is None and folder.kind != "adapter" else None)
     else:
         _take_source(report, source)
+    if run is not None:
+        _take_lora(report, run)
     return report
+
+
+def _take_lora(report: Report, run: LoraRun) -> None:
+    """Add what is said of a LoRA adapter among the weights, and why it cannot be merged into them."""
+    report.kind = f"{report.kind} with a LoRA adapter" if run.has_base else "LoRA adapter of a training run"
+    report.lora = run.text
+    if not run.has_base and report.problems == [f"{report.path / CONFIG}: missing"]:  # it needs that of its base
+        report.problems.clear()
+    try:
+        run.check_one()
+        run.check_base()
+        run.check_alpha()
+    except CheckpointError as error:
+        if not report.problems and (report.refused is None or not run.has_base):
+            report.refused, report.hint = error.message, error.hint
 
 
 # ----------------------------------------------------------------------------------------------- what can be opened
@@ -429,6 +459,7 @@ def _pairs(report: Report) -> Iterator[tuple[str, str]]:
         ("dtypes", ", ".join(f"{dtype} {count:,}" for dtype, count in report.dtypes.items())),
         ("tensors", f"{report.tensors:,}" if report.dtypes else None),
         ("holds", listed(report.holds, 8) if report.holds else None),
+        ("LoRA", report.lora),
         ("beside", f"{listed(report.beside, 5)}: not of the model, and not counted" if report.beside else None),
         ("without", f"{listed(report.without)}: it is the language model alone" if report.without else None),
         ("load it", report.load),

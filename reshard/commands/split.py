@@ -197,7 +197,7 @@ def merge(request: WriteRequest) -> Summary:
     is_full &= request.names in {SOURCE_NAMES, record.names or PUBLISHED}
     is_chosen = not isinstance(request.source, StoredPath) and Path(request.source).is_file()  # of several sets
     is_mended = checkpoint is not None and checkpoint.note is not None  # its index, or copies
-    if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended):
+    if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended or opened.was_adapted):
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:
             what, hint = "a whole adapter", "reshard merge ADAPTER --into BASE OUT"

@@ -36,6 +36,10 @@ class ChoiceError(CheckpointError):
     """A model is chosen that is not there."""
 
 
+class LoraError(CheckpointError):
+    """A LoRA adapter is among the weights: it is opened apart from its base (``reshard.source.lora``)."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """The tensors of one model among stored names.
@@ -86,7 +90,7 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             there = f", they are {' and '.join(map(_place, found))}" if found else ""
             raise ChoiceError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
     if chosen not in found:
-        _refuse_lora(where, names)
+        refuse_lora(where, names)
         raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(
@@ -113,16 +117,17 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             )
         others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
-    _refuse_lora(where, names.keys() - plain)
+    refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
 
 
-def _refuse_lora(where: object, names: Iterable[str]) -> None:
+def refuse_lora(where: object, names: Iterable[str]) -> None:
+    """Raise LoraError if one of these names, without wrappers, is a LoRA adapter's."""
     lora = min(filter(_LORA.fullmatch, names), default=None)
     if lora is not None:
-        raise CheckpointError(
-            f"{where} has a LoRA adapter within its model ('{lora}'), which is not read there",
-            "merge it where it was trained (PEFT's merge_and_unload), or save it alone (save_pretrained)",
+        raise LoraError(
+            f"{where} has a LoRA adapter among its weights ('{lora}'), which is not read here",
+            "merge it first: reshard merge RUN OUT",
         )
 
 

@@ -63,11 +63,11 @@ def no_rule(unknown: Unknown, architecture: Architecture, config: Mapping[str, A
 
 def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, str]:
     """What is to be said of all tensors without a line rather than of one, and the hint; empty if there is nothing."""
-    from reshard.formats.notation.adapters import module_tensors  # for an error alone
+    from reshard.formats.notation.adapters import tensors_of_modules  # for an error alone
     from reshard.formats.notation.format_file import in_modules
 
     others, count = unknown.others, f"{len(unknown.others):,}"
-    modules = LineNames((tensor.name for tensor in module_tensors(architecture, config)), architecture.prefixes)
+    modules = LineNames((tensor.name for tensor in tensors_of_modules(architecture, config)), architecture.prefixes)
     if all(modules.find(name) for name in others):
         return (
             "it is a name of transformers' modules",

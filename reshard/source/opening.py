@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, known_names, name_all
+from reshard.model.naming import ChoiceError, Naming, known_names, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -197,7 +197,10 @@ def draft_of(path: FilePath) -> Draft:
 def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Source:
     path, is_adapter = folder.path, folder.kind == "adapter"
     known = dict(adapted.config) if adapted is not None else None
-    checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
+    if folder.lora is not None:
+        checkpoint = folder.lora.checkpoint(folder)
+    else:
+        checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
     files, config, tensors = [*map(folder.file, checkpoint.files)], checkpoint.config, _with_aliases(checkpoint)
     # It looks like a full checkpoint, but file headers tell. A rank's adapter may be merged into the rank's weights.
     if adapted is None and METADATA_KEY in files[0].metadata:
@@ -235,6 +238,8 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
     except (CheckpointError, NoRuleError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
             return spelled
+        if may_be_spelled and folder.lora is None:
+            refuse_lora(path, map(without_wrappers, checkpoint.tensors))
         raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)

@@ -6,13 +6,14 @@ It may be read as several formats, and as ranks of several meshes: the first tha
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes, read_config
 from reshard.formats.errors import CheckpointError, ReshardError
@@ -24,7 +25,7 @@ from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
-from reshard.formats.notation.architecture import Architecture
+from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
@@ -53,6 +54,9 @@ from reshard.source.program_files import (
     without_files,
 )
 from reshard.source.source import UNSPLIT, Folder, Source
+
+if TYPE_CHECKING:
+    from reshard.source.lora import Side
 
 
 class _MisfitError(Exception):
@@ -211,15 +215,17 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         twice = record.twice if record else {}
         recorded = [file.tensors for file in record.files] if record else []
         if format.files.is_distributed:
-            saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice)
-            parts = parts_of(saved, spell, format.container.ignores, folder.beginning)
+            saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice, folder.lora)
+            beginning = folder.lora.beginning(folder.beginning) if folder.lora else folder.beginning
+            parts = parts_of(saved, spell, format.container.ignores, beginning)
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
         elif format.modules and known is None and chunks is None:
             spell = _spelling(format, architecture, config, twice)
             ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
         tensors = _merged(ranks, chunks)
-        if known is None and folder.config is not None:  # given apart from the weights, whose dtype it should say
+        is_given = folder.config is not None and SETTINGS not in config
+        if known is None and is_given:  # given apart from the weights, whose dtype it should say
             dtype, given = dtype_of(recorded or tensors), json.loads(computed[CONFIG])
             own, others = with_dtype(given, architecture.section(given), dtype)
             if others:
@@ -281,6 +287,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
     side = folder.side_files()
     if manifest is None and (is_trainers or (folder.config is not None and format.files.tracker is not None)):
         side = model_files(path) if folder.config is None and (path / CONFIG).is_file() else {}
+    if folder.lora is not None and folder.lora.is_adapter:  # what lies there is the model's
+        side = {}
     if lacking:
         side = {name: file for name, file in side.items() if file.is_file()}
     return folder.source(
@@ -293,18 +301,26 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
 
 
 def _saved(folder: Folder, format: Format) -> Distributed:
-    return folder.once(read_training, weights_folder(format, folder.path))
+    saved = folder.once(read_training, weights_folder(format, folder.path))
+    return folder.lora.of_distributed(saved) if folder.lora is not None else saved
 
 
 def _spelling(
-    format: Format, architecture: Architecture, config: Mapping[str, Any], twice: Iterable[str] = ()
+    format: Format,
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    twice: Iterable[str] = (),
+    side: Side | None = None,
 ) -> Spell:
-    """How a format spells the names of its tensors, given in any spelling that is known."""
+    """How a format spells the names of its tensors, given in any spelling that is known; ``side`` is that of a run
+    with an adapter.
+    """
     origins, names = NameInverse(format, architecture, config), Spellings(architecture, config)
-    second = {*twice}
+    second, is_adapter = {*twice}, side is not None and side.is_adapter
 
     def spell(name: str) -> str | None:
-        if format.modules and name not in second and (spelled := names.in_modules(name)) is not None:
+        name = side.spelled(name) if side is not None else name
+        if format.modules and not is_adapter and name not in second and (spelled := names.in_modules(name)) is not None:
             return spelled
         if format.rules.keep and not format.rules.renames and names.is_joined(name):
             return None  # of transformers' modules, not of the checkpoint
@@ -364,6 +380,12 @@ def _config_of(
     CheckpointError.
     """
     path, where, side = folder.path, folder.config, dict[str, FilePath]()
+    if folder.lora is not None and folder.lora.is_adapter:
+        apart = copy.copy(folder)
+        apart.lora = None
+        of_base = folder.lora.adapted.config if folder.lora.adapted else _config_of(format, apart, ranks)[0]
+        config = folder.lora.config(of_base)
+        return config, {CONFIG: json_bytes(config) + b"\n"}
     if where is not None:
         side = {name_in(file, where): file for file in find_side_files(where) if file.is_file()}
     elif format.files.is_distributed and not (path / CONFIG).is_file():

@@ -63,6 +63,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
 
 if TYPE_CHECKING:
+    from reshard.source.lora import Side
     from reshard.source.program_files import ProgramFile, Training
     from reshard.store.remote import Remote
 
@@ -154,6 +155,8 @@ class Source:
     """What a trainer saved besides the model, if it can be re-sharded with the model."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
     """The stored values of its format's constants, where they differ from the constant."""
+    was_adapted: bool = False
+    """Whether it is computed: an adapter beside its weights is merged into them."""
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     note: str | None = None
@@ -380,6 +383,7 @@ class Folder:
         self.path, self.config, self.plan_file, self.base, self.beginning = path, config, plan_file, base, beginning
         self.stamps = stamps_in(path)
         self._contents: dict[Hashable, Any] = {}
+        self.lora: Side | None = None  # as which side of a run with an adapter it is opened
         self.manifest: Manifest | None = None
         self.damage: ReshardError | None = None
         self.formats: tuple[Format, ...] = ()
@@ -450,6 +454,8 @@ class Folder:
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """The rules: the user's, those that it was split by, or those of its model type."""
+        if self.lora is not None and (of_adapter := self.lora.architecture(config)) is not None:
+            return of_adapter
         if self.plan_file is not None:
             return load_architecture(self.plan_file)
         if manifest := self.manifest or self.base:

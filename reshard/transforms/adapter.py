@@ -18,8 +18,9 @@ from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapte
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.numbers import CODES, as_float32, round_to
 from reshard.formats.store import FilePath, public_name
+from reshard.source.lora import find_lora, open_alone
 from reshard.source.opening import open_source
-from reshard.source.source import Source
+from reshard.source.source import Folder, Source
 from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import Term, changes_of
@@ -114,9 +115,17 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
     if not has_adapter(path) and (path / ADAPTER_CONFIG).is_file() and (path / _PICKLED).is_file():
         what = f"{path} is a PEFT adapter in {_PICKLED}, and {ADAPTER} is read"
         raise CheckpointError(what, "load it with PEFT and save it again (save_pretrained)")
-    if not has_adapter(path):
+    if has_adapter(path):
+        return with_adapter(source, open_source(path, adapted=source.model))
+    run = find_lora(folder := Folder(path), source.model)
+    if run is None:
         raise CheckpointError(f"{path} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
-    adapter = open_source(path, adapted=source.model)
+    return with_adapter(source, open_alone(folder, run, source.model))
+
+
+def with_adapter(source: Source, adapter: Source) -> RangeStore:
+    """A base model as if an adapter to it had been merged into it: a store. Raises PlanError, MismatchError."""
+    places = dict.fromkeys((public_name(source.path), public_name(adapter.path)))
     tensors = tensors_of(source)
     added, replaced = changes_of(source.model, adapter.model, tensors_of(adapter))
     for name, tensor in tensors.items():
@@ -125,4 +134,4 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
             content = _added(name, tensor, content, added[name])
         tensors[name] = tensor._replace(content=content)
     adapter.check_unchanged()
-    return changed(source, f"{public_name(source.path)} + {public_name(path)}", tensors)
+    return changed(source, " + ".join(places) if len(places) > 1 else f"{next(iter(places))}, merged", tensors)

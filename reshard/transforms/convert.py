@@ -182,7 +182,7 @@ class _Conversion:
     out: dict[str, Tensor] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
     parameters: dict[str, None] = field(default_factory=dict)
-    numbers: list[tuple[str, int, float]] = field(default_factory=list)
+    numbers: list[tuple[str, int, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = self.model.config
@@ -206,7 +206,8 @@ class _Conversion:
                     name, module = self._renamed(tensor, target, tensor.name.removeprefix(place))
                     self.out[name] = self.tensors[tensor.name]
                 self.modules.append(module)
-                self.numbers.append((module, a.shape[0], alpha_of(self.lora, key)))
+                is_unknown = self.config[SETTINGS].get("lora_alpha", 0) is None  # no file of a run says it
+                self.numbers.append((module, a.shape[0], None if is_unknown else alpha_of(self.lora, key)))
                 continue
             whole = next((tensor for tensor in target.tensors if tensor.parts[0].at is not None), target.tensors[0])
             axis = None if target.is_stack else next(iter(Pattern(target.name).indices & self.expert_axes))

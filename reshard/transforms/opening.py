@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.formats.documents import json_bytes
 from reshard.formats.errors import CheckpointError
+from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format_file import adapter_format
-from reshard.formats.store import FilePath, StoredPath
+from reshard.formats.store import FilePath, StoredPath, name_in
 from reshard.model.model import Model
+from reshard.model.naming import LoraError
+from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
 from reshard.store.selection import HubAccess, Weights
@@ -31,7 +36,12 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
     from reshard.transforms.convert import convert  # numpy
 
     path = find(source, access, Weights.FILES)
-    return open_source(StoredPath(convert(open_source(path, config=access.found_config()), adapter_format(name))))
+    folder, note = Folder(path, config=access.found_config(), beginning=access.beginning), None
+    run = find_lora(folder) if folder.manifest is None and folder.kind != "adapter" else None
+    if run is not None and run.stated is None:
+        note = f"{ADAPTER_CONFIG} has the ranks of the tensors; no file says lora_alpha: write it there"
+    opened = open_alone(folder, run) if run is not None else open_folder(folder)
+    return replace(open_source(StoredPath(convert(opened, adapter_format(name)))), note=note)
 
 
 def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
@@ -44,7 +54,14 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
         return open_found(path, replace(access, config=None))
     if model is None or access.config is not None:
         return open_found(path, access)
-    return open_folder(folder, model=model)
+    try:
+        return open_folder(folder, model=model)
+    except LoraError:
+        if (run := find_lora(folder)) is None:
+            raise
+        base = open_base(folder, run, model=model)
+        sides = {CONFIG: json_bytes(dict(model.config)), **base.side_files}
+        return _with_own_adapter(replace(base, side_files=sides), folder, run, access.plan_file)
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:
@@ -55,7 +72,13 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
     is_part = access.is_changed  # what comes of it is complete
     config = access.found_config()
-    opened = open_source(path, plan_file=access.plan_file, config=config, beginning=access.beginning, is_part=is_part)
+    folder, run = Folder(path, plan_file=access.plan_file, config=config, beginning=access.beginning), None
+    try:
+        opened = open_folder(folder, is_part=is_part)
+    except LoraError:
+        if (run := find_lora(folder)) is None:
+            raise
+        opened = open_base(folder, run, is_part=is_part)
     if access.config is not None and opened.format.plain and SETTINGS not in opened.model.config:
         raise CheckpointError(f"{opened.path} has a config.json of its own", "leave out --config")
     if weights is not Weights.HEADERS and opened.format.rules.constants:
@@ -64,12 +87,14 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.agreement import check_agreement  # numpy
 
         check_agreement(opened, config)
+    if run is not None and access.adapter is None:
+        opened = _with_own_adapter(opened, folder, run, access.plan_file)
+    elif run is not None:
+        opened = replace(opened, note=_joined(opened.note, "the LoRA adapter in it was left behind"))
     first = opened
 
     def transformed(store: RangeStore) -> Source:
-        source = open_source(StoredPath(store), plan_file=access.plan_file, base=first.manifest)
-        source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
-        return replace(source, was_split=first.is_split, given_dtype=first.given_dtype)
+        return _transformed(store, first, access.plan_file)
 
     if access.averaged is not None:
         from reshard.transforms.average import average  # numpy
@@ -94,13 +119,36 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.quantize import quantize  # numpy
 
         quantized = quantize(opened, access.quantize)
-        note = "; ".join(filter(None, (opened.note, quantized.note)))
+        note = _joined(opened.note, quantized.note)
         opened = replace(transformed(quantized.store), note=note, error=quantized.error)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 
         opened = cast(opened, access.dtype)
     return opened
+
+
+def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:
+    """What was computed of a source, as a source."""
+    source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
+    source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
+    return replace(source, was_adapted=first.was_adapted, was_split=first.is_split, given_dtype=first.given_dtype)
+
+
+def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Path | None) -> Source:
+    """The base model in a training run as if the LoRA adapter there had been merged into it. Raises ReshardError."""
+    from reshard.transforms.adapter import with_adapter  # numpy
+
+    opened = _transformed(with_adapter(base, open_alone(folder, run, base.model)), base, plan_file)
+    which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.lora.alpha:g}"
+    note = f"the LoRA adapter in it ({which}) was added to the weights, in float32, rounded once"
+    read = {name_in(file, base.path) for file in base.training.saved.files} if base.training is not None else set()
+    strays = (each for each in base.strays if each not in read and each.rpartition("/")[2] not in SETTINGS_FILES)
+    return replace(opened, note=_joined(base.note, note), strays=tuple(strays), was_adapted=True)
+
+
+def _joined(*notes: str | None) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _with_unlike_constants(source: Source) -> Source:

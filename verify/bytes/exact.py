@@ -14,6 +14,7 @@ from reshard.formats.errors import CheckpointError, IncompleteError, PlanError, 
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, make_plan
+from reshard.model.naming import LoraError
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
 from reshard.source.source import Folder, Source
@@ -44,7 +45,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     try:
         return open_source(path, plan_file=plan_file, model=original.model)
     except ReshardError as error:
-        if _is_unreadable(error) or Folder(path).kind not in {"split", "program"}:
+        if _is_unreadable(error) or isinstance(error, LoraError) or Folder(path).kind not in {"split", "program"}:
             raise
         text = f"{error.message} ({error.hint})" if error.hint else error.message
         return ExactReport("unknown", 0, 0, 0, problems=(text,))

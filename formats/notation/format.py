@@ -456,8 +456,8 @@ class Loading:
 
     ``command`` loads a folder ``{out}``, with the degrees that it was written for: ``{ranks}`` of a stage, ``{tp}``,
     ``{pp}``, ``{ep}`` and ``{etp}`` (the tp degree of experts). ``pp`` is added to it if there are several pipeline
-    stages, ``ep`` if there are several ranks of experts. ``engine`` is what ``reshard verify --engine`` runs, and
-    ``engine_format`` what the engine calls the format.
+    stages, ``ep`` if there are several ranks of experts. ``engine`` is what ``reshard verify`` runs
+    (``--engine``) and whose loader it asks (``--loader``), ``engine_format`` what the engine calls the format.
     """
 
     program: str = field(metadata={"key": "loaded_by"})

@@ -33,6 +33,7 @@ from reshard.verify.bytes.rules import own_rules
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
 from reshard.verify.profile.job import ProfileRequest
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
+from reshard.verify.report.evidence import evidence_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
             answer.engine = run_engine(original, shards, _engine_options(request), say)
     if answer.exit_code == 1:
         answer.notes += _advice(original, place, shards)
+    if isinstance(shards, Source) and answer.exact is not None:
+        chosen = next((name for name in ("quantize", "dtype") if getattr(request, name)), None)
+        answer.evidence = [*evidence_of(answer, original, shards, chosen)]
     if answer.loader is not None and answer.loader.unchecked is not None:
         raise UncheckedFormatError(answer.loader.unchecked)
     if request.loader is not None and answer.loader is None and isinstance(shards, ExactReport):

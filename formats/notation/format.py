@@ -486,7 +486,7 @@ class Types:
     as buffers or under a second name, so that no files are written for them. ``compared`` has, if known, the types
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
-    any degree), and ``seen`` the names of all tensors that were compared.
+    any degree), and ``seen`` the names of all tensors that were compared. ``made_with`` has the programs' versions.
     """
 
     only: tuple[str, ...] = field(default=(), metadata={"key": None})
@@ -498,6 +498,7 @@ class Types:
     seen: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:
         """What the table calls a model of this config: the class, if it is one of ``classes``, or else its type."""

@@ -8,9 +8,11 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from reshard.api import merge, split
@@ -219,6 +221,39 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert "own loader puts the same bytes into all 30 tensors of 1 rank (30 loaded, 0 constants)" in said["summary"]
     assert said["loader"]["name"].startswith("transformers 5.") and said["loader"]["tensors"] == 30
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "said"),
+    [
+        ("llama", {"tp": 2}, "It rests on bytes by the built-in rules of 'llama'; no forward."),
+        (
+            "llama",
+            {"tp": 2, "format": "vllm"},
+            "the format 'vllm' as compared with vLLM 0.32.0 for this model type, which",
+        ),
+        ("llama", {"tp": 2, "format": "sglang"}, "the format 'sglang' by reshard's lines alone: no program was asked."),
+        ("llama", {"tp": 2, "dtype": "bf16"}, "split's own choice of the weights that 'dtype' leaves alone"),
+    ],
+    ids=["own", "compared", "lines", "cast"],
+)
+def test_the_verdict_says_what_it_rests_on(model: str, settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    original, out = store.checkpoint(model), tmp_path / "out"
+    split(original, out, **settings)
+    found = verify(original, out, exact_only=True, dtype=settings.get("dtype"))
+    assert said in found.in_words and found.evidence[0] == "bytes by the built-in rules of 'llama'"
+    assert found.to_document()["evidence"] == found.evidence
+
+
+def test_a_loader_and_a_forward_are_named(tmp_path: Path) -> None:
+    original, out = store.checkpoint("llama"), tmp_path / "out"
+    split(original, out, format="transformers", tp=2)
+    found = verify(original, out, loader=sys.executable)
+    version = transformers.__version__
+    assert found.evidence[1:] == [
+        f"a forward by transformers {version} on cpu",
+        f"the format 'transformers' as transformers {version}'s own loader has it",
+    ]
 
 
 def _python(folder: Path, module: str) -> Path:

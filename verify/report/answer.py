@@ -185,8 +185,8 @@ class Answer(Comparison):
     ``raise_if_different()`` raises MismatchError.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
-    (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``seconds`` has
-    the time of each part.
+    (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
+    what they rest on, ``seconds`` the time of each part.
     """
 
     original: str
@@ -199,6 +199,7 @@ class Answer(Comparison):
     loader: LoaderReport | None = None
     with_engine: bool = False
     error: ReshardError | None = None
+    evidence: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -256,6 +257,8 @@ class Answer(Comparison):
             what = f"{subject if exact is not None else 'It'} could not be checked"
             what = "Not all files are there" if isinstance(self.error, IncompleteError) else what
             parts.append(f"{what}: {self.error.message}")
+        if self.evidence and self.verdict != "different":
+            parts.append(f"It rests on {'; '.join(self.evidence)}.")
         return " ".join(parts) or "Nothing was checked."
 
     @property
@@ -289,6 +292,7 @@ class Answer(Comparison):
             "engine": asdict(self.engine) if self.engine is not None else None,
             "loader": asdict(self.loader) if self.loader is not None else None,
             "error": {"message": self.error.message, "hint": self.error.hint} if self.error else None,
+            "evidence": self.evidence,
             "notes": self.notes,
             "options": {key: value for key, value in self.options.items() if value not in (None, False)},
             "seconds": self.seconds,

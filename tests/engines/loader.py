@@ -74,7 +74,7 @@ def checkpoint(root: Path, model: str) -> Path:
     """A model of the tests in bfloat16, with what published ones of its type say beside."""
     folder = root / model
     if not folder.exists():
-        zoo.save(model, folder, torch.bfloat16)
+        zoo.save(model, folder, torch.bfloat16, settings=PUBLISHED["sizes"].get(model))
         config = json.loads((folder / "config.json").read_text())
         published = PUBLISHED["config"].get(config["model_type"], {})
         more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}

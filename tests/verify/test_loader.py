@@ -307,7 +307,7 @@ def test_a_loader_needs_its_program_and_its_format(tmp_path: Path) -> None:
     split(original, out, format="transformers", tp=2)
     split(original, own, tp=2)
     done = command("verify", original, own, "--exact-only", "--loader", sys.executable)
-    assert done.returncode == 2 and "has reshard's own folders, and no loader of its program is known" in done.stderr
+    assert done.returncode == 2 and "has reshard's own folders, and the loaders that are known" in done.stderr
     done = command("verify", original, out, "--exact-only", "--loader", "/none/python")
     assert done.returncode == 2 and "--loader /none/python is not possible: No such file" in done.stderr
     done = command("verify", original, out, "--exact-only", "--loader", shutil.which("false"))

@@ -89,7 +89,7 @@ def program_of(engine: str | None, shards: object, form: str) -> str:
     """The program whose loader takes shards of this form. Raises SettingError if none of this room does."""
     if engine not in PROGRAMS:
         known = " and ".join(PROGRAMS.values())
-        raise refused("loader", None, f"{shards} has {form}, and no loader of its program is known here: of {known} is")
+        raise refused("loader", None, f"{shards} has {form}, and the loaders that are known here are those of {known}")
     return engine
 
 

@@ -78,6 +78,7 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m tests.engines.lora_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.live_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.live_train --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m tests.engines.loader --python $(ENGINES)/vllm/bin/python
 	$(ENGINES)/vllm/bin/python -m tests.engines.load_adapters
 	$(BIN)/python -m tests.engines.launchers
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.formats.documents import read_config
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError, refused, require_transformers
 from reshard.formats.files.checkpoint import has_adapter
-from reshard.formats.files.safetensors import CASTS
+from reshard.formats.files.safetensors import CASTS, DTYPE_NAMES, stated_dtype
 from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.quantization.methods import quantization_settings
@@ -30,8 +31,10 @@ from reshard.verify.bytes.comparison import Progress, no_progress
 from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
+from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
 from reshard.verify.profile.job import ProfileRequest
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
+from reshard.verify.report.evidence import evidence_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 if TYPE_CHECKING:
@@ -103,6 +106,9 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
                     from reshard.verify.engine.compare import check_run  # torch
 
                     check_run(original, structure.shards, _engine_options(request))
+            if request.loader is not None and isinstance(shards, Source):
+                with _timed(answer, "loader"), display.phases() as say:
+                    answer.loader = _ask(request.loader, original, shards, say)
             with _timed(answer, "bytes"), display.bytes() as compared:
                 answer.exact = compare_bytes(structure, compared)
             can_run = answer.exact.comparable
@@ -126,6 +132,13 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
             answer.engine = run_engine(original, shards, _engine_options(request), say)
     if answer.exit_code == 1:
         answer.notes += _advice(original, place, shards)
+    if isinstance(shards, Source) and answer.exact is not None:
+        chosen = next((name for name in ("quantize", "dtype") if getattr(request, name)), None)
+        answer.evidence = [*evidence_of(answer, original, shards, chosen)]
+    if answer.loader is not None and answer.loader.unchecked is not None:
+        raise UncheckedFormatError(answer.loader.unchecked)
+    if request.loader is not None and answer.loader is None and isinstance(shards, ExactReport):
+        answer.notes.append("The loader was not asked: no file says of which mesh these are.")
 
 
 def _check_machine(request: VerifyRequest) -> None:
@@ -150,6 +163,18 @@ def _typed(request: VerifyRequest) -> str:
         value = getattr(request, name)
         words += [f"--{option} {value}"] if value is not None else []
     return " ".join(words)
+
+
+def _ask(python: str, original: Source, shards: Source, progress: Callable[[str], None]) -> LoaderReport:
+    """The word of the own loader of the program that the shards are for. Raises ReshardError."""
+    form = "reshard's own folders" if shards.format.plain else f"the format '{shards.format.name}'"
+    program = program_of(shards.format.loading.engine, shards.path, form)
+    check_loader(python, program)
+    held = Counter(tensor.dtype for tensor in original.model.tensors if tensor.dtype in DTYPE_NAMES)
+    dtype = stated_dtype(original.model.config) or next((dtype for dtype, _ in held.most_common(1)), None)
+    folders = (local_folder(original.path), local_folder(shards.path))
+    degrees, name = dict(shards.plan.mesh.degrees), DTYPE_NAMES[dtype] if dtype else None
+    return ask(python, program, *folders, degrees, name, progress)
 
 
 def _engine_options(request: VerifyRequest) -> EngineOptions:
@@ -203,6 +228,7 @@ class VerifyRequest(Access, RunSettings):
     ``exact_only``: only bytes are compared.
     ``engine``: ``vllm``: it runs the shards as well.
     ``engine_python``: the Python interpreter that the engine is installed for.
+    ``loader``: the Python interpreter of the program that loads the shards' format: its own loader is asked.
     ``progress``: True shows a bar. A function is called with the bytes compared so far, and the total.
     """
 
@@ -212,6 +238,7 @@ class VerifyRequest(Access, RunSettings):
     exact_only: bool = False
     engine: str | None = None
     engine_python: str | None = None
+    loader: str | None = None
     progress: Taken[Progress | bool, Progress] = default(no_progress)
 
     def __post_init__(self) -> None:
@@ -222,8 +249,8 @@ class VerifyRequest(Access, RunSettings):
         if self.engine is None and self.engine_python is not None:
             raise refused("engine_python", None, "no engine is asked for", instead=({"engine": None},))
         computed = next((name for name in ("dequantize", "patch", "quantize", "dtype") if getattr(self, name)), None)
-        if computed is not None and (not self.exact_only or self.engine is not None):
-            advice = "to run the model, write it with 'reshard split --as huggingface' first, and give that"
+        if computed is not None and (not self.exact_only or self.engine is not None or self.loader is not None):
+            advice = "to run or load the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
             raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
         of_a_run = stated & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
@@ -235,6 +262,8 @@ class VerifyRequest(Access, RunSettings):
             raise refused(
                 "engine", self.engine, "an engine runs no base model with its adapter", beside={"adapter": None}
             )
+        if self.loader is not None and self.adapter is not None:
+            raise refused("loader", None, "it loads no adapter into the base model", beside={"adapter": None})
         if self.prompt is not None and (of_tokens := stated & {"batch", "seq", "seed"}):
             raise refused(min(of_tokens), None, "it is of random tokens", beside={"prompt": None})
 
@@ -261,7 +290,7 @@ def needs(request: VerifyRequest) -> Needs:
 
 
 def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactReport]:
-    is_run = not request.exact_only or request.engine is not None
+    is_run = not request.exact_only or request.engine is not None or request.loader is not None
     weights = Weights.FILES if is_run or request.download else Weights.RANGES
     try:
         original = open_any(request.original, request, weights)

@@ -456,8 +456,8 @@ class Loading:
 
     ``command`` loads a folder ``{out}``, with the degrees that it was written for: ``{ranks}`` of a stage, ``{tp}``,
     ``{pp}``, ``{ep}`` and ``{etp}`` (the tp degree of experts). ``pp`` is added to it if there are several pipeline
-    stages, ``ep`` if there are several ranks of experts. ``engine`` is what ``reshard verify --engine`` runs, and
-    ``engine_format`` what the engine calls the format.
+    stages, ``ep`` if there are several ranks of experts. ``engine`` is what ``reshard verify`` runs
+    (``--engine``) and whose loader it asks (``--loader``), ``engine_format`` what the engine calls the format.
     """
 
     program: str = field(metadata={"key": "loaded_by"})
@@ -487,7 +487,7 @@ class Types:
     does not have; with ``of_tokens`` it has only those with a head for tokens. ``compared`` has, if known, the types
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
-    any degree), and ``seen`` the names of all tensors that were compared.
+    any degree), and ``seen`` the names of all tensors that were compared. ``made_with`` has the programs' versions.
     """
 
     only: tuple[str, ...] = field(default=(), metadata={"key": None})
@@ -501,6 +501,7 @@ class Types:
     seen: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:
         """What the table calls a model of this config: the class, if it is one of ``classes``, or else its type."""

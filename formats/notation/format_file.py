@@ -223,7 +223,6 @@ def _with_base(path: Path, folder: Path) -> dict[str, Any]:
 
 def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
-    table.get("made_with", anything, None)
     dropped = table.get("dropped", of_types("names", items(READERS[Pattern])), ())
     return structure(Types, table), Rules(
         lines=tuple(lines_of_types(table.get("lines", anything, []))),

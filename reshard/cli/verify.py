@@ -51,6 +51,8 @@ if TYPE_CHECKING:
         Option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too."),
         Option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
                help="Also run SHARDS in the engine they are for."),
+        Option("--loader", group=Group.WHAT, type=PLACE, metavar="PYTHON",
+               help="Also ask the loader of SHARDS' program, in its Python."),
         "patch", "dequantize", "quantize", "dtype",
         changed("plan_file", type=FILE, help="The file with which SHARDS were split."), "config", *HUB, "device",
         Option("--compute-dtype", group=Group.HOW, metavar="NAME", help="Dtype to run in; default: the model's own."),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from reshard.api import split
+from reshard.verify.api import verify
 from reshard.verify.forward.noise import LIMIT, Distance, measure, noise_of, yardstick
 from reshard.verify.rank.trace import Places, run
+from tests import store, zoo
+from tests.marks import one_of_each
 
 
 class _Casts(torch.nn.Module):
@@ -86,3 +92,28 @@ def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:
     wrong = own.float()
     wrong[3, 5] = float("nan")
     assert not measure(wrong, known).is_same
+
+
+def _cancelling(name: str, folder: Path) -> None:
+    """A model whose MLP adds a large number in one half of its width, and takes away nearly the same in the other."""
+    sizes = {"hidden_size": 128, "intermediate_size": 1024}
+    path = zoo.save(name, folder, torch.bfloat16, settings=sizes) / "model.safetensors"
+    generator, tensors = torch.Generator().manual_seed(0), load_file(path)
+    for key, weight in tensors.items():
+        if key.endswith(("gate_proj.weight", "up_proj.weight")):
+            row, small = (torch.randn(n, weight.shape[1], generator=generator) for n in (1, len(weight)))
+            tensors[key] = ((row + 0.02 * small) / weight.shape[1] ** 0.5).bfloat16()
+        elif key.endswith("down_proj.weight"):
+            half = weight.shape[1] // 2
+            small = torch.randn(weight.shape, generator=generator)
+            tensors[key] = (torch.tensor([0.5] * half + [-0.5] * half) + 0.02 * small).bfloat16()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "tp"), one_of_each([("llama", 2), ("llama", 4), ("llama-biases", 2)]))
+def test_parts_that_are_larger_than_their_sum_are_rounded(name: str, tp: int, tmp_path: Path) -> None:
+    """Each rank rounds its part, which is hundreds of times the sum."""
+    original = store.made(f"cancelling-{name}", lambda folder: _cancelling(name, folder))
+    split(original, tmp_path / "out", tp=tp)
+    found = verify(original, tmp_path / "out")
+    assert found.verdict == "same" and max(row.ratio for row in found.forward.layers) < 2.5

@@ -2,12 +2,12 @@
 
 The same tokens go through the original in its own dtype, the original in higher precision, and the shards in the
 original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how
-far the third is from the second. Sharding changes the order of sums and so the rounding, but not its size: the
-error must stay within ``LIMIT`` times the noise.
+far the third is from the second. Sharding changes the order of sums, and rounds the parts of a sum that ranks have,
+which may be larger than the sum: the error must stay within ``LIMIT`` times the noise.
 
 One run in the own dtype is one sample of the rounding. It says little about a token whose rounding happens to cancel,
-or about one where a norm of something tiny magnifies it. So the rounding is drawn a few times more (see
-verify/rank/trace.py), and the noise is the largest of the draws.
+or about one where a norm of something tiny magnifies it. So the rounding is drawn a few times more, every second time
+with the parts of sums that ranks have (see verify/rank/trace.py), and the noise is the largest of the draws.
 
 A fault may touch everything a little, or one token or one channel a lot. So each distance is taken three ways: over all
 elements, the largest over tokens, and the largest over channels. Each is a root mean square over the rest, so that it

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.store import local_folder
@@ -168,12 +169,23 @@ def places_of(loaded: Loaded, plan: Plan) -> Places:
     layered = [  # {dlayer} of a decoder, too
         name for name, sources in loaded.sources.items() if any("layer}" in kinds[s].template for s in sources)
     ]
-    summed = {
-        name.rpartition(".")[0]: loaded.model.get_submodule(name.rpartition(".")[0])
-        for name, role in roles(plan, loaded.sources).items()
-        if _is_summed(role)
+    of_modules = {
+        name.rpartition(".")[0]: role for name, role in roles(plan, loaded.sources).items() if _is_summed(role)
     }
-    return Places(blocks_of(loaded.model, layered), summed)
+    summed = {name: loaded.model.get_submodule(name) for name in of_modules}
+    parts = {name: parts for name, role in of_modules.items() if (parts := _parts(summed[name], role))}
+    return Places(blocks_of(loaded.model, layered), summed, parts)
+
+
+def _parts(module: torch.nn.Module, role: Role) -> list[torch.Tensor]:
+    """The inputs of a linear layer that each rank multiplies; none if ranks sum anything else."""
+    layout, inputs = role.layout, [*role.layout.rule.input_dims]
+    if role.split != "row" or not isinstance(module, (torch.nn.Linear, Conv1D)) or len(layout.full) != 2:
+        return []
+    owned = dict.fromkeys(box.dims[inputs[0]] for box in layout.boxes.values())
+    numbers = (torch.cat([torch.arange(run.offset, run.end) for run in runs]) for runs in owned if runs)
+    parts = [part[part < layout.full[inputs[0]]] for part in numbers]  # the rest is padding
+    return [part for part in parts if len(part)]
 
 
 def _is_summed(role: Role) -> bool:

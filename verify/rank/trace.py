@@ -57,10 +57,14 @@ def is_choice(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """Modules by name whose outputs are kept: the blocks, in order, and others within them."""
+    """Modules by name whose outputs are kept: the blocks, in order, and others within them.
+
+    ``parts``: of some of these others, which inputs each rank multiplies, to be summed over the ranks.
+    """
 
     blocks: Mapping[str, nn.Module]
     others: Mapping[str, nn.Module]
+    parts: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
 def blocks_of(model: Any, parameters: Iterable[str]) -> dict[str, nn.Module]:
@@ -95,7 +99,9 @@ def run(
     next block starts from it.
 
     With ``chosen``, another run's choices are taken. With ``draw``, the results of all layers that have weights are
-    moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed.
+    moved at random by as much as rounding moves them: another draw of the rounding, with ``draw`` its seed. In every
+    odd draw the products of ``places.parts`` are rounded part by part before they are summed, as ranks round them: a
+    part may be much larger than the sum.
 
     ``continued`` is the list of modules of which the model has only later layers: the input of the first of these is no
     embedding. A StageEnd ends the run of a model that has no more of its layers.
@@ -116,6 +122,9 @@ def run(
             stack.callback(module.register_forward_hook(_keep_output(trace, name, instead), prepend=True).remove)
         if draw:
             generator = torch.Generator().manual_seed(draw)
+            for name, parts in places.parts.items() if draw % 2 else ():
+                hook = partial(_in_parts, parts)  # before what keeps the output
+                stack.callback(places.others[name].register_forward_hook(hook, prepend=True).remove)
             for module in model.modules():
                 # A lookup does not round.
                 if next(module.parameters(recurse=False), None) is not None and not isinstance(module, nn.Embedding):
@@ -191,6 +200,17 @@ def _round_again(generator: torch.Generator, _: nn.Module, __: Any, output: Any)
     by = torch.rand(first.shape, generator=generator).to(first.device).sub_(0.5) * torch.finfo(first.dtype).eps
     moved = (first * (1 + by.to(torch.promote_types(first.dtype, torch.float32)))).to(first.dtype)
     return (moved, *further) if isinstance(output, tuple) else moved
+
+
+def _in_parts(parts: Sequence[Tensor], module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output of a linear layer again, summed of products with a part of its inputs that are rounded each."""
+    x, weight = args[0], module.weight if isinstance(module, nn.Linear) else module.weight.t()
+    if weight.device != x.device or weight.dtype != x.dtype:  # streamed: it is on the disk again; quantized
+        return output
+    wide = torch.promote_types(x.dtype, torch.float32)
+    products = [nn.functional.linear(x[..., part], weight[:, part]).to(wide) for part in parts]
+    total = sum(products[1:], products[0]).to(output.dtype)
+    return total if module.bias is None else total + module.bias
 
 
 def _kept(x: Tensor) -> Tensor:

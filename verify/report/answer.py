@@ -16,6 +16,7 @@ from reshard.formats.errors import IncompleteError, ReshardError
 from reshard.formats.mesh import read_mesh
 from reshard.text import Comparison, align, human_bytes, number, percent, plural, ratio
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
+from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError
 
 if TYPE_CHECKING:  # they import torch
     from reshard.verify.forward.job import Logits
@@ -183,8 +184,9 @@ class Answer(Comparison):
     """What was asked for, and what has been found so far. True only if the ``verdict`` is ``same``;
     ``raise_if_different()`` raises MismatchError.
 
-    ``exact`` is the report of the bytes, ``forward`` that of the forward pass and ``engine`` that of an engine's own
-    run (asked for ``with_engine``); each is None if it was not done. ``seconds`` has the time of each part.
+    ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
+    (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
+    what they rest on, ``seconds`` the time of each part.
     """
 
     original: str
@@ -194,8 +196,10 @@ class Answer(Comparison):
     exact: Any = None
     forward: Any = None
     engine: Any = None
+    loader: LoaderReport | None = None
     with_engine: bool = False
     error: ReshardError | None = None
+    evidence: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -214,7 +218,7 @@ class Answer(Comparison):
     def verdict(self) -> str:
         """The answer in one word."""
         bytes_differ = self.exact is not None and self.exact.verdict == "different"
-        runs = [run for run in (self.forward, self.engine) if run is not None]
+        runs = [run for run in (self.forward, self.engine, self.loader) if run is not None]
         if bytes_differ or not all(run.is_same for run in runs):
             return "different"
         if self.error or self.exact is None:
@@ -239,6 +243,8 @@ class Answer(Comparison):
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
                 parts.append("Whether that plan is right, the forward alone can tell.")
+        if self.loader is not None:
+            parts += filter(None, [self.loader.verdict])
         if forward is not None:
             parts.append(forward.verdict)
             parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []
@@ -247,9 +253,12 @@ class Answer(Comparison):
         if self.error is not None:
             is_of_engine = self.with_engine and (forward is not None or not self.wants_forward)
             subject = "The engine's run" if is_of_engine else "The forward"
+            subject = "The format" if isinstance(self.error, UncheckedFormatError) else subject
             what = f"{subject if exact is not None else 'It'} could not be checked"
             what = "Not all files are there" if isinstance(self.error, IncompleteError) else what
             parts.append(f"{what}: {self.error.message}")
+        if self.evidence and self.verdict != "different":
+            parts.append(f"It rests on {'; '.join(self.evidence)}.")
         return " ".join(parts) or "Nothing was checked."
 
     @property
@@ -261,6 +270,7 @@ class Answer(Comparison):
         """What is printed for a person, the verdict last; ``report`` is the page that was written, if one was."""
         parts = [str(self.plan)] if self.plan is not None else []
         parts += [exact_summary(self.exact)] if self.exact is not None else []
+        parts += [str(self.loader)] if self.loader is not None else []
         parts += [*self.notes, *([forward_summary(self.forward)] if self.forward is not None else [])]
         parts += [str(self.engine)] if self.engine is not None else []
         parts += [f"report: {report}"] if report is not None else []
@@ -280,7 +290,9 @@ class Answer(Comparison):
             "exact": {"verdict": self.exact.verdict, **asdict(self.exact)} if self.exact is not None else None,
             "forward": asdict(self.forward) if self.forward is not None else None,
             "engine": asdict(self.engine) if self.engine is not None else None,
+            "loader": asdict(self.loader) if self.loader is not None else None,
             "error": {"message": self.error.message, "hint": self.error.hint} if self.error else None,
+            "evidence": self.evidence,
             "notes": self.notes,
             "options": {key: value for key, value in self.options.items() if value not in (None, False)},
             "seconds": self.seconds,

@@ -1,0 +1,122 @@
+"""vLLM's own loader as the witness of shards (``reshard verify --loader``): small models of many kinds, on a CPU.
+
+    python -m tests.engines.loader --python ENGINES/vllm/bin/python [--models llama-biases,phi3]
+
+Each model is split at tp 1, 2 and 4, and then with two lines of vllm.toml in another order: q, k, v and gate, up. Such
+shards are the original's by every byte, because the same line maps them back. Prints a line for each; exit code 1 if a
+verdict is not the expected one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from reshard.api import split
+from reshard.formats.errors import ReshardError
+from reshard.verify.api import verify
+from tests import zoo
+from tests.wrong_rules import exchanged
+
+MODELS = (
+    "llama-biases", "llama-6kv", "qwen2", "qwen2-tied", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss",
+    "deepseek_v3", "gpt2", "gpt_neox", "bloom", "falcon-7b", "mamba2", "qwen3_next", "starcoder2", "cohere2",
+)  # fmt: skip
+PUBLISHED = json.loads((Path(__file__).parents[1] / "oracles/vllm/published.json").read_text())
+OTHERWISE = {
+    "qwen2-tied": "different",  # vLLM's Qwen 2 has no head_dim of its own
+    "llama-6kv tp 4": "unchecked",  # 6 KV heads on 4 ranks: vLLM does not build it
+    "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
+    "mixtral tp 2 pp 2": "different",  # vLLM has embedding, last norm and head of it on each stage
+}
+"""Models, or models at a degree, that vLLM holds in another way or not at all."""
+WRONG = {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))}
+"""Lines of vllm.toml and the order of their sources: k and v exchanged, up before gate."""
+HAVE = {
+    "qkv": ("llama-biases", "qwen3", "starcoder2", "mixtral", "gpt_oss"),
+    "gate_up": ("llama-biases", "qwen3", "deepseek_v3"),
+}
+"""Models in which vLLM joins what the checkpoint has apart."""
+
+
+class Case(NamedTuple):
+    model: str
+    degrees: Mapping[str, int]
+    wrong: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return " ".join([self.model, *(f"{name} {degree}" for name, degree in self.degrees.items())])
+
+    @property
+    def expected(self) -> str:
+        return "different" if self.wrong else OTHERWISE.get(self.model) or OTHERWISE.get(self.shown) or "same"
+
+
+def cases() -> Iterator[Case]:
+    for model in MODELS:
+        yield from (Case(model, {"tp": tp}) for tp in (1, 2, 4))
+    yield from (Case(model, {"tp": 2, "pp": 2}) for model in ("llama-biases", "qwen3", "mixtral"))
+    yield Case("mixtral", {"tp": 2, "ep": 2})
+    yield from (Case(model, {"tp": 2}, wrong) for wrong, models in HAVE.items() for model in models)
+
+
+def checkpoint(root: Path, model: str) -> Path:
+    """A model of the tests in bfloat16, with what published ones of its type say beside."""
+    folder = root / model
+    if not folder.exists():
+        zoo.save(model, folder, torch.bfloat16, settings=PUBLISHED["sizes"].get(model))
+        config = json.loads((folder / "config.json").read_text())
+        published = PUBLISHED["config"].get(config["model_type"], {})
+        more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}
+        (folder / "config.json").write_text(json.dumps(more | config))
+    return folder
+
+
+def run(root: Path, case: Case, python: str) -> tuple[str, str]:
+    """The verdict on one, and what the loader said."""
+    original = checkpoint(root, case.model)
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        out = Path(folder) / "out"
+        line, order = WRONG[case.wrong] if case.wrong else ("", ())
+        with exchanged(Path(folder), "vllm.toml", line, order) if case.wrong else nullcontext():
+            split(original, out, format="vllm", same_ranks="ep" in case.degrees, **case.degrees)
+            try:
+                found = verify(original, out, exact_only=True, loader=python)
+            except ReshardError as error:
+                return "unchecked", error.message
+    if found.exact.verdict != "same":
+        return "bytes", str(found.exact.first)
+    return found.verdict, found.loader.verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="the python of the engine's environment")
+    parser.add_argument("--models", help="default: all")
+    arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    chosen = [case for case in cases() if not arguments.models or case.model in arguments.models.split(",")]
+    right = 0
+    with tempfile.TemporaryDirectory(prefix="reshard-loader-") as folder:
+        for case in chosen:
+            verdict, said = run(Path(folder), case, arguments.python)
+            right += verdict == case.expected
+            mark = "" if verdict == case.expected else f" (expected {case.expected})"
+            what = f"{case.shown}, wrong {case.wrong}" if case.wrong else case.shown
+            print(f"{what:40} {verdict}{mark}: {said}", flush=True)
+    print(f"{len(chosen)} runs, {right} as they should be")
+    sys.exit(right < len(chosen))
+
+
+if __name__ == "__main__":
+    main()

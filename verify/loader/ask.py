@@ -1,0 +1,146 @@
+"""Asks a program's own loader about shards, in the program's Python, and says what it answered.
+
+Neither placement nor rules of reshard are asked: the witness gets two folders and the degrees of a mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.text import plural
+from reshard.verify.ending import temporary_folder, undone
+
+ROOM = Path(__file__).parent
+PROGRAMS = {"vllm": "vLLM", "transformers": "transformers"}
+"""The programs that have a file in this room."""
+TIMEOUT = 24 * 3600.0
+_START = """
+import sys, types
+for name, folders in (("reshard", []), ("reshard.verify", [sys.argv[1]])):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = folders
+from reshard.verify.loader.witness import main
+main(sys.argv[2])
+"""
+"""In the engine's Python: this room under its name, without the rest of reshard and what that imports."""
+
+
+class UncheckedFormatError(CheckpointError):
+    """The program's loader did not answer for all ranks: nothing is said of the format."""
+
+
+@dataclass(frozen=True)
+class LoaderReport:
+    """What a program's own loader said.
+
+    ``name`` is the program with its version. ``ranks`` were played and have so many ``tensors``, of which some are
+    ``loaded``, the others ``constants``; a line for each of the ``differences``. ``ignored`` are names that the program
+    takes from neither folder. ``unchecked`` says why not all could be asked.
+    """
+
+    name: str
+    ranks: int
+    tensors: int
+    loaded: int
+    constants: int
+    differences: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    unchecked: str | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no difference was found, in what was asked."""
+        return not self.differences
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        if self.differences:
+            further = f" (and {len(self.differences) - 1:,} more)" if len(self.differences) > 1 else ""
+            text = f"{self.name}'s own loader differs from the shards in {self.differences[0]}{further}."
+        elif self.unchecked is None:
+            kinds = f"{self.loaded:,} loaded, {plural(self.constants, 'constant')}"
+            of = f"all {plural(self.tensors, 'tensor')} of {plural(self.ranks, 'rank')}"
+            text = f"{self.name}'s own loader puts the same bytes into {of} ({kinds}); no rule of reshard was asked."
+        else:
+            return ""  # the error says why
+        if self.ignored:
+            text += f" It takes '{self.ignored[0]}' from neither folder"
+            text += f", nor {len(self.ignored) - 1:,} more." if len(self.ignored) > 1 else "."
+        return text
+
+    def __str__(self) -> str:
+        """What is printed of it above the verdict."""
+        found = "the same" if self.is_same else f"{plural(len(self.differences), 'tensor')} differ"
+        found = "unchecked" if self.is_same and self.unchecked else found
+        head = f"loader: {self.name}, {plural(self.ranks, 'rank')}, {plural(self.tensors, 'tensor')}: {found}"
+        shown = [f"  {line}" for line in self.differences[:10]]
+        further = len(self.differences) - len(shown)
+        return "\n".join([head, *shown, *([f"  and {further:,} more"] if further else [])])
+
+
+def program_of(engine: str | None, shards: object, form: str) -> str:
+    """The program whose loader takes shards of this form. Raises SettingError if none of this room does."""
+    if engine not in PROGRAMS:
+        known = " and ".join(PROGRAMS.values())
+        raise refused("loader", None, f"{shards} has {form}, and the loaders that are known here are those of {known}")
+    return engine
+
+
+def check_loader(python: str, program: str) -> None:
+    """Raise SettingError unless the program is installed for this Python interpreter."""
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({program!r}) is None)"
+    advice = f"give the python of an environment that has {PROGRAMS[program]}"
+    try:
+        found = subprocess.run([python, "-c", probe], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
+    except OSError as error:
+        raise refused("loader", python, error.strerror or str(error), advice=advice) from None
+    if not found:
+        raise refused("loader", python, f"it has no {PROGRAMS[program]}", advice=advice)
+
+
+def ask(
+    python: str, program: str, original: Path, shards: Path, degrees: Mapping[str, int], dtype: str | None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> LoaderReport:  # fmt: skip
+    """Have a program load the original as each rank of a mesh, and compare the shards. Raises ReshardError."""
+    progress(f"original in {PROGRAMS[program]}'s own loader")
+    with temporary_folder("reshard-loader-") as scratch:
+        request = {"program": program, "original": str(original.resolve()), "shards": str(shards.resolve()),
+                   "scratch": str(scratch), "dtype": dtype,
+                   **{name: degrees[name] for name in ("tp", "pp", "ep") if name in degrees}}  # fmt: skip
+        (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        own = str(Path(python).absolute()) if "/" in python else python
+        said = _run([own, "-c", _START, str(ROOM.parent), str(scratch / "request.json")], scratch)
+        file = scratch / "answer.json"
+        if not file.exists():
+            unchecked = f"{PROGRAMS[program]}'s loader ended without an answer: {said}"
+            return LoaderReport(PROGRAMS[program], 0, 0, 0, 0, unchecked=unchecked)
+        answer: Any = json.loads(file.read_text(encoding="utf-8"))
+    ranks = answer["ranks"]
+    loaded, constants = (sum(rank[key] for rank in ranks) for key in ("loaded", "constants"))
+    lines, ignored = ([line for rank in ranks for line in rank[key]] for key in ("differences", "ignored"))
+    return LoaderReport(
+        answer["name"], len(ranks), loaded + constants, loaded, constants, tuple(lines),
+        tuple(dict.fromkeys(ignored)), answer["stopped"],
+    )  # fmt: skip
+
+
+def _run(command: list[str], folder: Path) -> str:
+    """Run a command to its end, in a folder that has nothing to import; the last line that it wrote."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, text=True,
+        errors="replace",
+    )  # fmt: skip
+    with undone(process.kill):
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise ReshardError(f"the loader has not ended after {TIMEOUT:.0f} s") from None
+    return next((line for line in reversed(output.splitlines()) if line.strip()), f"status {process.returncode}")

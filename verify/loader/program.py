@@ -1,0 +1,56 @@
+"""The seam of this room: a request, and how a program's ranks are played in one process, without kernels or groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from reshard.verify.loader.watch import SMALL, Creation
+
+
+@dataclass(frozen=True)
+class Request:
+    """The original, and shards for a mesh of so many ranks; ``dtype`` is torch's name of the model's, if it is known.
+
+    ``scratch`` is a folder that is removed, ``small`` the largest number of elements that are loaded for real.
+    """
+
+    program: str
+    original: str
+    shards: str
+    scratch: str
+    dtype: str | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    small: int = SMALL
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a program, built and not loaded.
+
+    ``held`` gives the tensors that the program's own files of this rank would have, by their names there; after
+    ``load``, which loads the original, too. ``files`` are the tensors of the shards. ``reserved`` knows what of memory
+    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder.
+    """
+
+    name: str
+    held: Callable[[], Mapping[str, Tensor]]
+    files: Mapping[str, Tensor]
+    load: Callable[[], object]
+    reserved: Creation | None = None
+    ignored: Sequence[str] = ()
+
+
+class Program(Protocol):
+    """A file of this room that is named ``in_`` and the program: all that is known of it."""
+
+    def prepare(self, request: Request) -> str:
+        """Import the program and replace what asks for a device; its name and version."""
+
+    def ranks(self, request: Request) -> Iterator[Rank]:
+        """Each rank, built, while the process is that rank."""

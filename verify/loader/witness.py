@@ -1,0 +1,119 @@
+"""Runs in the engine's environment: lets a program's own loader load the original, and judges the shards by that.
+
+Nothing of reshard but this room is imported, and that needs torch and the program alone. The request and the answer
+are files of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from reshard.verify.loader.program import Program, Rank, Request
+from reshard.verify.loader.watch import (
+    SMALL,
+    Creation,
+    NotFollowedError,
+    Room,
+    first,
+    followed,
+    memory,
+    unfit,
+    unlike,
+)
+
+
+@dataclass
+class Judgement:
+    """Of one rank: how many tensors the loader fills, at least in part, how many it leaves as they were built, and a
+    line for each that differs. ``ignored``: what it takes from neither folder.
+    """
+
+    rank: str
+    loaded: int = 0
+    constants: int = 0
+    differences: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def judge(rank: Rank, small: int = SMALL) -> Judgement:
+    """Let a rank's loader load the original, and compare the shards with what it makes. Raises NotFollowedError."""
+    rooms = dict[int, Room]()
+    for name, tensor in rank.held().items():
+        if tensor.numel():
+            if memory(tensor) in rooms:
+                raise NotFollowedError(f"'{name}' and '{rooms[memory(tensor)].name}' share their memory")
+            rooms[memory(tensor)] = Room(name, tensor, rank.files.get(name), small)
+    with followed(rooms):
+        rank.load()
+    held, found = rank.held(), Judgement(rank.name, ignored=sorted(rank.ignored))
+    for name in sorted(held.keys() | rank.files.keys()):
+        texts = _differences(name, held.get(name), rank.files.get(name), rank.reserved, rooms)
+        found.differences += [f"'{name}' on {rank.name}: {text}" for text in texts]
+        if name in held:
+            room = rooms.get(memory(held[name]))
+            is_loaded = room is None or bool(room.marks().any())
+            found.loaded, found.constants = found.loaded + is_loaded, found.constants + (not is_loaded)
+    return found
+
+
+def _differences(
+    name: str, tensor: Tensor | None, stored: Tensor | None, reserved: Creation | None, rooms: Mapping[int, Room]
+) -> Iterator[str]:
+    if tensor is None:
+        yield "only the shards have it"
+    elif stored is None:
+        yield "the shards lack it"
+    elif text := unfit(tensor, stored):
+        yield text
+    elif (room := rooms.get(memory(tensor))) is not None:
+        is_filled = bool(room.marks().all())
+        yield from room.differences(
+            tensor, not is_filled and reserved is not None and reserved.leaves_to_chance(name, tensor)
+        )
+    elif count := int((wrong := unlike(stored.reshape(-1), tensor.reshape(-1))).sum()):
+        yield f"{count:,} of {len(wrong):,} elements that it loads, first at {first(wrong, tensor.shape)}"
+
+
+def answer(request: Request) -> dict[str, Any]:
+    """What the loader says of each rank; ``stopped`` says what ended it early, in the program's own words."""
+    found: dict[str, Any] = {"name": request.program, "ranks": [], "stopped": None}
+    doing = f"reshard does not know the inside of the {request.program} that is installed there"
+    try:
+        program = cast(Program, import_module(f"reshard.verify.loader.in_{request.program}"))
+        found["name"] = program.prepare(request)
+        doing = f"{found['name']} stopped while it built its model on this machine"
+        for rank in program.ranks(request):
+            doing = f"{found['name']} stopped while it loaded the original as {rank.name}"
+            found["ranks"].append(asdict(judge(rank, request.small)))
+            doing = f"{found['name']} stopped while it built its model on this machine, after {rank.name}"
+    except NotFollowedError as error:
+        found["stopped"] = f"what {found['name']} loads is not followed: {error}"
+    except Exception as error:
+        traceback.print_exc()
+        found["stopped"] = f"{doing}: {_words(error)}"
+    return found
+
+
+def _words(error: Exception) -> str:
+    """An exception on a line: its last cause, with the place where it was raised if it has no words."""
+    text = " ".join(str(error).split())
+    if not text:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"
+    return f"{type(error).__name__}: {text}"
+
+
+def main(path: str) -> None:
+    """Answer the request in a file, in a file beside it. Ends the process: what engines leave running is left."""
+    request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+    Path(path).with_name("answer.json").write_text(json.dumps(answer(request)), encoding="utf-8")
+    os._exit(0)

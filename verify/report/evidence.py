@@ -1,0 +1,44 @@
+"""What a verdict rests on: the rules, the programs and the earlier comparisons without which it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from reshard.source.source import Source
+from reshard.verify.loader.ask import PROGRAMS
+
+if TYPE_CHECKING:
+    from reshard.verify.report.answer import Answer
+
+
+def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | None = None) -> Iterator[str]:
+    """Each part of the proof with what it takes for true, in words that go on after 'It rests on'.
+
+    ``chosen`` is the setting by which split changed some weights, and left others alone.
+    """
+    name = original.model.architecture.name
+    by = f"the plan {answer.plan.name}" if answer.plan is not None else f"the built-in rules of '{name}'"
+    yield f"bytes by {by}"
+    if chosen is not None:
+        yield f"split's own choice of the weights that '{chosen}' leaves alone"
+    if answer.forward is not None:
+        version = answer.forward.versions["transformers"]
+        yield f"a forward by transformers {version} on {answer.forward.device}"
+    else:
+        yield "no forward"
+    if not shards.format.plain or answer.loader is not None:
+        yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
+
+
+def _of_format(answer: Answer, original: Source, shards: Source) -> str:
+    """How it is known that the program reads the format so."""
+    if answer.loader is not None and answer.loader.unchecked is None:
+        return f"as {answer.loader.name}'s own loader has it"
+    if answer.engine is not None:
+        return f"as {answer.engine.engine} computes with it"
+    types, config = shards.format.types, original.model.config
+    if {types.name_of(config), types.class_of(config)} & types.compared:
+        tried = " and ".join(f"{PROGRAMS.get(name, name)} {version}" for name, version in types.made_with.items())
+        return f"as compared with {tried} for this model type, which was not asked now"
+    return "by reshard's lines alone: no program was asked"

@@ -210,7 +210,7 @@ def test_hints_speak_python_to_a_python_caller() -> None:
     assert calls > 5
 
 
-VALUES = {"float32", "fp32", "cpu", "huggingface", "peft", "vllm", "prefill", "fp8-block", "main"}
+VALUES = {"float32", "fp32", "published", "cpu", "huggingface", "peft", "vllm", "prefill", "fp8-block", "main"}
 
 
 def test_the_words_of_python_are_those_of_the_options() -> None:

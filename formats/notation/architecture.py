@@ -199,6 +199,17 @@ class Architecture:
         covering = _find(self.tries["tensors"], name)
         return Match(covering[0], self.tensors[covering[0]], covering[1]) if covering else None
 
+    def stated(self, name: str) -> str:
+        """A name as a line has it in one of the prefixes: with the root, or without it."""
+        module = name.rpartition(".")[0]
+        known, match = next(((each, m) for each in (name, f"{module}.weight") if (m := self.match(each))), ("", None))
+        if match is None:
+            return name
+        for spelling in spellings(match.template, self.prefixes):
+            if known == filled(spelling, match.indices) or (spelling[-1] == "*" and name.startswith(spelling[:-1])):
+                return name
+        return name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+
     def covers(self, template: str) -> bool:
         """Whether a line, or one that ends in ``*``, covers the names of a template."""
         return template in self.tensors or self.match(with_first_indices(template)) is not None

@@ -271,7 +271,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
     names = {stored: without_wrappers(stored) for stored in checkpoint.tensors}
 
     def spell(name: str) -> str | None:
-        return name if origins.is_known(name) else None
+        return architecture.stated(name) if origins.is_known(name) else None
 
     if folder.beginning is None and not known_names(names.values(), spell):
         return None

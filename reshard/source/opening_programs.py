@@ -327,6 +327,8 @@ def _spelling(
         first = name
         while (stack := stack_of(format.rules.stacks, first)) is not None:
             first = name_at(stack, first, 0)
+        if format.rules.keep and not format.rules.renames and origins.knows(first):
+            return architecture.stated(name)
         return name if name in second or origins.knows(first) else None
 
     return spell

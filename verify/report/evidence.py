@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from reshard.formats.notation.heads import class_of
 from reshard.source.source import Source
 from reshard.verify.loader.ask import PROGRAMS
 
@@ -38,7 +39,7 @@ def _of_format(answer: Answer, original: Source, shards: Source) -> str:
     if answer.engine is not None:
         return f"as {answer.engine.engine} computes with it"
     types, config = shards.format.types, original.model.config
-    if {types.name_of(config), types.class_of(config)} & types.compared:
+    if {types.name_of(config), class_of(config)} & types.compared:
         tried = " and ".join(f"{PROGRAMS.get(name, name)} {version}" for name, version in types.made_with.items())
         return f"as compared with {tried} for this model type, which was not asked now"
     return "by reshard's lines alone: no program was asked"

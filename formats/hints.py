@@ -99,8 +99,8 @@ FUNCTIONS, FLAGS, VALUED = (
         "average diff inspect merge patch plan profile split verify",
         "backward compress dequantize download dry-run exact-only fsync overwrite quiet same-ranks streamed uneven",
         "adapter as batch cache-dir compute-dtype config device dtype engine engine-python ep link loader "
-        "max-shard-size memory names out pad-vocab-to part patch phase plan pp pp-layers predict-tp prompt quantize rank "
-        "ranks revision seconds seed seq timeout token tp weights workers",
+        "max-shard-size memory names out pad-vocab-to part patch phase plan pp pp-layers predict-tp prompt quantize "
+        "rank ranks revision seconds seed seq timeout token tp weights workers",
     )
 )
 OTHERS = {"no-pad-vocab": "pad_vocab=False", "no-checksum": "checksum=False"}

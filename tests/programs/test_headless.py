@@ -107,7 +107,7 @@ def test_what_vllm_lacks_is_by_its_registry() -> None:
 
 
 CLASSES = [
-    "Qwen2Model", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification", "Qwen2ForQuestionAnswering",
+    "Qwen2Model", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification",
     "LlamaModel", "LlamaForSequenceClassification", "Qwen3Model", "GPT2Model", "GPT2ForSequenceClassification",
 ]  # fmt: skip
 

@@ -38,9 +38,8 @@ def bind(
 
     A rule may have several shapes: only the one that fits is kept, in the model's architecture too. ``axes`` gives
     axis sizes measured earlier. ``mesh`` and ``padding`` describe the shards, for tensors of which only one rank's
-    shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error, and
-    one that hides a divided axis in a plain number. Raises PlanError
-    that names the file, the tensor, the rule, and both shapes.
+    shape is known. With ``every_rule`` (for a user's plan), a rule that covers no tensor is an error, and one that
+    hides a divided axis in a plain number. Raises PlanError that names the file, the tensor, the rule, and both shapes.
     """
     sizes, tensors = AxisSizes(architecture, config, axes or {}), list(tensors)
     groups, members = _grouped(tensors, architecture, config, sizes)

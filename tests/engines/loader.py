@@ -25,6 +25,7 @@ from reshard.api import split
 from reshard.formats.errors import ReshardError
 from reshard.verify.api import verify
 from tests import zoo
+from tests.programs import quantized
 from tests.wrong_rules import exchanged
 
 MODELS = (
@@ -47,6 +48,16 @@ HAVE = {
 }
 """Models in which vLLM joins what the checkpoint has apart."""
 
+QUANTIZED = {
+    "llama": (
+        "fp8-block", "fp8-tensor", "fp8-static", "gptq", "gptq-8", "gptq-one-group", "awq", "packed-4",
+        "packed-4-zeros", "packed-8-channel", "int8-channel", "float8-tensor", "float8-static", "float8-channel",
+        "float8-block",
+    ),
+    "mixtral": ("fp8-block", "fp8-tensor", "awq", "int8-channel", "float8-channel", "float8-block"),
+}  # fmt: skip
+"""Methods of tests/programs/quantized.py that are written for vLLM."""
+
 
 class Case(NamedTuple):
     model: str
@@ -67,13 +78,17 @@ def cases() -> Iterator[Case]:
         yield from (Case(model, {"tp": tp}) for tp in (1, 2, 4))
     yield from (Case(model, {"tp": 2, "pp": 2}) for model in ("llama-biases", "qwen3", "mixtral"))
     yield Case("mixtral", {"tp": 2, "ep": 2})
+    yield from (Case(f"{model} {method}", {"tp": 2}) for model, methods in QUANTIZED.items() for method in methods)
     yield from (Case(model, {"tp": 2}, wrong) for wrong, models in HAVE.items() for model in models)
 
 
 def checkpoint(root: Path, model: str) -> Path:
-    """A model of the tests in bfloat16, with what published ones of its type say beside."""
+    """A quantized model, or one of the zoo in bfloat16 with what published ones of its type say beside."""
     folder = root / model
-    if not folder.exists():
+    of, _, method = model.partition(" ")
+    if not folder.exists() and method:
+        quantized.make(folder, of, method)
+    elif not folder.exists():
         zoo.save(model, folder, torch.bfloat16, settings=PUBLISHED["sizes"].get(model))
         config = json.loads((folder / "config.json").read_text())
         published = PUBLISHED["config"].get(config["model_type"], {})
@@ -105,7 +120,7 @@ def main() -> None:
     parser.add_argument("--models", help="default: all")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    chosen = [case for case in cases() if not arguments.models or case.model in arguments.models.split(",")]
+    chosen = [case for case in cases() if not arguments.models or case.model.split()[0] in arguments.models.split(",")]
     right = 0
     with tempfile.TemporaryDirectory(prefix="reshard-loader-") as folder:
         for case in chosen:

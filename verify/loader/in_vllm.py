@@ -7,6 +7,7 @@ where this machine has none: the choice of experts' backends and of quantized la
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -106,6 +107,8 @@ def ranks(request: Request) -> Iterator[Rank]:
                 name = f"rank {rank}" if request.pp == 1 else f"rank {rank} of stage {stage}"
                 load = partial(loader.load_weights, model, model_config)
                 yield Rank(name, partial(_held, model), _files(Path(request.shards)), load, reserved)
+            del model, load, loader, reserved, config  # modules refer to each other: two ranks would be in memory
+            gc.collect()
 
 
 def _config(request: Request, rank: int, stage: int) -> Any:

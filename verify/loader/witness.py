@@ -95,6 +95,7 @@ def answer(request: Request) -> dict[str, Any]:
             doing = f"{found['name']} stopped while it loaded the original as {rank.name}"
             found["ranks"].append(asdict(judge(rank, request.small)))
             doing = f"{found['name']} stopped while it built its model on this machine, after {rank.name}"
+            del rank  # or two would be in memory
     except NotFollowedError as error:
         found["stopped"] = f"what {found['name']} loads is not followed: {error}"
     except Exception as error:

@@ -17,9 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-"""In manifests, and in what ``--version`` prints."""
-
+from reshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from reshard import live as live

@@ -13,10 +13,10 @@ from importlib import import_module
 
 import click
 
-from reshard import __version__
 from reshard.cli.options import debug_option, with_option_names
 from reshard.cli.printing import run_to_exit_code
 from reshard.formats.errors import ReshardError, SettingError
+from reshard.version import __version__
 
 COMMANDS = {
     "demo": ("reshard.cli.demo:demo_command", "Split, re-split and merge a tiny model, and compare."),

@@ -24,9 +24,9 @@ from hashlib import sha256
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from reshard import __version__
 from reshard.formats.documents import json_bytes
 from reshard.formats.errors import LiveError, listed
+from reshard.version import __version__
 
 HINT = "call it again on all processes: they meet anew. timeout= and patience= are the seconds that they wait"
 GRACE = 0.5

@@ -24,9 +24,9 @@ from reshard.formats.errors import LiveError, MismatchError, PlanError, ReshardE
 from reshard.formats.files.checkpoint import CONFIG
 from reshard.formats.notation.format_file import format_of
 from reshard.formats.torch_internals import TORCH_DTYPES
-from reshard.live import parameters
 from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, target_of
+from reshard.live.parameters import check_unchanged, slices_of, slices_of_megatron, unwrapped
 from reshard.live.routing import BUCKET, Routes, plan_push, view_of
 from reshard.live.sides import LiveState, Slice, bound, from_document, of_checkpoints, to_document, unstacked
 from reshard.live.views import Parcel, Tensors
@@ -245,7 +245,7 @@ class _Process:
 
     def _tensors(self, routes: Routes, parts: Parts) -> dict[str, list[torch.Tensor]]:
         """This rank's tensors by the names of those that its side has; others are left alone. Raises LiveError."""
-        parameters.check_unchanged(self._planned, [part for part, _ in parts])
+        check_unchanged(self._planned, [part for part, _ in parts])
         side = routes.source if self._sends else routes.target
         tensors: dict[str, list[torch.Tensor]] = {stored.name: [] for stored in side.stored}
         for part, tensor in parts:
@@ -444,15 +444,15 @@ def push(
 def reader(model: Any, program: str) -> Callable[[], Parts]:
     """What reads a rank's tensors anew."""
     if program == "megatron":
-        return partial(parameters.slices_of_megatron, model)
+        return partial(slices_of_megatron, model)
     if not isinstance(model, torch.nn.Module | Mapping):
         model = list(model)
-    return partial(parameters.slices_of, model)
+    return partial(slices_of, model)
 
 
 def _config(model: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if config is None:
-        settings = getattr(parameters.unwrapped(model), "config", None)
+        settings = getattr(unwrapped(model), "config", None)
         if settings is None or not hasattr(settings, "to_json_string"):
             raise PlanError("the model has no config of transformers", "give config=: a folder, a Hub id, or a mapping")
         return dict(json.loads(settings.to_json_string(use_diff=False)))

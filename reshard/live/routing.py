@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard import __version__
 from reshard.formats.errors import PlanError, listed
 from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.live.meshes import TRAINERS, Target, arranged, headers_of, target_of, trainer_state
 from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
 from reshard.model.model import Model
-from reshard.move.moves import Change, check_atoms
+from reshard.move.changes import Change
+from reshard.move.moves import check_atoms
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location
 from reshard.source.opening import Place
 from reshard.text import Result, align, human_bytes, human_time, plural
+from reshard.version import __version__
 
 BUCKET = 64 << 20
 """The bytes that a rank sends or receives at most in a step, by default."""

@@ -16,7 +16,7 @@ import torch
 from reshard.formats.errors import LiveError
 from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live.routing import Part, Routes, View, view_of
-from reshard.move.moves import Change
+from reshard.move.changes import Change
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reshard.move.moves import Change, Edit
+    from reshard.move.changes import Change, Edit
 
 LARGEST = 8 << 20
 """The largest budget in bytes of a slab: what is read, copied and written stays in the processor's cache."""

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from reshard import __version__
 from reshard.formats.errors import printable
 from reshard.text import human_bytes, human_time, number, percent, ratio, shorten
+from reshard.version import __version__
 
 Html = Markup
 """Text that is markup already, and is not escaped again."""

@@ -38,9 +38,10 @@ from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, 
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_path, opened, read_into
 from reshard.mesh.plan import make_plan
+from reshard.move.changes import Change
 from reshard.move.engine import fill
 from reshard.move.jobs import Job, TargetFile, TargetPlace
-from reshard.move.moves import Change, jobs_of
+from reshard.move.moves import jobs_of
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.source import UNSPLIT, Source, SourceFile

@@ -14,7 +14,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard import __version__
 from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
@@ -36,6 +35,7 @@ from reshard.store.selection import HubAccess, is_url
 from reshard.store.staging_names import staging_of
 from reshard.system import Share, Taken, default
 from reshard.text import Result, human_bytes, plural
+from reshard.version import __version__
 from reshard.writing.output import Output
 
 

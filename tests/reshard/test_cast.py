@@ -19,7 +19,7 @@ from reshard.formats.errors import MismatchError
 from reshard.formats.files.safetensors import CASTS, read_header
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.transformers_internals import placements
-from reshard.move.moves import Change
+from reshard.move.changes import Change
 from reshard.source.opening import Access
 from reshard.transforms.opening import open_any
 from reshard.verify.api import verify

@@ -375,11 +375,8 @@ def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:
 def test_what_the_manifest_says_of_the_files(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
     document = json.loads((folder / "reshard.json").read_text())
-    document["max_shard_size"] = 3000
-    (folder / "reshard.json").write_text(json.dumps(document))
-    assert "'max_shard_size' 3000 gives" in exact(folder, "phi3").problems[0]
     document["ranks"][2]["files"][0]["checksum"] = "0" * 16
-    (folder / "reshard.json").write_text(json.dumps({**document, "max_shard_size": 5_000_000_000}))
+    (folder / "reshard.json").write_text(json.dumps(document))
     assert any("checksum" in line for line in exact(folder, "phi3").problems)
 
 

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from reshard.api import split
-from reshard.move.jobs import Tensor
 from reshard.source.opening import open_source
 from reshard.verify.bytes import blocks, reading
 from reshard.verify.bytes.comparison import no_progress
 from reshard.verify.bytes.exact import compare, open_shards
 from reshard.verify.bytes.exact_report import ExactReport
-from reshard.verify.bytes.folder import ends_of_files
-from reshard.writing.output import partition
 from tests import store
 from tests.marks import one_of_each
-
-
-@given(sizes=st.lists(st.integers(0, 9), max_size=8), limit=st.integers(1, 12))
-def test_files_end_where_the_next_tensor_does_not_fit(sizes: list[int], limit: int) -> None:
-    """The proof, which has a count of its own, ends files where the writer does."""
-    files = partition([Tensor(str(n), "U8", (n,), n) for n in sizes], limit)
-    assert ends_of_files(sizes, limit) == [*itertools.accumulate(map(len, files))]
-
 
 READ: Mapping[str, tuple[str, dict[str, Any]]] = {
     "own": ("llama", {"tp": 4}),

@@ -203,13 +203,6 @@ def test_aliases_of_tied_weights(tmp_path: Path) -> None:
     assert line.startswith("reshard.json: 'source.aliases")
 
 
-def test_a_size_of_files_that_gives_others(pair: tuple[Path, Path]) -> None:
-    original, shards = pair
-    manifest = shards / "reshard.json"
-    manifest.write_text(manifest.read_text().replace('"max_shard_size": 6000', '"max_shard_size": 60000'))
-    assert any("'max_shard_size' 60000 gives 1 file" in line for line in lines(report(original, shards)))
-
-
 def test_routes_and_options_that_are_the_same(made: tuple[Path, Path], tmp_path: Path) -> None:
     """Without checksums, without a manifest, from shards without a manifest, from shards with one: nothing to say."""
     original, shards = made

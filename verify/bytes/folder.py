@@ -8,18 +8,16 @@ location and commit, and the files that were read to make the shards (perhaps ot
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.formats.errors import brief
-from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
+from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA
 from reshard.formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from reshard.formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from reshard.formats.files.dcp import object_bytes
-from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo, read_header
+from reshard.formats.files.safetensors import TensorInfo, read_header
 from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
@@ -34,7 +32,6 @@ from reshard.formats.mesh import Mesh
 from reshard.formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
-from reshard.placement.arrangement import Arrangement
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile, other_entries
@@ -268,54 +265,9 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
     return contents | (own if is_known else dict.fromkeys(own))
 
 
-def _files(shards: Source, mesh: Mesh, rank: int, *, of_mesh: bool = True) -> list[SourceFile]:
-    """The weight files of a rank; with chunks, those of a number, which may be larger than the mesh (``of_mesh``)."""
+def _files(shards: Source, mesh: Mesh, rank: int) -> list[SourceFile]:
+    """The weight files of a rank."""
     if shards.format.plain:
         return [file for file in shards.files.values() if file.name.rpartition("/")[0] == mesh.folder(rank)]
-    files = (file for file in shards.rank_files if (file.rank % mesh.size if of_mesh else file.rank) == rank)
+    files = (file for file in shards.rank_files if file.rank % mesh.size == rank)
     return [shards.files[file.path] for file in files]
-
-
-# ------------------------------------------------------------------------------------------------------ file boundaries
-
-
-def boundary_problem(shards: Source, planned: Arrangement, rank: int) -> str | None:
-    """Why a rank's tensors are not in the files that the manifest's ``max_shard_size`` requires; None if they are."""
-    manifest, mesh, format = shards.manifest, planned.plan.mesh, shards.format
-    if manifest is None or not format.files.has_parts or format.files.is_distributed:
-        return None  # a distributed checkpoint's .metadata says where its chunks lie
-    bits = {stored.name_on(rank): DTYPE_BITS[stored.dtype] for stored, _ in planned.tensors_of(rank)}
-    order = sorted(bits, key=lambda name: -bits[name])
-    if not format.plain and not manifest.source.files:  # then the order is that of what was read
-        order = [name for name in shards.ranks[rank] if name in bits]
-    files = [file.path for file in _files(shards, mesh, rank, of_mesh=False)]
-    names = [Path(format.files.name_of(mesh, rank, i, len(files))).name for i in range(len(files))]
-    if format.plain and ADAPTER_CONFIG in _configs_of(shards.path):
-        names = [name.replace(MODEL, ADAPTER) for name in names]
-    if [file.name for file in files] != names:
-        return f"{MANIFEST}: the files of rank {rank} are not called {', '.join(names)}"
-    infos_of: dict[FilePath, list[TensorInfo]] = {file: [] for file in files}
-    for infos in shards.ranks:
-        for file, of_file in itertools.groupby(infos.values(), key=lambda info: info.file):
-            if file in infos_of:
-                infos_of[file].extend(of_file)
-    ordered = [sorted(of_file, key=lambda info: info.offset) for of_file in infos_of.values()]
-    sizes = {info.name: info.nbytes for of_file in ordered for info in of_file}
-    ends = ends_of_files([sizes.get(name, 0) for name in order], manifest.max_shard_size)
-    expected = [order[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-    if [[info.name for info in of_file] for of_file in ordered] == expected:
-        return None
-    what = f"{len(expected)} files" if len(expected) != len(files) else "tensors in another order"
-    limit = f"{MANIFEST}: 'max_shard_size' {manifest.max_shard_size}"
-    return f"{limit} gives {what} for rank {rank}, which has {len(files)}"
-
-
-def ends_of_files(sizes: Sequence[int], max_size: int) -> list[int]:
-    """Where files end that hold as many of these tensors in order as ``max_size`` bytes allow, and one at least."""
-    ends, used = list[int](), 0
-    for number, size in enumerate(sizes):
-        if used + size > max_size and number > max(ends, default=0):
-            ends.append(number)
-            used = 0
-        used += size
-    return [*ends, len(sizes)]

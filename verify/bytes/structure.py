@@ -86,8 +86,6 @@ class Structure:
         self._check_identity()
         if not (self.missing or self.extra or self.problems):
             self.configs += folder.header_differences(self.original, shards, plan)
-            problems = (folder.boundary_problem(shards, self._planned, rank) for rank in range(self._planned.ranks))
-            self.problems += [problem for problem in problems if problem is not None]
             self.problems += self._rules_problem()
 
     def _check_rank(self, rank: int) -> None:

@@ -278,7 +278,7 @@ class Answer(Comparison):
 
     def to_document(self) -> dict[str, Any]:
         """The document of ``--json`` (without its version), from which the page is made too."""
-        from reshard import __version__
+        from reshard.version import __version__
 
         document = {
             "command": "verify",

@@ -1,0 +1,4 @@
+"""The version of the package."""
+
+__version__ = "0.1.0"
+"""In manifests, and in what ``--version`` prints."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reshard.api import merge, split
@@ -198,6 +199,16 @@ def test_transformers_holds_the_same_of_a_merged_folder(tmp_path: Path) -> None:
     assert _asked(original, out, tmp_path) == []
     change_tensor(out / "model.safetensors", "model.norm.weight", at=3)
     assert ["'model.norm.weight' on rank 0:" in line for line in _asked(original, out, tmp_path)] == [True]
+
+
+def test_a_name_that_transformers_has_no_use_for_is_named(tmp_path: Path) -> None:
+    original, out = store.checkpoint("qwen3"), tmp_path / "out"
+    tensors = load_file(original / "model.safetensors")
+    shutil.copytree(original, out)
+    save_file(tensors | {"model.more.weight": torch.ones(2)}, out / "model.safetensors", metadata={"format": "pt"})
+    assert _asked(original, out, tmp_path) == ["'model.more.weight' on rank 0: only the shards have it"]
+    said = answer(Request("transformers", str(out), str(out), str(tmp_path)))["ranks"][0]
+    assert said["differences"] == [] and said["ignored"] == ["model.more.weight"]
 
 
 def test_a_wrong_rule_is_found_by_the_loader_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from reshard.formats.errors import ReshardError
 from tests.support import command, contents, write_checkpoint
 
 READ = {"source", "base", "original", "shards", "a", "b", "delta", "plan_file", "config", "adapter", "patch", "into",
-        "sources", "cache_dir", "python", "engine_python"}  # fmt: skip
+        "sources", "cache_dir", "python", "engine_python", "loader"}  # fmt: skip
 """What is read; of the cache, the Hub's client decides."""
 NEEDED = {
     "plan": ["--tp", "2"], "profile": ["--tp", "1"], "split": ["--tp", "2"], "verify": [], "merge": [],

@@ -232,8 +232,7 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
             model, twice = _bound(folder, architecture, config, tensors)
         if not is_part:
             check_complete(model, path)
-        of_modules = Spellings(architecture, config).of_modules if may_be_spelled else frozenset()
-        if any(kind.template in of_modules for kind in model.kinds) and (spelled := _in_modules(folder, checkpoint)):
+        if may_be_spelled and _is_joined(model) and (spelled := _in_modules(folder, checkpoint)) is not None:
             return spelled
     except (CheckpointError, NoRuleError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
@@ -277,6 +276,12 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
+
+
+def _is_joined(model: Model) -> bool:
+    """Whether experts lie in one tensor that transformers' modules make of several."""
+    stacks = {kind.template for kind in model.kinds if kind.axes & model.architecture.expert_axes and not kind.places}
+    return bool(stacks) and not stacks.isdisjoint(Spellings(model.architecture, model.config).of_modules)
 
 
 def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:

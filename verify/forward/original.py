@@ -183,9 +183,9 @@ def _parts(module: torch.nn.Module, role: Role) -> list[torch.Tensor]:
     if role.split != "row" or not isinstance(module, (torch.nn.Linear, Conv1D)) or len(layout.full) != 2:
         return []
     owned = dict.fromkeys(box.dims[inputs[0]] for box in layout.boxes.values())
-    numbers = (torch.cat([torch.arange(run.offset, run.end) for run in runs]) for runs in owned if runs)
-    parts = [part[part < layout.full[inputs[0]]] for part in numbers]  # the rest is padding
-    return [part for part in parts if len(part)]
+    length = layout.full[inputs[0]]  # what is behind it is padding
+    inside = ([torch.arange(run.offset, min(run.end, length)) for run in runs if run.offset < length] for runs in owned)
+    return [torch.cat(numbers) for numbers in inside if numbers]
 
 
 def _is_summed(role: Role) -> bool:

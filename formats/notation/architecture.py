@@ -206,7 +206,8 @@ class Architecture:
         if match is None:
             return name
         for spelling in spellings(match.template, self.prefixes):
-            if known == filled(spelling, match.indices) or (spelling[-1] == "*" and name.startswith(spelling[:-1])):
+            filled_in = filled(spelling, match.indices)
+            if known == filled_in or (filled_in.endswith("*") and known.startswith(filled_in[:-1])):
                 return name
         return name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
 

@@ -144,9 +144,7 @@ class Spellings:
 
     @cached_property
     def _module_names(self) -> LineNames:
-        published = {part.source for tensor in self._tensors for part in tensor.parts}
-        joined = {tensor.name for tensor in self._tensors if tensor.stacked is not None or len(tensor.parts) > 1}
-        names = ({tensor.name for tensor in self._tensors} - published) | joined
+        names = {t.name for t in self._tensors if t.name not in {part.source for part in t.parts}}
         with suppress(NotationError):
             return LineNames(names, self._architecture.prefixes)
         return LineNames(names, ())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.notation.architecture import ROOT, is_index, without_numbers
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ def _role(beginning: str) -> str | None:
 
 def spelled_alike(one: Model, other: Model) -> dict[str, str]:
     """The names of the second model's tensors, each as the first model calls it, where the two spell it differently."""
+    if {tensor.name for tensor in one.tensors} == {tensor.name for tensor in other.tensors}:
+        return {}
     names, others = (_by_tensor(model) for model in (one, other))
     if len(names) < len(one.tensors) or len(others) < len(other.tensors):
         return {}
@@ -209,9 +212,14 @@ def spelled_alike(one: Model, other: Model) -> dict[str, str]:
 
 
 def _by_tensor(model: Model) -> dict[tuple[object, ...], str]:
-    """The names of a model's tensors by what does not depend on the spelling: the line, and the indices."""
-    names = dict[tuple[object, ...], str]()
+    """The names of a model's tensors by what does not depend on the spelling: the module's tensor, or the line and the
+    indices.
+    """
+    names, spellings = dict[tuple[object, ...], str](), Spellings(model.architecture, model.config)
     for tensor in model.tensors:
-        line = tensor.template.removeprefix(ROOT)
-        names[line, tensor.name.removeprefix(ROOT) if line.endswith("*") else tensor.at] = tensor.name
+        line, spelled = tensor.template.removeprefix(ROOT), spellings.in_modules(tensor.name)
+        if line.endswith("*") or spelled is not None:
+            names[(spelled or tensor.name).removeprefix(ROOT),] = tensor.name
+        else:
+            names[line, tensor.at] = tensor.name
     return names

@@ -76,7 +76,8 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
     why = format.types.refused.get(kind) or (format.types.beyond.get(kind) if files else None)
     name, cls = kind, class_of(model.config)
     if why is None and cls in format.types.lacking - compared:
-        name, why = cls, f"{format.loading.program} has no class of this name, nor one that it makes this of"
+        program = format.loading.program.partition(" ")[0]  # its list of classes is of one version
+        name, why = cls, f"{program}, as it was read, has no class of this name, nor one that it makes this of"
     elif why is None and format.types.of_tokens and is_headless(model.config):
         name, why = cls, f"{format.loading.program} was looked at for classes with a head for tokens alone"
     elif why is None and compared and not {kind, cls} & compared:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, brief
-from reshard.formats.files.checkpoint import step_of
+from reshard.formats.files.checkpoint import step_of, weight_files
 from reshard.formats.files.chunks import Chunk, read_chunks
 from reshard.formats.files.dcp import Blob, Distributed, object_bytes
 from reshard.formats.files.safetensors import TensorInfo
@@ -71,6 +71,8 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
     if format is OWN:
         return [_own_files(folder)]
     where = weights_folder(format, folder.path)
+    if format.modules and not format.container.chunks:  # one checkpoint, in whatever container
+        return [[ProgramFile(file, 0, 0, None) for file in weight_files(where)]]
     if format.files.is_single and not (where / str(format.files.tracker)).is_file():
         return []  # another program's states may be read as this, but are not called so
     pattern = "/".join("*" for _ in format.files.name.split("/"))

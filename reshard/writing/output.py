@@ -12,6 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import starmap
 from pathlib import Path
@@ -34,11 +35,13 @@ from reshard.formats.files.sharded import (
     read_manifest,
 )
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
+from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import Format, Settings
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
-from reshard.formats.notation.spellings import MODULES, SOURCE_NAMES
+from reshard.formats.notation.spellings import MODULES, SOURCE_NAMES, Spellings
+from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, rank_config
-from reshard.model.model import in_order
+from reshard.model.model import Model, in_order
 from reshard.move.jobs import TargetFile, Tensor
 from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
@@ -56,6 +59,14 @@ if TYPE_CHECKING:
     from reshard.source.program_files import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+
+
+def _is_in_modules(model: Model, where: FilePath) -> bool:
+    """Whether all tensors have the names of transformers' modules already, by all lines of the model's type."""
+    with suppress(PlanError):
+        spellings = Spellings(find_architecture(model.config, where), model.config)
+        return all(spellings.in_modules(kind.name) == kind.name for kind in model.kinds)
+    return False
 
 
 class Output:
@@ -93,7 +104,9 @@ class Output:
             record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
         )
         is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so
-        spelled = in_modules() if is_full and wanted == MODULES else format
+        spelled = (
+            in_modules() if is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path) else format
+        )
         is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
         twice = source.twice if state is not None else source.aliases
         if not is_named:

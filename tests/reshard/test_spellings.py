@@ -1,0 +1,154 @@
+"""One model under the names that others give its tensors: transformers' modules, wrappers, beginnings, another root."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.spellings import Spellings
+from tests import store, zoo
+from tests.marks import one_of_each
+
+State = dict[str, torch.Tensor]
+
+NOT_READ = {
+    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "glm5_next", "hrm_text", "hunyuan_vl", "inkling2",
+    "inkling2_text", "inkling_mm_model", "mistral_large4", "molmo2", "nemo_speechlm", "nemotron_h_omni", "qianfan_ocr",
+    "step3p7", "unlimited_ocr", "diffusion_gemma", "gpt_neox-tied", "paddleocr_vl",
+}  # fmt: skip
+"""Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
+one tensor under two names: of a tied head that is published under another name, or two lines of one name.
+"""
+PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm"}
+"""They open by lines of their own, in which the same matrices are several tensors, or have any names in a tower."""
+CHANGED_BY_TRANSFORMERS = {"mt5", "zaya", "xmod"}
+"""What transformers itself loads and saves is another model: tied tensors that differ, numbers of the last expert."""
+
+OTHERS = NOT_READ | PACKED_OTHERWISE | CHANGED_BY_TRANSFORMERS
+
+
+def some(quick: set[str], without: Collection[str] = (), models: Collection[str] = zoo.one_of_each()) -> list[object]:
+    """Models of the zoo: these few, and the others as thorough cases."""
+    names = dict.fromkeys([*sorted(quick), *models])
+    return one_of_each([name for name in names if name not in without], lambda name: name if name in quick else "")
+
+
+def modules_of(name: str) -> State:
+    """The state of transformers' class of a model of the zoo, with what its modules call the tensors."""
+    model = zoo.class_of(store.checkpoint(name)).from_pretrained(store.checkpoint(name), dtype="auto")
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def root_changed(state: State) -> State:
+    """The names with the root, or without it."""
+    return {key.removeprefix("model.") if key.startswith("model.") else f"model.{key}": state[key] for key in state}
+
+
+def plain(state: State, folder: Path, model: Path) -> None:
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def pickled(state: State, folder: Path, model: Path) -> None:
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def distributed(state: State, folder: Path, model: Path) -> None:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+
+
+def below(beginning: str) -> Callable[[State], State]:
+    return lambda state: {beginning + key: value for key, value in state.items()}
+
+
+def wrapped(state: State) -> State:
+    return {key.replace("layers.", "layers._orig_mod.", 1): value for key, value in state.items()}
+
+
+FORMS: list[tuple[Callable[[State], State], Callable[[State, Path, Path], None]]] = [
+    (below(""), plain),
+    (below("module."), pickled),
+    (below("state.model."), distributed),
+    (below("ema_params.shadow."), distributed),
+    (wrapped, plain),
+    (wrapped, distributed),
+]
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "deepseek_v3", "gpt2", "llava"}, CHANGED_BY_TRANSFORMERS, zoo.ZOO))
+def test_the_names_of_modules_are_names_of_the_model(name: str, tmp_path: Path) -> None:
+    model, form = store.checkpoint(name), FORMS[zlib.crc32(name.encode()) % len(FORMS)]
+    respell, write = form
+    write(respell(modules_of(name)), tmp_path / "run", model)
+    if name in NOT_READ:
+        with pytest.raises(ReshardError):
+            reshard.diff(model, tmp_path / "run", config=model, quiet=True)
+        return
+    found = reshard.diff(model, tmp_path / "run", config=model, quiet=True)
+    assert not (found.of("changed") or found.of("other dtype") or found.of("other shape")), found.to_text()
+    known = {*zoo.ZOO[name].extra, *zoo.ZOO[name].copies}
+    lacking = {tensor.name for tensor in found.of("only here")} - known
+    assert not lacking or name in PACKED_OTHERWISE, found.to_text()
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "bert"}))
+def test_the_published_names_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    """They come back as they are, also with another prefix than the architecture's own."""
+    model = store.checkpoint(name)
+    state = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
+    distributed(state, tmp_path / "run", model)
+    reshard.merge(tmp_path / "run", tmp_path / "out", config=model, quiet=True)
+    out = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in load_file(file).items()}
+    assert out.keys() == state.keys() and all(torch.equal(out[key], state[key]) for key in out)
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "llama"}))
+def test_the_root_is_there_or_not(name: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    state = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
+    plain(root_changed(state), tmp_path / "run", model)
+    found = reshard.diff(model, tmp_path / "run", quiet=True)
+    assert found.same, found.to_text()
+
+
+@pytest.mark.parametrize(
+    "name", some({"qwen3_moe", "llama4", "mixtral"}, NOT_READ | CHANGED_BY_TRANSFORMERS | PACKED_OTHERWISE)
+)
+def test_a_merge_gives_the_names_that_are_asked_for(name: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    cls = zoo.class_of(model).from_pretrained(model, dtype="auto")
+    cls.save_pretrained(tmp_path / "modules", save_original_format=False)
+    saved = (tmp_path / "modules" / "model.safetensors").read_bytes()
+    reshard.split(tmp_path / "modules", tmp_path / "ranks", tp=1, quiet=True)
+    reshard.merge(tmp_path / "ranks", tmp_path / "source", quiet=True)
+    assert (tmp_path / "source" / "model.safetensors").read_bytes() == saved
+    reshard.merge(tmp_path / "ranks", tmp_path / "published", names="published", quiet=True)
+    reshard.split(tmp_path / "published", tmp_path / "again", tp=1, quiet=True)
+    reshard.merge(tmp_path / "again", tmp_path / "back", names="modules", quiet=True)
+    back, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("back", "modules"))
+    assert back.keys() == ours.keys() and all(torch.equal(back[key], ours[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe"}))
+def test_the_name_of_a_module_is_its_own_spelling(name: str) -> None:
+    """What transformers calls a tensor is called so again."""
+    config = json.loads((store.checkpoint(name) / "config.json").read_text())
+    architecture = find_architecture(config, "config.json")
+    spellings = Spellings(architecture, config)
+    state = modules_of(name)
+    spelled = {key: spellings.in_modules(key) for key in state}
+    assert all(other is None or spellings.in_modules(other) == other for other in spelled.values())

@@ -310,8 +310,9 @@ def own_name(tensor: BoundTensor, model: Model) -> str:
     if not tensor.template.endswith(".*") or "{" in stem or tensor.template in read_document(HEADS)["tensors"]:
         return ""
     spelled = [prefix + stem.removeprefix(first) for prefix in (first, *others) if stem.startswith(first)] or [stem]
-    spelled = [each for each in spelled if tensor.name.startswith(each)]
-    return stem + tensor.name[len(max(spelled, key=len)) :]
+    name = model.architecture.stated(tensor.name)
+    spelled = [each for each in spelled if name.startswith(each)]
+    return stem + name[len(max(spelled, key=len)) :]
 
 
 Dotted = tuple[str, ...]

@@ -273,5 +273,10 @@ def in_modules() -> Format:
     return replace(format, files=plain.files, container=plain.container, loading=plain.loading)
 
 
+def is_in_modules(format: Format) -> bool:
+    """Whether a format, for whatever model, is that of one full checkpoint with the names of transformers' modules."""
+    return format.modules and format.files is HUGGING_FACE.files
+
+
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))
 """The formats that store tensors as Hugging Face does: that of ranks' folders, and that of one full checkpoint."""

@@ -164,4 +164,4 @@ class Spellings:
         template = self._renamed.get(match.template) if match is not None else None
         if match is None or template is None:
             return None
-        return name if template.endswith("*") else filled(template, match.indices)
+        return self._architecture.stated(name) if template.endswith("*") else filled(template, match.indices)

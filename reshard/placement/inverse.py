@@ -103,7 +103,7 @@ class NameInverse:
                 is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
                 if is_spelled:  # as transformers itself saves it
                     sources = [name]
-                elif line.types is not None:
+                elif self._format.modules:
                     sources = [self._as_there(source, name) for source in sources]
                 if is_spelled or (line.keeps_shape and sources == [line.sources[0].fill(words)]):
                     self.unchanged.update(sources)
@@ -127,7 +127,7 @@ class NameInverse:
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
             first, count = general.replace(f"{{{stacked}}}", "0"), 1
             packed = self._packed.get(self._architecture.in_general(first))
-            if packed is None and not self.is_known(first):
+            if packed is None and not (self.is_known(first) and self._architecture.stated(first) == first):
                 return None
             indices = self._architecture.indices_in(first)
             axis = indices.popitem()[0] if stacked else None

@@ -27,6 +27,7 @@ from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format import Format
+from reshard.formats.notation.format_file import is_in_modules
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
@@ -220,7 +221,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             parts = parts_of(saved, spell, format.container.ignores, beginning)
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
-        elif format.modules and known is None and chunks is None:
+        elif is_in_modules(format) and known is None:
             spell = _spelling(format, architecture, config, twice)
             ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
         tensors = _merged(ranks, chunks)

@@ -25,7 +25,7 @@ from reshard.formats.files.torch_archive import pickled_tensor, read_saved
 from reshard.formats.files.training import find_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.format import Format, Pattern, numbered_names
-from reshard.formats.notation.format_file import OWN
+from reshard.formats.notation.format_file import OWN, is_in_modules
 from reshard.formats.store import FilePath, glob, name_in, read_file, read_ranges
 from reshard.formats.wrappers import without_wrappers
 from reshard.model.naming import Spell, name_all
@@ -71,8 +71,9 @@ def readings(folder: Folder, format: Format) -> list[list[ProgramFile]]:
     if format is OWN:
         return [_own_files(folder)]
     where = weights_folder(format, folder.path)
-    if format.modules and not format.container.chunks:  # one checkpoint, in whatever container
-        return [[ProgramFile(file, 0, 0, None) for file in weight_files(where)]]
+    if is_in_modules(format):  # one checkpoint, in whatever container
+        files = [ProgramFile(file, 0, 0, None) for file in weight_files(where)]
+        return [files] if files else []
     if format.files.is_single and not (where / str(format.files.tracker)).is_file():
         return []  # another program's states may be read as this, but are not called so
     pattern = "/".join("*" for _ in format.files.name.split("/"))

@@ -116,7 +116,7 @@ def test_bytes_by_a_plan_of_the_users_say_so(model: Callable[[str], Path], tmp_p
     split(original, shards, tp=2, plan_file=plan)
     done = command("verify", original, shards, "--plan", plan, "--exact-only")
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].endswith("Whether that plan is right, the forward alone can tell.")
+    assert "Whether that plan is right, the forward alone can tell." in done.stdout.splitlines()[-1]
     assert f"{QKV} is 'packed hidden', built in " in done.stdout
     # A plan that says what the built-in rules say is no other plan.
     saved = original.with_suffix(".toml")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.formats.errors import NotationError
-from reshard.formats.notation.architecture import Architecture, LineNames, Rule, filled, with_first_indices
+from reshard.formats.notation.architecture import ROOT, Architecture, LineNames, Rule, filled, with_first_indices
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import components
 from reshard.formats.notation.expressions import Expression
@@ -160,8 +160,17 @@ class Spellings:
         found = self._module_names.find(name)
         if found is not None and not found[0].endswith("*"):
             return filled(*found)
+        if found is not None:  # of an open line the root alone is known
+            of_root = name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+            stem = filled(*found).removesuffix("*")
+            if (spelled := next((each for each in (name, of_root) if each.startswith(stem)), None)) is not None:
+                return spelled
         match = self._architecture.match(name)
         template = self._renamed.get(match.template) if match is not None else None
         if match is None or template is None:
             return None
-        return self._architecture.stated(name) if template.endswith("*") else filled(template, match.indices)
+        if not template.endswith("*"):
+            return filled(template, match.indices)
+        stem, other = (filled(line, match.indices).removesuffix("*") for line in (match.template, template))
+        stated = self._architecture.stated(name)
+        return other + stated.removeprefix(stem) if stated.startswith(stem) else stated

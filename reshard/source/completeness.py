@@ -36,7 +36,7 @@ from reshard.formats.files.chunks import check_tiling
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.notation.architecture import SETTINGS, LineNames, Match, filled
 from reshard.formats.notation.architecture_files import built_in_file, language_model
-from reshard.formats.notation.heads import TOKENS, class_of, head_of
+from reshard.formats.notation.heads import TOKENS, class_of, head_of, is_headless
 from reshard.formats.quantization.companions import is_of_activations
 from reshard.formats.store import FilePath
 from reshard.mesh.stages import predicts_further
@@ -588,7 +588,8 @@ def _missing_vocabulary(present: Present) -> Iterator[Missing]:
         len(tables) > 1 and head_of(config) == TOKENS and is_whole and ties[0] is False and True not in ties
         and all(present.lines[line][()][0].name.startswith(line.rpartition(".")[0]) for line in stored)
     )  # fmt: skip
-    count = 2 if has_head else min(1, len(tables))
+    is_none = len(tables) == 1 and is_headless(config)  # the only one is a head
+    count = 2 if has_head else 0 if is_none else min(1, len(tables))
     lacking = (line for line in tables if line not in stored and present.needed(line, ()))
     yield from ((line, (), present.spelled(line)) for line in itertools.islice(lacking, max(0, count - len(stored))))
 

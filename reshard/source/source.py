@@ -43,7 +43,7 @@ from reshard.formats.mesh import RANK_FOLDER, Mesh
 from reshard.formats.notation.architecture import Architecture, architecture_from_document, to_document
 from reshard.formats.notation.architecture_files import find_architecture, load_architecture
 from reshard.formats.notation.format import Format
-from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of, is_in_modules
+from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
 from reshard.formats.notation.spellings import MODULES
 from reshard.formats.store import (
     FilePath,
@@ -292,7 +292,7 @@ class Source:
             aliases={**checkpoint.aliases, **self.twice},
             index=Index(str(checkpoint.index_name), index) if index is not None else None,
             files=checkpoint.records,
-            names=MODULES if is_in_modules(self.format) else None,
+            names=MODULES if self.format.modules else None,
         )
 
     @cached_property

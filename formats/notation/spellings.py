@@ -121,7 +121,7 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
         yield shape_of, alternatives[0][1]
 
 
-SOURCE_NAMES, PUBLISHED, MODULES = NAMES = ("source", "published", "modules")
+SOURCE_NAMES, PUBLISHED, MODULES = "source", "published", "modules"
 """Whose names the tensors of a full checkpoint have: the source's, the published ones, or transformers' modules'."""
 
 

@@ -71,7 +71,7 @@ def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, 
     if all(modules.find(name) for name in others):
         return (
             "it is a name of transformers' modules",
-            "such a folder is read if all of it is there: save it again, or with save_original_format=True",
+            "save it again with save_original_format=True, which writes the published names",
         )
     refused = in_modules().types.refused.get(in_modules().types.name_of(config))
     strangers = [name for name in others if architecture.match(f"{name.rpartition('.')[0]}.weight") is None]

@@ -416,7 +416,8 @@ def parts_of(
 ) -> Parts:
     """Tell the parts apart. ``ignores`` says whether a name can be ignored.
 
-    ``spell`` and ``weights`` choose among several models (see ``name_all``). Raises CheckpointError.
+    ``spell`` gives the name of a tensor, ``weights`` chooses among several models (see ``name_all``). Raises
+    CheckpointError.
     """
     names = {stored: name for stored in checkpoint.tensors if not ignores(name := without_wrappers(stored))}
     naming = name_all(checkpoint.path, names, spell, weights)

@@ -275,7 +275,7 @@ _ALL = (
            help="Refuse a vocabulary that N does not divide."),
     Option("--max-shard-size", group=_OUTPUT, type=Value("size", size_of),
            help="Largest file; default: the original files."),
-    Option("--names", group=_OUTPUT, type=Value("names", known=lambda: ["source", "published", "modules"]),
+    Option("--names", group=_OUTPUT, type=click.Choice(["source", "published", "modules"]),
            default="source", metavar="WHOSE",
            help="Of a full OUT: source, published or modules."),
     Option("--part", group=_HOW, type=Value("part", part_of), metavar="I/N",

@@ -19,6 +19,7 @@ from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.spellings import Spellings
 from tests import store, zoo
 from tests.marks import one_of_each
+from tests.support import command
 
 State = dict[str, torch.Tensor]
 
@@ -144,6 +145,13 @@ def test_a_merge_gives_the_names_that_are_asked_for(name: str, tmp_path: Path) -
     reshard.merge(tmp_path / "again", tmp_path / "back", names="modules", quiet=True)
     back, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("back", "modules"))
     assert back.keys() == ours.keys() and all(torch.equal(back[key], ours[key]) for key in ours)
+
+
+def test_other_names_are_refused(tmp_path: Path) -> None:
+    done = command("merge", "ranks", tmp_path / "out", "--names", "hub")
+    assert done.returncode == 2 and "'hub' is not one of 'source', 'published', 'modules'" in done.stderr
+    with pytest.raises(ReshardError, match="'source' or 'published' or 'modules' is expected"):
+        reshard.merge("ranks", tmp_path / "out", names="hub")
 
 
 @pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe"}))

@@ -37,9 +37,10 @@ OTHERWISE = {
     "qwen2-tied": "different",  # vLLM's Qwen 2 has no head_dim of its own
     "llama-6kv tp 4": "unchecked",  # 6 KV heads on 4 ranks: vLLM does not build it
     "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
-    "mixtral tp 2 pp 2": "different",  # vLLM has embedding, last norm and head of it on each stage
 }
 """Models, or models at a degree, that vLLM holds in another way or not at all."""
+ON_EVERY_STAGE = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+"""Models of which vLLM has the embedding, the last norm and the head on each stage of a pipeline."""
 WRONG = {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))}
 """Lines of vllm.toml and the order of their sources: k and v exchanged, up before gate."""
 HAVE = {
@@ -76,7 +77,7 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     for model in MODELS:
         yield from (Case(model, {"tp": tp}) for tp in (1, 2, 4))
-    yield from (Case(model, {"tp": 2, "pp": 2}) for model in ("llama-biases", "qwen3", "mixtral"))
+    yield from (Case(model, {"tp": 2, "pp": 2}) for model in ("llama-biases", "qwen3", *ON_EVERY_STAGE))
     yield Case("mixtral", {"tp": 2, "ep": 2})
     yield from (Case(f"{model} {method}", {"tp": 2}) for model, methods in QUANTIZED.items() for method in methods)
     yield from (Case(model, {"tp": 2}, wrong) for wrong, models in HAVE.items() for model in models)

@@ -39,7 +39,10 @@ OTHERWISE = {
     "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
 }
 """Models, or models at a degree, that vLLM holds in another way or not at all."""
-ON_EVERY_STAGE = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+ON_EVERY_STAGE = (
+    "mixtral", "mixtral-tied", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma", "gemma2", "gemma3_text", "stablelm",
+    "cohere", "cohere2", "bloom", "falcon-7b", "gpt2", "opt",
+)  # fmt: skip
 """Models of which vLLM has the embedding, the last norm and the head on each stage of a pipeline."""
 WRONG = {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))}
 """Lines of vllm.toml and the order of their sources: k and v exchanged, up before gate."""

@@ -204,3 +204,16 @@ def test_a_packed_weight_whose_plan_does_not_say_how_is_refused(tmp_path: Path) 
     (tmp_path / "plan.toml").write_text(text.replace("(kv (q: group + k: 1 + v: 1) head)", "(kv group 3 head)"))
     with pytest.raises(PlanError, match=r"'\(kv group 3 head\)' does not have the parts q, k, v"):
         split(model, tmp_path / "out", tp=1, format="vllm", plan_file=tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "gemma", "gemma2", "gpt_oss", "bloom", "gpt2", "opt"])
+def test_where_vllm_does_not_divide_what_stands_around_the_layers_all_stages_have_it(name: str, tmp_path: Path) -> None:
+    split(store.checkpoint(name), tmp_path / "out", format="vllm", pp=2)
+    around = [
+        {stored for stored in load_file(file) if not any(word.isdigit() for word in stored.split("."))}
+        for file in sorted((tmp_path / "out").glob("model-pp-*.safetensors"))
+    ]
+    assert len(around) == 2
+    assert around[0] == around[1] != set()
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(store.checkpoint(name))

@@ -123,8 +123,8 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     if isinstance(value, dict):
         stages = ("first", "last")
         return record(lambda entry: {key: name for key in stages if (name := entry.get(key, text, ""))})(value, where)
-    if value not in {"first rank", "every stage"}:
-        raise unfit(where, "'first rank', 'every stage' or a table", value)
+    if value != "first rank":
+        raise unfit(where, "'first rank' or a table", value)
     return str(value)
 
 
@@ -146,7 +146,7 @@ class Line:
     of dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
-    place), ``every stage`` of a pipeline, or its other names on the stages ``first`` and ``last``.
+    place), or its other names on the stages ``first`` and ``last`` of a pipeline.
 
     ``dtype`` is a wider dtype, without loss. ``function`` is a computation that the program stores the result of. With
     ``also``, the tensor is stored once more under the line's name, if no tensor has it (two names of one tensor).
@@ -516,7 +516,8 @@ class Rules:
     With ``keep``, a tensor that no line covers keeps its name. ``further`` renames tensors of layers after the model's
     last (MTP); the first that covers a name is taken. A scalar that ``vectors`` matches is stored with shape ``[1]``.
     ``numbered`` has the indices that each rank counts from 0. ``dtypes`` are wider dtypes, without loss, in which it
-    stores those of the model.
+    stores those of the model. Of models for which ``around_layers`` is true, all stages of a pipeline have what stands
+    before and behind the layers.
     """
 
     lines: tuple[Line, ...] = field(default=(), metadata={"key": "tensors", "read": LINES})
@@ -530,6 +531,7 @@ class Rules:
     numbered: tuple[str, ...] = ()
     keep: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    around_layers: Expression | None = None
     _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:

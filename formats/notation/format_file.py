@@ -259,7 +259,8 @@ def _of_models(names: str, value: object) -> Rules:
     def only(rule: Any) -> Any:
         return replace(rule, when=read_expression(condition + (f" and ({rule.when.text})" if rule.when else "")))
 
-    rules = record(partial(structure, Rules, vectors=(), numbered=(), keep=False, dtypes={}))(value, f"models.{names}")
+    of_all: dict[str, Any] = {"vectors": (), "numbered": (), "keep": False, "dtypes": {}, "around_layers": None}
+    rules = record(partial(structure, Rules, **of_all))(value, f"models.{names}")
     some: dict[str, Any] = {name: tuple(map(only, getattr(rules, name))) for name in RULES}
     return replace(rules, **some)
 

@@ -24,7 +24,7 @@ from reshard.formats.notation.architecture import filled, numbers_in, without_nu
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
 from reshard.mesh.plan import Layout, Plan
-from reshard.mesh.stages import layers_at
+from reshard.mesh.stages import is_layered, layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.portions import (
@@ -217,7 +217,7 @@ class Arrangement:
     def _naming(self, part: _Part) -> Callable[[int], str] | None:
         """The name of a stored tensor by its rank, if it is not the same on all; ``part`` is its first."""
         mesh, firsts, target = self.plan.mesh, self._firsts, str(part.target)
-        names = part.portion.line.stage_names if mesh.pp > 1 else {}
+        names = part.portion.line.stage_names if mesh.pp > 1 and not self._has_all_around else {}
         is_counted = firsts and any(f"{{{axis}}}" in target for axis in part.at)
         if self.chunks is not None or not (names or is_counted):
             return None
@@ -243,6 +243,12 @@ class Arrangement:
                 firsts[model.architecture.layers.text] = layers_at(mesh, mesh.stage(rank)).start
             firsts_of.append(firsts)
         return firsts_of
+
+    @cached_property
+    def _has_all_around(self) -> bool:
+        """Whether every stage has what stands before and behind the layers."""
+        around = self.format.rules.around_layers
+        return around is not None and self.plan.model.sizes.is_true(around)
 
     @cached_property
     def _ends(self) -> Mapping[LaterLayers, int]:
@@ -275,7 +281,8 @@ class Arrangement:
                 dims[place] = Dim((Summand((parts, dealt) if parts > 1 else (dealt,)),))
                 sizes = {**sizes, dealt: lengths[place] // parts}
             rule = Shape(tuple(dims))
-        stages = kind.stages if laid is self.plan and portion.line.on != "every stage" else None
+        is_everywhere = self._has_all_around and not is_layered(self.plan.model, kind)
+        stages = kind.stages if laid is self.plan and not is_everywhere else None
         shape = rule.sizes(sizes)
         part = replace(kind, rule=rule, sizes=sizes, shape=shape, places=places, stages=stages)
         self._layouts[alike] = laid.layout(part, dealt)

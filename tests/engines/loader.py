@@ -39,11 +39,11 @@ OTHERWISE = {
     "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
 }
 """Models, or models at a degree, that vLLM holds in another way or not at all."""
-ON_EVERY_STAGE = (
-    "mixtral", "mixtral-tied", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma", "gemma2", "gemma3_text", "stablelm",
-    "cohere", "cohere2", "bloom", "falcon-7b", "gpt2", "opt",
+STAGED = (
+    "llama-biases", "qwen3", "mixtral", "mixtral-tied", "qwen2_moe", "gpt_oss", "gemma2", "gemma3_text", "stablelm",
+    "cohere2", "granitemoeshared", "bloom", "falcon-7b", "gpt_neox-tied", "gpt2-untied", "gptj", "opt-projected",
 )  # fmt: skip
-"""Models of which vLLM has the embedding, the last norm and the head on each stage of a pipeline."""
+"""Models on stages of a pipeline: with the layers, or these alone, divided; tied, with a head, with projections."""
 WRONG = {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))}
 """Lines of vllm.toml and the order of their sources: k and v exchanged, up before gate."""
 HAVE = {
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     for model in MODELS:
         yield from (Case(model, {"tp": tp}) for tp in (1, 2, 4))
-    yield from (Case(model, {"tp": 2, "pp": 2}) for model in ("llama-biases", "qwen3", *ON_EVERY_STAGE))
+    yield from (Case(model, {"tp": 2, "pp": 2}) for model in STAGED)
     yield Case("mixtral", {"tp": 2, "ep": 2})
     yield from (Case(f"{model} {method}", {"tp": 2}) for model, methods in QUANTIZED.items() for method in methods)
     yield from (Case(model, {"tp": 2}, wrong) for wrong, models in HAVE.items() for model in models)

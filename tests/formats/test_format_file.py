@@ -36,7 +36,7 @@ RIGHT = [
 WRONG = [
     ('[tensors]\n"a.*" = { from = "b.*", cut = true }', "'a.*'.cut.dim should be a whole number from 0 on and is true"),
     ('[tensors]\n"a.*" = { from = "b.*", cut = { dim = 0, part = 3 } }', "'a.*'.cut: unknown key 'part'"),
-    ('[tensors]\n"a.*" = { from = "b.*", on = "rank 3" }', "'a.*'.on should be 'first rank', 'every stage' or a table"),
+    ('[tensors]\n"a.*" = { from = "b.*", on = "rank 3" }', "'a.*'.on should be 'first rank' or a table"),
     ('[tensors]\n"a.*" = { from = "b.*", on = { middle = "c" } }', "'a.*'.on: unknown key 'middle'"),
     ("padd = 3", "unknown key 'padd' (known: "),
     ('[models.x.tensors]\n"a.*" = { from = "b.*", cuts = 0 }', "'a.*': unknown key 'cuts'"),

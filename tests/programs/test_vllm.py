@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.api import merge, split
+from reshard.api import diff, merge, split
 from reshard.formats.errors import PlanError
 from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
 from tests import store, zoo
@@ -206,14 +206,29 @@ def test_a_packed_weight_whose_plan_does_not_say_how_is_refused(tmp_path: Path) 
         split(model, tmp_path / "out", tp=1, format="vllm", plan_file=tmp_path / "plan.toml")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "gemma", "gemma2", "gpt_oss", "bloom", "gpt2", "opt"])
-def test_where_vllm_does_not_divide_what_stands_around_the_layers_all_stages_have_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mixtral-tied", "gemma2", "gpt2-untied", "bloom", "gptj", "opt-projected"])
+def test_where_vllm_divides_the_layers_alone_every_stage_has_all_else(name: str, tmp_path: Path) -> None:
     split(store.checkpoint(name), tmp_path / "out", format="vllm", pp=2)
-    around = [
-        {stored for stored in load_file(file) if not any(word.isdigit() for word in stored.split("."))}
-        for file in sorted((tmp_path / "out").glob("model-pp-*.safetensors"))
-    ]
-    assert len(around) == 2
-    assert around[0] == around[1] != set()
-    merge(tmp_path / "out", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(store.checkpoint(name))
+    first, last = (_around(tmp_path / "out", stage) for stage in range(2))
+    assert first == last != set()
+    (tmp_path / "out" / "reshard.json").unlink()
+    assert diff(store.checkpoint(name), tmp_path / "out").same
+
+
+def test_where_vllm_divides_more_the_last_stage_has_the_table_under_another_name(tmp_path: Path) -> None:
+    split(store.checkpoint("gpt_neox-tied"), tmp_path / "out", format="vllm", pp=2)
+    assert _around(tmp_path / "out", 0) == {"model.embed_in.weight"}
+    norm = {"model.final_layer_norm.weight", "model.final_layer_norm.bias"}
+    assert _around(tmp_path / "out", 1) == {"lm_head.weight", *norm}
+
+
+def _around(folder: Path, stage: int) -> set[str]:
+    """The names of a stage's tensors that belong to no layer."""
+    (file,) = folder.glob(f"model-pp-{stage}-*.safetensors")
+    return {name for name in load_file(file) if not any(word.isdigit() for word in name.split("."))}
+
+
+def test_stages_of_a_model_of_which_vllm_has_positions_on_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="on every stage of a pipeline"):
+        split(store.checkpoint("gpt_bigcode"), tmp_path / "out", format="vllm", pp=2)
+    split(store.checkpoint("gpt_bigcode"), tmp_path / "out", format="vllm", tp=2)

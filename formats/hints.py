@@ -13,8 +13,7 @@ from types import MappingProxyType
 _WORDS = {
     # formats
     "huggingface": "hf safetensors",
-    "dcp": "fsdp",
-    "dcp-transformers": "fsdp2",
+    "dcp": "fsdp fsdp2",
     "megatron": "mcore megatron-core torch-dist nemo",
     "peft": "lora",
     # dtypes

@@ -26,6 +26,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+def bytes_in(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, which it shares. Of a dimension of length 1 the stride may be any number."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of a module itself, by name. What is put in takes the old one's place, unregistered as it is."""
     return module._parameters

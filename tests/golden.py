@@ -66,8 +66,8 @@ TARGETS: Mapping[str, dict[str, Any]] = {
         for form, mesh in [
             ("vllm", {"tp": 2}), ("vllm", {"tp": 4}), ("vllm", {"pp": 2}), ("vllm-0.23", {"tp": 2}),
             ("sglang", {"tp": 2}),
-            ("transformers", {"tp": 2}), ("dcp", {"tp": 2}), ("dcp-transformers", {"tp": 2}), ("torchtitan", {"tp": 2}),
-            ("torchtitan-0.2", {"tp": 2}), ("megatron", {"tp": 2}), ("megatron", {"pp": 2}),
+            ("transformers", {"tp": 2}), ("dcp", {"tp": 2}), ("dcp", {"tp": 2, "names": "modules"}),
+            ("torchtitan", {"tp": 2}), ("torchtitan-0.2", {"tp": 2}), ("megatron", {"tp": 2}), ("megatron", {"pp": 2}),
             ("megatron-local", {"tp": 1}),
             ("megatron-singleton", {"tp": 1}), ("megatron-legacy", {"tp": 2}), ("megatron-legacy", {"tp": 2, "pp": 2}),
             ("megatron-legacy-local", {"tp": 1}), ("megatron-legacy-sequential", {"tp": 1}), ("meta", {"tp": 2}),

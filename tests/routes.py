@@ -108,7 +108,7 @@ FORMS: Mapping[str, dict[str, Any]] = {
     **{
         f"{form}-{tp}": {"tp": tp, "format": form}
         for form, tp in [
-            ("dcp", 1), ("dcp", 2), ("dcp-transformers", 2), ("deepseek", 2), ("deepspeed-universal", 1),
+            ("dcp", 1), ("dcp", 2), ("deepseek", 2), ("deepspeed-universal", 1),
             ("megatron", 1), ("megatron", 2),
             ("megatron-legacy", 1), ("megatron-legacy", 2), ("megatron-legacy-local", 1),
             ("megatron-legacy-sequential", 1), ("megatron-local", 2), ("megatron-singleton", 1), ("meta", 1),
@@ -116,14 +116,15 @@ FORMS: Mapping[str, dict[str, Any]] = {
             ("transformers", 2), ("vllm", 1), ("vllm", 2), ("vllm", 4), ("vllm-0.23", 2),
         ]
     },
+    "dcp-modules-2": {"tp": 2, "format": "dcp", "names": "modules"},
     "vllm-ep2": {"tp": 2, "ep": 2, "same_ranks": True, "format": "vllm"},
     "vllm-pp2": {"pp": 2, "format": "vllm"},
     "megatron-legacy-pp2": {"pp": 2, "format": "megatron-legacy"},
 }  # fmt: skip
 
 
-SPELLED = ("dcp-transformers", "deepspeed-universal", "transformers")
-"""Forms with the names of transformers' classes: without a manifest, a merge has these."""
+SPELLED = ("deepspeed-universal", "transformers")
+"""Formats with the names of transformers' classes: without a manifest, a merge has these."""
 FREE = re.compile("has no layer behind")
 """Why a route may be refused although the direct one is not."""
 
@@ -235,7 +236,9 @@ class Walk:
                 {name: data for name, data in one.items() if name in other or data not in {*other.values()}}
                 for one, other in sides
             )
-            spelled = any(FORMS[form].get("format") in SPELLED for form in out.name.split("+"))
+            spelled = any(
+                FORMS[form].get("format") in SPELLED or "names" in FORMS[form] for form in out.name.split("+")
+            )
             if spelled and wanted.keys() != found.keys():
                 kept = wanted.keys() & found.keys()  # experts as transformers itself saves them: in one tensor
                 wanted, found = ({name: of[name] for name in kept} for of in (wanted, found))

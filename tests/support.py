@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import TextIO
+from typing import Any, TextIO
 from unittest import mock
 
 import numpy as np
@@ -110,6 +110,12 @@ def without_sums(folder: Path) -> dict[str, bytes]:
     for file in manifest["source"]["files"]:
         file["checksum"] = None
     return found | {"reshard.json": json.dumps(manifest).encode()}
+
+
+def form_of(words: str | None) -> dict[str, Any]:
+    """The arguments of ``split`` for a format in words: its name, and ``modules`` for the names of modules."""
+    form, *names = words.split() if words else [None]
+    return {"format": form} | ({"names": names[0]} if names else {})
 
 
 def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:

@@ -40,6 +40,7 @@ NO_RESULT = {
 VACUOUS = {
     ("split", "--names"): "the modules of a Llama have the published names",
     ("merge", "--names"): "the modules of a Llama have the published names",
+    ("plan", "--names"): "the modules of a Llama have the published names",
     ("patch", "--names"): "the modules of a Llama have the published names",
     ("split", "--no-pad-vocab"): "where nothing is padded",
     ("split", "--uneven"): "where boxes may have any size",
@@ -132,7 +133,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
     format = format_of(form) if form not in {None, "huggingface"} else None
     refused = {
         "--pad-vocab-to": form is not None,
-        "--names": form not in {"huggingface", None},
+        "--names": form not in {"huggingface", "dcp", None},
         "--uneven": form is not None
         and (format is None or form in WITHOUT_RANKS or not format.container.chunks or format.padding.to is not None),
         "--max-shard-size": format is not None and not format.files.has_parts,

@@ -144,6 +144,8 @@ class Manifest:
     inputs: tuple[Stamp, ...]
     format: str | None = field(default=None, metadata={"key": "layout"})
     """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
+    names: str | None = None
+    """The spelling of the names in a format that takes any, if it is not the published one: ``modules``."""
 
 
 def is_fingerprint(source: str) -> bool:
@@ -166,6 +168,7 @@ def manifest_text(manifest: Manifest) -> str:
         "format": "reshard",
         "version": VERSION,
         **({"layout": manifest.format} if manifest.format else {}),
+        **({"names": manifest.names} if manifest.names else {}),
         "mesh": identity.mesh.to_document(),
         "sizes": dict(sorted(identity.sizes.items())),
         "padding": dict(sorted(identity.padding.items())),

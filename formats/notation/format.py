@@ -575,6 +575,9 @@ class Rules:
         return [(Pattern(name), label) for name, label in labels if label.isidentifier()]
 
 
+SOURCE_NAMES, PUBLISHED, MODULES = "source", "published", "modules"
+"""Whose names the tensors of a checkpoint have: the source's, the published ones, or transformers' modules'."""
+
 RULES = ("lines", "names", "constants", "dropped", "refusals", "stacks", "further")
 """The fields of ``Rules`` that may be of some model types alone."""
 
@@ -590,7 +593,7 @@ class Format:
     ``demands`` are conditions on a model and a mesh, each with the message if it is false. ``settings`` describes the
     program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A ``plain`` format stores the
     tensors of the model or of a rank as Hugging Face does, under their own names; one of ``modules`` has the names of
-    transformers' own modules.
+    transformers' own modules. ``spelling`` is ``modules`` where a format that takes any names is used with those.
     """
 
     name: str = field(metadata={"key": None})
@@ -605,7 +608,13 @@ class Format:
     same_ranks: bool = False
     plain: bool = False
     modules: bool = False
+    spelling: str | None = field(default=None, metadata={"key": None})
     _of: dict[tuple[str, bool], Format] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def takes_any_names(self) -> bool:
+        """Whether it stores tensors under the names that they have, published or those of transformers' modules."""
+        return self.plain or (self.rules.keep and not self.rules.renames)
 
     @property
     def of_states(self) -> Format:

@@ -51,7 +51,9 @@ from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
     LINES,
+    MODULES,
     RULES,
+    SOURCE_NAMES,
     Constant,
     Dropped,
     Format,
@@ -266,17 +268,29 @@ def _of_models(names: str, value: object) -> Rules:
 
 
 @cache
-def in_modules() -> Format:
-    """The format of one full checkpoint with the names and joined tensors of transformers' own modules. A tied tensor
-    is saved once.
+def in_modules(plain: Format) -> Format:
+    """A format that takes any names, with the names and joined tensors of transformers' own modules.
+
+    A full checkpoint has a tied tensor once, a distributed one under each of its names, as a state dict has it.
     """
-    plain, format = HUGGING_FACE, format_of("transformers").of_states
-    return replace(format, files=plain.files, container=plain.container, loading=plain.loading)
+    spelled = format_of("transformers")
+    return replace(
+        spelled if plain.container.chunks else spelled.of_states,
+        name=plain.name, files=plain.files, container=plain.container, loading=plain.loading, spelling=MODULES,
+    )  # fmt: skip
+
+
+def with_names(format: Format, names: str, of_source: str | None) -> Format:
+    """A format with the ``names`` that are asked for, if it takes any: ``source``, which are ``of_source``,
+    ``published`` or ``modules``.
+    """
+    wanted = of_source if names == SOURCE_NAMES else names
+    return in_modules(format) if wanted == MODULES and format.takes_any_names and format is not OWN else format
 
 
 def is_in_modules(format: Format) -> bool:
     """Whether a format, for whatever model, is that of one full checkpoint with the names of transformers' modules."""
-    return format.modules and format.files is HUGGING_FACE.files
+    return format.spelling == MODULES and format.files is HUGGING_FACE.files
 
 
 OWN, HUGGING_FACE = (read_format(PROGRAMS / "plain" / f"{name}.toml") for name in ("reshard", "huggingface"))

@@ -121,10 +121,6 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
         yield shape_of, alternatives[0][1]
 
 
-SOURCE_NAMES, PUBLISHED, MODULES = "source", "published", "modules"
-"""Whose names the tensors of a full checkpoint have: the source's, the published ones, or transformers' modules'."""
-
-
 class Spellings:
     """The two spellings of a model's tensors, by an architecture and a config.json."""
 

@@ -67,6 +67,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
     options=(
         changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
         changed("format", help="Show what 'split --as FORMAT' would write."),
+        changed("names", group=Group.WHAT, help="Of --as dcp: source, published or modules."),
         "dequantize", "dtype", *PADDING, *ACCESS,
         changed("report", help="Draw what each rank holds, as an HTML page."),
         Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
@@ -92,6 +93,7 @@ def plan_command(
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
     from reshard.commands.split import PlanRequest, planned_format, possible_degrees
+    from reshard.formats.notation.format_file import with_names
     from reshard.mesh.plan import make_plan
     from reshard.placement.program_plan import plan_for
     from reshard.source.opening import lines_of_any
@@ -131,6 +133,7 @@ def plan_command(
             raise
         _save(lines_of_any(source, request), save_file)
         raise PlanError(error.message, f"edit {save_file}, pass it with --plan {save_file}") from None
+    format = with_names(format, options["names"], opened.spelling if opened is not None else None)
     if save_file is not None:
         rules = model.architecture
         used = {line: rules.tensors[line] for line in rules.tensors if line in model.used_templates}

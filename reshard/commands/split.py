@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from reshard.formats.errors import CheckpointError, PlanError, Refusal, redacted, refused
 from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.hints import typed
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.notation.format import Format
-from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write
-from reshard.formats.notation.spellings import PUBLISHED, SOURCE_NAMES
+from reshard.formats.notation.format import PUBLISHED, SOURCE_NAMES, Format
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names
 from reshard.formats.store import StoredPath
 from reshard.mesh.degrees import Sweep, sweep
 from reshard.mesh.plan import Degrees, Plan, make_plan
@@ -37,11 +36,13 @@ class PlanRequest(Access, Degrees):
 
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
+    ``names``: whose names ``format="dcp"`` has, as in ``split``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     format: str | None = None
+    names: Literal["source", "published", "modules"] = "source"
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -50,8 +51,9 @@ def plan(request: PlanRequest) -> Plan:
     Without a degree it is the plan of one rank, and its text says which degrees are possible, and why not others.
     Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not possible.
     """
-    format = planned_format(request)
-    planned = plan_for(open_any(request.source, request, Weights.HEADERS).model, format, request)
+    format, opened = planned_format(request), open_any(request.source, request, Weights.HEADERS)
+    format = with_names(format, request.names, opened.spelling)
+    planned = plan_for(opened.model, format, request)
     arrangement_of(planned, format)  # raises for a tensor that has no place in the format
     return possible_degrees(planned, request) if format.plain and planned.mesh.size == 1 else planned
 
@@ -156,6 +158,7 @@ def split(request: SplitRequest) -> Summary:
     if request.part is not None and request.ranks is not None:
         raise refused("part", None, "both share the work", beside={"ranks": None}, advice="give one of them")
     began, opened = start(request), open_any(request.source, request)
+    format = with_names(format, request.names, opened.spelling)
     plan = plan_for(opened.model, format, request)
     chosen: tuple[int, ...] | None = None
     if isinstance(request.ranks, Share):  # of the ranks that are not in OUT already

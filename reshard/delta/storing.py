@@ -42,8 +42,8 @@ from reshard.formats.files.safetensors import (
     tensor_bytes,
     unit_of,
 )
+from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.notation.spellings import PUBLISHED
 from reshard.mesh.plan import make_plan
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place

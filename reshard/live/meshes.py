@@ -12,8 +12,8 @@ from typing import Any
 from reshard.commands.fields import values_of
 from reshard.formats.errors import PlanError
 from reshard.formats.mesh import MOST_RANKS
-from reshard.formats.notation.format import Format
-from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.format import MODULES, Format
+from reshard.formats.notation.format_file import format_of, with_names
 from reshard.formats.notation.placements import Cut, cut, in_order
 from reshard.live.sides import LiveState, Slice
 from reshard.mesh.plan import Degrees
@@ -29,12 +29,19 @@ from reshard.system import system_errors
 from reshard.transforms.opening import open_any
 
 TRAINERS: Mapping[str, str] = {
-    "fsdp2": "dcp-transformers", "transformers": "dcp-transformers", "torchtitan": "torchtitan-live",
+    "fsdp2": "dcp",
+    "transformers": "dcp",
+    "torchtitan": "torchtitan-live",
     "megatron": "megatron",
-}  # fmt: skip
+}
 """The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
 MOST_PARTS = 1 << 22
 """The parts of tensors that all ranks of a trainer may hold together: they are planned one by one, in half a minute."""
+
+
+def held_format(name: str) -> Format:
+    """The format of what a running program holds: its names are those of its own modules. Raises PlanError."""
+    return with_names(format_of(name), MODULES, None)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Target:
     def format(self) -> Format:
         """The format of its tensors. Raises PlanError."""
         try:
-            return format_of(TRAINERS.get(self.program, self.program))
+            return held_format(TRAINERS.get(self.program, self.program))
         except PlanError as error:
             near = "did you mean fsdp2? " if self.program == "fsdp" else ""
             hint = f"{near}trainers are {', '.join(TRAINERS)}; engines vllm, sglang and others of 'reshard formats'"

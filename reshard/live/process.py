@@ -22,10 +22,9 @@ import torch
 from reshard.formats.documents import read_config
 from reshard.formats.errors import LiveError, MismatchError, PlanError, ReshardError, listed
 from reshard.formats.files.checkpoint import CONFIG
-from reshard.formats.notation.format_file import format_of
 from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live.fence import Fence
-from reshard.live.meshes import TRAINERS, Target, target_of
+from reshard.live.meshes import TRAINERS, Target, held_format, target_of
 from reshard.live.parameters import check_unchanged, slices_of, slices_of_megatron, unwrapped
 from reshard.live.routing import BUCKET, Routes, plan_push, view_of
 from reshard.live.sides import LiveState, Slice, bound, from_document, of_checkpoints, to_document, unstacked
@@ -400,7 +399,7 @@ def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Rou
     ends = target_of(first["target"])
 
     def state(answers: Sequence[Mapping[str, Any]]) -> LiveState:
-        format = format_of(answers[0]["format"])
+        format = held_format(answers[0]["format"])
         ranks = [[unstacked(format, part) for part in from_document(answer["held"])] for answer in answers]
         return of_checkpoints(LiveState(format, ranks), first["config"])
 

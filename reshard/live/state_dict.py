@@ -18,6 +18,7 @@ from reshard.formats.files.checkpoint import CONFIG
 from reshard.formats.files.chunks import chunks_metadata
 from reshard.formats.files.safetensors import build_header
 from reshard.formats.store import StoredPath
+from reshard.formats.torch_internals import bytes_in
 from reshard.live.parameters import slices_of, unwrapped
 from reshard.store.range_store import Content, RangeStore
 from reshard.store.remote import Remote
@@ -101,7 +102,7 @@ def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> memoryview:
         rows = tensor[begin:end]
         tensor = rows[0] if end - begin == 1 else rows.contiguous()
         first, last = first - begin * row, last - begin * row
-    return tensor.reshape(-1).view(torch.uint8)[first:last].cpu().numpy().data
+    return bytes_in(tensor)[first:last].cpu().numpy().data
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from reshard.formats.errors import LiveError
-from reshard.formats.torch_internals import TORCH_DTYPES
+from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
 from reshard.live.routing import Part, Routes, View, view_of
 from reshard.move.changes import Change
 
@@ -146,5 +146,5 @@ def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
     if move.dtype == stored and function is None:
         return block
     edit = Change(move.atom.tensor, move.dtype, stored, function).elements()
-    raw = block.contiguous().view(torch.uint8).view(*block.shape, block.itemsize).cpu().numpy()
+    raw = bytes_in(block.contiguous()).view(*block.shape, block.itemsize).cpu().numpy()
     return torch.from_numpy(edit(raw)).view(TORCH_DTYPES[stored]).view(block.shape).to(block.device)

@@ -132,10 +132,9 @@ def refuse_lora(where: object, names: Iterable[str]) -> None:
         )
 
 
-def known_names(names: Iterable[str], spell: Spell) -> int:
-    """The number of names, without wrappers, that are of the model, behind the beginning that most of them have."""
-    forms = _forms(names)
-    return max((sum(len(forms[form]) for form in claimed) for claimed in _claims(forms, spell).values()), default=0)
+def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
+    """The names, without wrappers and numbers, that are of the model, behind whatever beginning."""
+    return set[str]().union(*_claims(_forms(names), spell).values())
 
 
 def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[str]]]:

@@ -64,7 +64,7 @@ def no_rule(unknown: Unknown, architecture: Architecture, config: Mapping[str, A
 def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, str]:
     """What is to be said of all tensors without a line rather than of one, and the hint; empty if there is nothing."""
     from reshard.formats.notation.adapters import tensors_of_modules  # for an error alone
-    from reshard.formats.notation.format_file import in_modules
+    from reshard.formats.notation.format_file import format_of
 
     others, count = unknown.others, f"{len(unknown.others):,}"
     modules = LineNames((tensor.name for tensor in tensors_of_modules(architecture, config)), architecture.prefixes)
@@ -73,7 +73,8 @@ def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, 
             "it is a name of transformers' modules",
             "save it again with save_original_format=True, which writes the published names",
         )
-    refused = in_modules().types.refused.get(in_modules().types.name_of(config))
+    types = format_of("transformers").types
+    refused = types.refused.get(types.name_of(config))
     strangers = [name for name in others if architecture.match(f"{name.rpartition('.')[0]}.weight") is None]
     if 2 * len(strangers) > len(unknown.names) > 1:
         of_modules = f"the names of transformers' modules cannot be read for this type: {refused}" if refused else ""

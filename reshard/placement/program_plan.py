@@ -207,7 +207,8 @@ def not_kept(format: Format) -> Mapping[str, str]:
     if format.files.is_single:
         why = "each tensor has one file, which any number of ranks loads"
         return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why) | names
-    reasons = names | {"pad_vocab_to": "it says itself what is padded"}
+    reasons = {} if format.takes_any_names else names
+    reasons |= {"pad_vocab_to": "it says itself what is padded"}
     if not format.container.chunks or format.padding.to is not None:
         reasons["uneven"] = "its ranks have equal parts"
     if format.container.chunks:

@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, known_names, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -272,7 +272,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
     def spell(name: str) -> str | None:
         return architecture.stated(name) if origins.is_known(name) else None
 
-    if folder.beginning is None and not known_names(names.values(), spell):
+    if folder.beginning is None and not known_forms(names.values(), spell):
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
@@ -288,7 +288,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
     """A checkpoint with the names of transformers' own modules; None if it has others."""
     from reshard.source.opening_programs import open_program  # rarely needed
 
-    folder.formats = (in_modules(),)
+    folder.formats = (in_modules(HUGGING_FACE),)
     try:
         source = open_program(folder)
     except ReshardError:

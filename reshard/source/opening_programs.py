@@ -26,15 +26,15 @@ from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
-from reshard.formats.notation.format import Format
-from reshard.formats.notation.format_file import is_in_modules
+from reshard.formats.notation.format import MODULES, Format
+from reshard.formats.notation.format_file import is_in_modules, with_names
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import Spell, known_names, name_all
+from reshard.model.naming import Spell, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -153,10 +153,10 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
     ways = [(format, files) for format in folder.formats for files in readings(folder, format)]
     if not ways:
         raise without_files(folder.formats[0], folder.path)
-    trained = [format for format, _ in ways if format.files.is_distributed]
-    if model is None and trained and len(ways) > 1:  # where both are, safetensors are a part of what was saved
-        likely = _likeliest(trained, folder)
-        ways = [way for way in ways if way[0] in likely]
+    trained = [(format, files) for format, files in ways if format.files.is_distributed]
+    if trained and folder.manifest is None:  # safetensors there are a part of what was saved
+        known = _of_names((format for format, _ in trained), folder)
+        ways = [(format, files) for format in known for files in readings(folder, format)]
     misfits: list[_MisfitError] = []
     unlike: list[tuple[int, _Reading, Plan]] = []
     for format, files in ways:
@@ -323,12 +323,12 @@ def _spelling(
         name = side.spelled(name) if side is not None else name
         if format.modules and not is_adapter and name not in second and (spelled := names.in_modules(name)) is not None:
             return spelled
-        if format.rules.keep and not format.rules.renames and names.is_joined(name):
+        if format.takes_any_names and names.is_joined(name):
             return None  # of transformers' modules, not of the checkpoint
         first = name
         while (stack := stack_of(format.rules.stacks, first)) is not None:
             first = name_at(stack, first, 0)
-        if format.rules.keep and not format.rules.renames and origins.knows(first):
+        if format.takes_any_names and origins.knows(first):
             return architecture.stated(name)
         return name if name in second or origins.knows(first) else None
 
@@ -343,17 +343,26 @@ def _renamed(tensors: Mapping[str, TensorInfo], folder: Folder, spell: Spell) ->
     return {name: tensors[stored]._replace(name=name) for stored, name in kept.items()}
 
 
-def _likeliest(candidates: Sequence[Format], folder: Folder) -> list[Format]:
-    """The formats of distributed checkpoints that know the most of the names; without a config.json, all of them."""
-    saved, counts = _saved(folder, candidates[0]), dict[str, int]()
-    for format in candidates:
-        try:
+def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
+    """The formats of a distributed checkpoint that know each of the names which one of them knows: also that with the
+    names of transformers' modules. Raises CheckpointError if none does; without a config.json, all may be.
+    """
+    known = list[tuple[Format, set[str]]]()
+    for format in dict.fromkeys(spelled for each in formats for spelled in (each, with_names(each, MODULES, None))):
+        forms, names = set[str](), map(without_wrappers, _saved(folder, format).tensors)
+        with contextlib.suppress(ReshardError):
             config, _ = _config_of(format, folder, ())
-            spell = _spelling(format, folder.architecture(config), config)
-            counts[format.name] = known_names(map(without_wrappers, saved.tensors), spell)
-        except ReshardError:
-            counts[format.name] = 0
-    return [format for format in candidates if counts[format.name] == max(counts.values())]
+            forms = known_forms(names, _spelling(format, folder.architecture(config), config))
+        known.append((format, forms))
+    every = set[str]().union(*(forms for _, forms in known))
+    found = [format for format, forms in known if forms == every]
+    if not found:
+        (one, first), (other, second) = sorted(known, key=lambda entry: -len(entry[1]))[:2]
+        raise CheckpointError(
+            f"{folder.path} has names of two formats: '{min(first - second)}' of '{one.name}', "
+            f"'{min(second - first)}' of '{other.name}'"
+        )
+    return found
 
 
 def _chunks_of(

@@ -42,9 +42,8 @@ from reshard.formats.files.side_files import find_side_files, is_side_file
 from reshard.formats.mesh import RANK_FOLDER, Mesh
 from reshard.formats.notation.architecture import Architecture, architecture_from_document, to_document
 from reshard.formats.notation.architecture_files import find_architecture, load_architecture
-from reshard.formats.notation.format import Format
-from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of
-from reshard.formats.notation.spellings import MODULES
+from reshard.formats.notation.format import MODULES, SOURCE_NAMES, Format
+from reshard.formats.notation.format_file import HUGGING_FACE, all_formats, format_of, with_names
 from reshard.formats.store import (
     FilePath,
     StoredPath,
@@ -271,6 +270,12 @@ class Source:
         """Whether it, or what it is computed from, is split over ranks, in whatever format."""
         return self.was_split or (self.format is not HUGGING_FACE and self.checkpoint is None)
 
+    @property
+    def spelling(self) -> str | None:
+        """The spelling of the original's names, as far as it is known, if it is not the published one."""
+        here = MODULES if self.format.modules else None
+        return here if self.manifest is None else self.manifest.source.names
+
     @cached_property
     def record(self) -> SourceRecord:
         """The record of the original checkpoint, as in a manifest. Reads samples of a full checkpoint's weights."""
@@ -390,7 +395,8 @@ class Folder:
         try:
             if (path / MANIFEST).is_file():
                 self.manifest = read_manifest(path / MANIFEST)
-                self.formats = (format_of(self.manifest.format),) if self.manifest.format is not None else ()
+                if self.manifest.format is not None:
+                    self.formats = (with_names(format_of(self.manifest.format), SOURCE_NAMES, self.manifest.names),)
         except CheckpointError as error:
             self.damage = error
         except ReshardError as error:  # it names a format that is not known here

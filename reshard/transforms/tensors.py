@@ -32,8 +32,8 @@ from reshard.formats.files.safetensors import (
     parse_header,
     tensor_bytes,
 )
+from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.notation.spellings import PUBLISHED
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_path, opened, read_into

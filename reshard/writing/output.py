@@ -36,9 +36,9 @@ from reshard.formats.files.sharded import (
 )
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.architecture_files import find_architecture
-from reshard.formats.notation.format import Format, Settings
+from reshard.formats.notation.format import MODULES, SOURCE_NAMES, Format, Settings
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
-from reshard.formats.notation.spellings import MODULES, SOURCE_NAMES, Spellings
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import Model, in_order
@@ -104,9 +104,8 @@ class Output:
             record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
         )
         is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so
-        spelled = (
-            in_modules() if is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path) else format
-        )
+        is_spelled = is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path)
+        spelled = in_modules(format) if is_spelled else format
         is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
         twice = source.twice if state is not None else source.aliases
         if not is_named:
@@ -118,7 +117,7 @@ class Output:
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
-        is_same = source.format.name == format.name
+        is_same = (source.format.name, source.format.spelling) == (format.name, format.spelling)
         if not is_same and source.training is not None and source.training.parts.states and format.files.is_distributed:
             # a training program would find each tensor of the source under the same name, and its states
             ours, others = ({each.name for each in side.stored} for side in (self.arrangement, source.arrangement))
@@ -172,6 +171,7 @@ class Output:
             "padding": dict(identity.padding),
             "plan": identity.plan,
             "format": None if self.format.plain else self.format.name,
+            "names": self.format.spelling,
             "max_shard_size": self.max_shard_size,
         }
 
@@ -428,7 +428,7 @@ class Output:
         return Manifest(
             self.identity, record, source.manifest_rules(self.format), self.max_shard_size,
             tuple(starmap(_record, side_files.items())), ranks, source.inputs,
-            None if self.format.plain else self.format.name,
+            None if self.format.plain else self.format.name, self.format.spelling,
         )  # fmt: skip
 
     def last_documents(self, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:

@@ -2,8 +2,8 @@
 
     python -m tests.engines.load_universal      (in an environment with DeepSpeed: tests/engines/deepspeed.txt)
 
-A small model is trained for two steps and saved, and two steps more. ``--as deepspeed-universal`` or ``--as
-dcp-transformers`` of what it saved is loaded by the other program, which goes on for the same two steps. The losses of
+A small model is trained for two steps and saved, and two steps more. ``--as deepspeed-universal`` or ``--as dcp
+--names modules`` of what it saved is loaded by the other program, which goes on for the same two steps. The losses of
 the first must be those of the unbroken run, bit for bit, sequence by sequence; those of the second, which depend on the
 optimizer's states, must be as near as sums in another order are. Where DeepSpeed's own converter takes it, the run that
 goes on from that must have the same losses, bit for bit. Prints a line for each. Exit code 1: something differs.
@@ -32,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reshard.api import split
 from tests import zoo
+from tests.support import form_of
 
 os.environ.update(DS_ACCELERATOR="cpu", DS_IGNORE_CUDA_DETECTION="1", OMP_NUM_THREADS="1")
 RUNS: Sequence[tuple[str, str, int, str, int]] = (
@@ -203,8 +204,8 @@ def main() -> None:
             first_kind, saved = (after, model) if is_alone else (before, root / "saved")
             out = None if is_alone else saved
             unbroken = _train(first_kind, ranks, is_one_group, model, root / "unbroken", None, out)
-            format = "dcp-transformers" if after == "fsdp2" else "deepspeed-universal"
-            split(saved, root / "ours", format=format, config=None if is_alone else model)
+            form = form_of("dcp modules" if after == "fsdp2" else "deepspeed-universal")
+            split(saved, root / "ours", **form, config=None if is_alone else model)
             resumed = _train(after, others, is_one_group, model, root / "resumed", root / "ours", None)
             first, second = (resumed - unbroken).abs().max(dim=1).values.tolist()
             is_same = first == 0 and (second < NOISE or after.endswith("bf16"))

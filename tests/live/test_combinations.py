@@ -11,7 +11,7 @@ import pytest
 
 from reshard.formats.errors import MismatchError, PlanError, ReshardError
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.format_file import format_of, in_modules
 from reshard.live import document, placements, routes
 from reshard.live.meshes import target_of, trainer_state
 from reshard.live.routing import plan_push
@@ -101,7 +101,7 @@ def test_no_step_is_larger_than_a_bucket_where_ranks_have_rows_in_turns(llama: P
         ]
         for rank in range(2)
     ]
-    plan = plan_push(model, LiveState(format_of("dcp-transformers"), ranks), target_of("fsdp2:8"), bucket=1 << 12)
+    plan = plan_push(model, LiveState(in_modules(format_of("dcp")), ranks), target_of("fsdp2:8"), bucket=1 << 12)
     for process in range(10):
         assert max(sum(part.nbytes for part in parts) for parts in plan.parts(process)) <= 1 << 12
 

@@ -357,7 +357,7 @@ WRONG = [
     (3, "version", "receiver 1 is to have version 2, and trainer 0 1"),
     (1, "dtype", f"tensor '{A_WEIGHT}' is F32 [96, 64] on rank 1, and BF16 [96, 64] on a rank before it"),
     (1, "shape", f"tensor '{A_WEIGHT}' is BF16 [98, 64] on rank 1, and BF16 [96, 64] on a rank before it"),
-    (1, "name", f"tensor '{A_WEIGHT.replace('up', 'pu')}' is none that the format 'dcp-transformers' has for 'llama' "
+    (1, "name", f"tensor '{A_WEIGHT.replace('up', 'pu')}' is none that the format 'dcp' has for 'llama' "
      "(held by trainer 1)"),
     (-1, "missing", f"tensor '{A_WEIGHT}' is missing, by the rules 'llama'"),
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.formats.errors import MismatchError, PlanError, ReshardError
+from reshard.formats.torch_internals import bytes_in
 from reshard.live.state_dict import _bytes_of
 from tests import store
 from tests.live.processes import run
@@ -79,6 +80,13 @@ def test_any_bytes_of_a_tensor_in_another_order(shape: list[int], random: Random
     tensor = torch.arange(prod(shape), dtype=torch.int16).reshape(shape).permute(order)
     begin, end = sorted(random.sample(range(tensor.nbytes + 1), 2))
     assert bytes(_bytes_of(tensor, begin, end)) == tensor.contiguous().numpy().tobytes()[begin:end]
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((1,), (7,)), ((1, 1), (9, 7)), ((1, 3), (9, 1)), ((0, 2), (5, 3))])
+def test_a_stride_that_is_never_taken_may_be_any_number(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    tensor = torch.arange(24, dtype=torch.int16).as_strided(shape, strides)
+    assert tensor.is_contiguous()
+    assert bytes(bytes_in(tensor).numpy()) == bytes(_bytes_of(tensor, 0, tensor.nbytes)) == tensor.numpy().tobytes()
 
 
 def test_a_large_tensor_in_another_order_is_not_copied_for_each_range(monkeypatch: pytest.MonkeyPatch) -> None:

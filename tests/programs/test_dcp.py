@@ -305,7 +305,7 @@ def test_a_model_of_transformers_loads_its_own_names(name: str, tmp_path: Path) 
     original = store.checkpoint(name)
     cls = getattr(transformers, json.loads((original / "config.json").read_text())["architectures"][0])
     wanted = cls.from_pretrained(original, dtype=torch.float32).state_dict()
-    split(original, tmp_path / "out", tp=2, format="dcp-transformers")
+    split(original, tmp_path / "out", tp=2, format="dcp", names="modules")
     state = {key: torch.zeros_like(each) for key, each in wanted.items()}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert same(state, dict(wanted))
@@ -492,7 +492,7 @@ def test_an_expert_is_looked_for_in_the_chunks_that_have_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the work grows with experts times chunks, of which a large run has thousands."""
-    split(store.checkpoint("mixtral"), tmp_path / "out", tp=1, ep=2, format="dcp-transformers")
+    split(store.checkpoint("mixtral"), tmp_path / "out", tp=1, ep=2, format="dcp", names="modules")
     asked, real = list[bool](), geometry._within
 
     def counted(*arguments: Any) -> Any:

@@ -20,13 +20,13 @@ from reshard.formats.files.safetensors import read_header
 from tests import store
 from tests.formats.test_dcp import Pieces, save
 from tests.marks import thorough
-from tests.support import contents
+from tests.support import contents, form_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
 MODELS = ("llama", "llama-tied", "phi3", "qwen2", "qwen3_moe", "gpt2", "bloom", "gpt_oss", "mamba", "qwen3_next")
 FORMS = (
-    None, "vllm", "sglang", "transformers", "dcp", "dcp-transformers", "megatron", "megatron-local", "megatron-legacy",
+    None, "vllm", "sglang", "transformers", "dcp", "dcp modules", "megatron", "megatron-local", "megatron-legacy",
     "torchtitan", "meta", "mistral", "deepseek",
 )  # fmt: skip
 ONE = {"workers": 1, "fsync": False}
@@ -76,10 +76,10 @@ def test_any_number_of_ranks_gives_the_bytes_of_the_full_checkpoint(
     for form, tp in itertools.product(FORMS, degrees):
         direct, out = tmp_path / f"direct-{form}-{tp}", tmp_path / f"out-{form}-{tp}"
         try:
-            split(original, direct, tp=tp, format=form, **ONE)
+            split(original, direct, tp=tp, **form_of(form), **ONE)
         except PlanError:  # the model has no such form at this degree
             continue
-        split(source, out, tp=tp, format=form, config=str(original), **ONE)
+        split(source, out, tp=tp, **form_of(form), config=str(original), **ONE)
         assert weights(out) == weights(direct), (form, tp)
         formats.add(form)
     assert len(formats) >= 4

@@ -146,7 +146,7 @@ def test_a_program_without_adapters_refuses_it(tmp_path: Path) -> None:
         split(source, tmp_path / "out", tp=2, format="vllm", config=base)
     found = json.loads(command("formats", source, "--config", base, "--json").stdout)["formats"]
     assert found["dcp"]["possible"] and "an adapter has no place" in found["vllm"]["reason"]
-    held = {"dcp", "dcp-transformers", *adapter_format_names()}
+    held = {"dcp", *adapter_format_names()}
     assert {name for name, each in found.items() if each["possible"]} <= held, found
     assert found["peft-per-expert"]["possible"] and "all modules" in found["sglang-lora"]["reason"]
     split(source, tmp_path / "dcp", tp=2, format="dcp", config=base)

@@ -112,7 +112,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 FORMS: list[dict[str, Any]] = [
     {"tp": 2, "pp": 3}, {"tp": 2, "format": "vllm"}, {"tp": 2, "format": "megatron"}, {"tp": 2}, {"format": "dcp"},
-    {"tp": 2, "format": "sglang"}, {"format": "dcp-transformers"}, {"tp": 2, "format": "megatron-legacy"},
+    {"tp": 2, "format": "sglang"}, {"format": "dcp", "names": "modules"}, {"tp": 2, "format": "megatron-legacy"},
 ]  # fmt: skip
 QUICK = {None: "ranks", "vllm": "one file a rank"}
 """The others are containers of chunks."""

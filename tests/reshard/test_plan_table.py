@@ -10,7 +10,7 @@ from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import architecture_from_document
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.expressions import read_expression
-from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.format_file import format_of, in_modules
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import format_table, rows_of, totals_of
 from reshard.model.binding import bind
@@ -88,7 +88,7 @@ def test_a_stack_of_experts_that_is_stored_input_first_is_split_as_each_expert_i
 
 def test_a_program_s_second_copy_of_a_tied_table_is_made_of_the_first():
     config, table = PHI3 | {"model_type": "llama", "tie_word_embeddings": True}, "model.embed_tokens.weight"
-    format = format_of("dcp-transformers")
+    format = in_modules(format_of("dcp"))
     rows = stored_rows(arrangement_of(plan_of(config, {table: (40, 20)}, Mesh()), format))
     assert {row.name: sources_text(row) for row in rows} == {table: "the same", "lm_head.weight": table}
 

@@ -17,7 +17,7 @@ from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each
-from tests.support import LLAMA, change_tensor, contents, write_file, write_tied_twice
+from tests.support import LLAMA, change_tensor, contents, form_of, write_file, write_tied_twice
 
 CONFIG = LLAMA | {
     "hidden_size": 64, "intermediate_size": 32, "vocab_size": 36, "num_hidden_layers": 1, "head_dim": 8,
@@ -63,7 +63,7 @@ def names(folder: Path) -> set[str]:
     return {name for tensors in open_source(folder).ranks for name in tensors}
 
 
-FORMS = [(form, 2) for form in (None, "vllm", "megatron", "dcp", "dcp-transformers", "torchtitan")] + [
+FORMS = [(form, 2) for form in (None, "vllm", "megatron", "dcp", "dcp modules", "torchtitan")] + [
     (None, 1),
     ("vllm", 4),
 ]
@@ -77,7 +77,7 @@ FORMS = [(form, 2) for form in (None, "vllm", "megatron", "dcp", "dcp-transforme
 def test_every_format_has_it_as_often_as_it_stores_it(
     is_dcp: bool, form: str | None, tp: int, both: Path, once: Path, tmp_path: Path
 ) -> None:
-    source, chosen = in_dcp(tmp_path / "dcp", both) if is_dcp else both, {"format": form} if form else {}
+    source, chosen = in_dcp(tmp_path / "dcp", both) if is_dcp else both, form_of(form)
     split(source, tmp_path / "out", tp=tp, **chosen)
     split(once, tmp_path / "direct", tp=tp, **chosen)
     kept = {HEAD} if form == "dcp" else set()  # it has the names of what was saved

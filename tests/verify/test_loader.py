@@ -23,7 +23,7 @@ from reshard.verify.loader.program import Rank, Request
 from reshard.verify.loader.watch import SMALL, Creation, NotFollowedError
 from reshard.verify.loader.witness import answer, judge
 from tests import store
-from tests.support import change_tensor, command
+from tests.support import change_tensor, command, form_of
 from tests.wrong_rules import exchanged
 
 BOTH = pytest.mark.parametrize("small", [0, SMALL], ids=["caught", "loaded"])
@@ -186,10 +186,10 @@ def _asked(original: Path, shards: Path, scratch: Path) -> list[str]:
     return list(said["ranks"][0]["differences"])
 
 
-@pytest.mark.parametrize("form", ["transformers", "dcp-transformers"])
+@pytest.mark.parametrize("form", ["transformers", "dcp modules"])
 def test_transformers_holds_the_same(form: str, tmp_path: Path) -> None:
     original, out = store.checkpoint("mixtral"), tmp_path / "out"
-    split(original, out, format=form, tp=2)
+    split(original, out, tp=2, **form_of(form))
     assert _asked(original, out, tmp_path) == []
 
 

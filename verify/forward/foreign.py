@@ -21,7 +21,7 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import CONFIG, MODEL
 from reshard.formats.files.safetensors import DTYPE_BITS, build_header
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.torch_internals import TORCH_DTYPES
+from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
 from reshard.placement.pieces import Box, Position, boxes
@@ -92,4 +92,4 @@ def _values(source: Source, files: Files, place: Location, box: Box, rank: int, 
     if function == "-exp":
         values = torch.log(-values)
     result = values.to(TORCH_DTYPES[dtype]).contiguous()
-    return result.reshape(-1).view(torch.uint8).numpy().view(f"<u{result.itemsize}").reshape(tuple(result.shape))
+    return bytes_in(result).numpy().view(f"<u{result.itemsize}").reshape(tuple(result.shape))

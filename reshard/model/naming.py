@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import ROOT, is_index, without_numbers
+from reshard.formats.notation.architecture import is_index, without_numbers
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS
 
@@ -203,23 +203,21 @@ def _role(beginning: str) -> str | None:
 
 def spelled_alike(one: Model, other: Model) -> dict[str, str]:
     """The names of the second model's tensors, each as the first model calls it, where the two spell it differently."""
-    if {tensor.name for tensor in one.tensors} == {tensor.name for tensor in other.tensors}:
-        return {}
-    names, others = (_by_tensor(model) for model in (one, other))
-    if len(names) < len(one.tensors) or len(others) < len(other.tensors):
-        return {}
-    return {theirs: names[key] for key, theirs in others.items() if names.get(key, theirs) != theirs}
+    ours, theirs = ([tensor.name for tensor in model.tensors] for model in (one, other))
+    return respelled(ours, theirs, Spellings(one.architecture, one.config), Spellings(other.architecture, other.config))
 
 
-def _by_tensor(model: Model) -> dict[tuple[object, ...], str]:
-    """The names of a model's tensors by what does not depend on the spelling: the module's tensor, or the line and the
-    indices.
+def respelled(
+    ours: Collection[str], theirs: Collection[str], spellings: Spellings, of_theirs: Spellings | None = None
+) -> dict[str, str]:
+    """Which of our names is of the same tensor as one of theirs, by theirs, where it is another name.
+
+    There is none if two of a side's names are of one tensor.
     """
-    names, spellings = dict[tuple[object, ...], str](), Spellings(model.architecture, model.config)
-    for tensor in model.tensors:
-        line, spelled = tensor.template.removeprefix(ROOT), spellings.in_modules(tensor.name)
-        if line.endswith("*") or spelled is not None:
-            names[(spelled or tensor.name).removeprefix(ROOT),] = tensor.name
-        else:
-            names[line, tensor.at] = tensor.name
-    return names
+    if {*ours} == {*theirs}:
+        return {}
+    names = {spellings.tensor(name): name for name in ours}
+    others = {(of_theirs or spellings).tensor(name): name for name in theirs}
+    if len(names) < len(ours) or len(others) < len(theirs):
+        return {}
+    return {name: names[tensor] for tensor, name in others.items() if names.get(tensor, name) != name}

@@ -217,12 +217,14 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         recorded = [file.tensors for file in record.files] if record else []
         if format.files.is_distributed:
             saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice, folder.lora)
+            spell = _as_in(known, format, spell) if known is not None else spell
             beginning = folder.lora.beginning(folder.beginning) if folder.lora else folder.beginning
             parts = parts_of(saved, spell, format.container.ignores, beginning)
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
-        elif is_in_modules(format) and known is None:
+        elif is_in_modules(format):
             spell = _spelling(format, architecture, config, twice)
+            spell = _as_in(known, format, spell) if known is not None else spell
             ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
         tensors = _merged(ranks, chunks)
         is_given = folder.config is not None and SETTINGS not in config
@@ -333,6 +335,19 @@ def _spelling(
         return name if name in second or origins.knows(first) else None
 
     return spell
+
+
+def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
+    """How a format spells the names of a model's tensors, which it knows by ``spell`` whatever their spelling."""
+    stored = [each.name for each in on_mesh(program_plan(model, format, UNSPLIT), format).stored]
+    own, spellings = frozenset(stored), Spellings(model.architecture, model.config)
+    names = {spellings.tensor(name): name for name in stored}
+
+    def spelled(name: str) -> str | None:
+        found = spell(name)
+        return found if found is None or found in own else names.get(spellings.tensor(found), found)
+
+    return spelled
 
 
 def _renamed(tensors: Mapping[str, TensorInfo], folder: Folder, spell: Spell) -> Mapping[str, TensorInfo]:

@@ -31,10 +31,9 @@ NOT_READ = {
 """Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
 one tensor under two names: of a tied head that is published under another name, or two lines of one name.
 """
-PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm",
-                    "esm-absolute", "fuyu"}  # fmt: skip
-"""They open by lines of their own, in which the same matrices are several tensors, or tensors have old names (gamma) or
-any names in a tower: diff does not take these for the same yet.
+PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm"}
+"""They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
+tower: diff does not take these for the same yet.
 """
 CHANGED_BY_TRANSFORMERS = {"mt5", "zaya", "xmod"}
 """What transformers itself loads and saves is another model: tied tensors that differ, numbers of the last expert."""

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import is_index, without_numbers
+from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS
 
@@ -83,8 +83,8 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
     adapter inside it.
     """
     found = _models(names, spell)
-    whole = [beginning for beginning in found if _role(beginning) is None]
-    chosen = next(iter(whole or found), "")
+    models = _of_best_role(found)
+    chosen = next(iter(models), "")
     if weights is not None:
         chosen = "" if weights in ("", TOP) else f"{weights.removesuffix('.')}."
         if chosen not in found:
@@ -98,25 +98,26 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             f"{where} has states of an optimizer ('{chosen}…'), and no model",
             f"if these are the weights, choose them: --weights {shlex.quote(chosen[:-1])}",
         )
+    if weights is None and len(models) > 1:
+        overlap = len({name for b in models for name in found[b]}) < sum(len(found[b]) for b in models)
+        what = f"{'two' if len(models) == 2 else len(models)} models" if overlap else "parts of one model or of several"
+        counts = ", ".join(f"{len(found[b]):,} {'' if n else 'tensors are '}{_place(b)}" for n, b in enumerate(models))
+        choices = " or ".join(f"--weights {shlex.quote(b[:-1] or TOP)}" for b in models)
+        raise CheckpointError(f"{where} has {what}: {counts}", f"choose one: {choices}")
     twice = next((all_of_it for all_of_it in found[chosen].values() if len(all_of_it) > 1), ())
     if twice:
         raise CheckpointError(f"{where} has two tensors of one name, '{twice[0]}' and '{twice[1]}'")
     known, others = {name: stored for name, (stored, *_) in found[chosen].items()}, dict[str, frozenset[str]]()
     for beginning, tensors in found.items():
-        shared = tensors.keys() & found[chosen].keys()
         if beginning == chosen:
             continue
-        if not shared and _role(beginning) is None:  # further tensors of the model, such as a head beside it
-            known |= {name: stored for name, (stored, *_) in tensors.items() if name not in known}
-            continue
-        is_part = beginning.startswith(chosen) and 2 * len(shared) < len(found[chosen])
-        if _role(beginning) == _role(chosen) and weights is None and not is_part:
-            raise CheckpointError(
-                f"{where} has two models: {len(found[chosen]):,} tensors are {_place(chosen)}, {len(tensors):,} "
-                f"{_place(beginning)}",
-                f"choose one: {' or '.join(f'--weights {shlex.quote(b[:-1] or TOP)}' for b in (chosen, beginning))}",
-            )
-        others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
+        owners = [b for b in found if _is_beside(beginning, b, found) and not _is_beside(b, chosen, found)]
+        if owners == [chosen]:
+            if both := next(((known[name], *stored) for name, stored in tensors.items() if name in known), None):
+                raise CheckpointError(f"{where} has two tensors of one name, '{both[0]}' and '{both[1]}'")
+            known |= {name: stored for name, (stored, *_) in tensors.items()}
+        else:
+            others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
     refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
@@ -159,6 +160,27 @@ def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[
                 tensors[spelled] += stored_of[name]
         found[best] = dict(tensors)
         left -= claims[best]
+
+
+def _of_best_role(found: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """The beginnings of what may be meant: of weights if there are any, else of averages, else of states; without those
+    of tensors that lie beside one of them.
+    """
+    roles = [None, "average", "optimizer"]
+    best = min((roles.index(_role(beginning)) for beginning in found), default=0)
+    alike = [beginning for beginning in found if roles.index(_role(beginning)) == best]
+    models = [one for one in alike if not any(_is_beside(one, other, found) for other in alike)]
+    return models or alike[:1]
+
+
+def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether what stands behind a beginning are further tensors of a model, such as a head around it: of no layer, and
+    none that the model itself has.
+    """
+    tensors = found[beginning]
+    is_around = model.startswith(beginning) or beginning.startswith(model)
+    is_lone = is_around and beginning != model and _role(beginning) == _role(model)
+    return is_lone and not any(map(numbers_in, tensors)) and tensors.keys().isdisjoint(found[model])
 
 
 def _forms(names: Iterable[str]) -> dict[str, list[str]]:

@@ -105,6 +105,59 @@ def test_an_average_is_a_model_and_a_state_is_none() -> None:
         named(stored("ema.") | stored("swa."))
 
 
+def some(beginning: str, *, layers: set[int] | None = None, without: str = "no tensor") -> dict[str, str]:
+    """The names below a beginning that are of these layers, or of none, without those of one word."""
+    wanted = {None: True} if layers is None else dict.fromkeys(layers, True)
+    numbers = {name: next((int(word) for word in name.split(".") if word.isdecimal()), None) for name in NAMES}
+    chosen = [name for name in NAMES if (layers is None or numbers[name] in wanted) and without not in name]
+    return {beginning + name: "" for name in chosen}
+
+
+@pytest.mark.parametrize(
+    ("sets", "said", "choices"),
+    [
+        ([some("a.", layers={0, 1}), some("b.", layers={2})], "parts of one model or of several", ["a", "b"]),
+        ([some("a.", layers={0, 1}), some("a.b.", layers={2})], "parts of one model or of several", ["a", "a.b"]),
+        ([some("a.", without="layers"), some("b.", layers={0, 1, 2})], "parts of one model", ["a", "b"]),
+        ([some("a."), some("b.", layers={1})], "two models", ["a", "b"]),
+        ([some("", without="norm"), some("ref.", layers={1})], "two models", ["/", "ref"]),
+        ([some("actor."), some("actor.ref.", layers={1})], "two models", ["actor", "actor.ref"]),
+        ([some("a."), some("b."), some("c.", without="lm_head")], "3 models", ["a", "b", "c"]),
+        ([some("a."), some("b."), some("ema.")], "two models", ["a", "b"]),
+        ([some("ema.", layers={0}), some("swa."), some("exp_avg.")], "two models", ["ema", "swa"]),
+        ([some("a.", without="lm_head"), some("b.", without="lm_head"), {"lm_head.weight": ""}], "two models", ["a"]),
+    ],
+)  # fmt: skip
+def test_of_several_readings_none_is_chosen(sets: list[dict[str, str]], said: str, choices: list[str]) -> None:
+    """Neither by their order, nor by the number of their names."""
+    for order in itertools.permutations(sets):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            named({name: "" for each in order for name in each})
+        for chosen in choices:
+            beginning = f"below '{chosen}.'" if chosen != "/" else "at the top"
+            assert beginning in caught.value.message and f'weights="{chosen}"' in str(caught.value.hint)
+            naming = named({name: "" for each in order for name in each}, chosen)
+            prefix = f"{chosen}." if chosen != "/" else ""
+            assert all(stored == prefix + name for name, stored in naming.known.items())
+
+
+@pytest.mark.parametrize("layers", [{0}, {0, 1, 2}])
+def test_a_role_and_not_a_count_says_what_is_meant(layers: set[int]) -> None:
+    """A model may be broken, and its average or its state whole; it is the model."""
+    for sets in itertools.permutations([some("model.", layers=layers), some("ema."), some("optim.state.exp_avg.")]):
+        naming = named({name: "" for each in sets for name in each})
+        assert {*naming.known.values()} == some("model.", layers=layers).keys()
+        assert {*naming.others} == {"ema.", "optim.state.exp_avg."}
+        naming = named({name: "" for each in sets[1:] for name in each if not name.startswith("model.")} | some("ema."))
+        assert {*naming.known.values()} == some("ema.").keys()
+
+
+def test_a_second_head_is_said() -> None:
+    names = {**some("a.b.", without="lm_head"), "lm_head.weight": "", "a.lm_head.weight": ""}
+    with pytest.raises(CheckpointError, match="two tensors of one name"):
+        named(names)
+
+
 def test_a_head_beside_the_model_belongs_to_it() -> None:
     names = stored("pretrained_model.")
     names = {name: "" for name in names if not name.endswith("lm_head.weight")} | {"lm_head.weight": ""}

@@ -225,7 +225,8 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         elif is_in_modules(format):
             spell = _spelling(format, architecture, config, twice)
             spell = _as_in(known, format, spell) if known is not None else spell
-            ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
+            sides = ranks if folder.lora is None else map(folder.lora.of_file, ranks)
+            ranks = tuple(_renamed(tensors, folder, spell) for tensors in sides)
         tensors = _merged(ranks, chunks)
         is_given = folder.config is not None and SETTINGS not in config
         if known is None and is_given:  # given apart from the weights, whose dtype it should say

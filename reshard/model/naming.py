@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
@@ -41,6 +41,9 @@ class LoraError(CheckpointError):
     """A LoRA adapter is among the weights: it is opened apart from its base (``reshard.source.lora``)."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Naming:
     """The tensors of one model among stored names.
@@ -58,6 +61,11 @@ class Naming:
     def left_behind(self) -> tuple[str, ...]:
         """The other sets, in a few words."""
         return tuple(dict.fromkeys(beginning.partition(".")[0] for beginning in self.others))
+
+    def of(self, stored: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """What is stored, but for other sets, by its names in the model; a stranger by its own."""
+        names = {at: name for name, at in self.known.items()}
+        return ((names.get(name, name), each) for name, each in stored.items() if not self.is_other(name))
 
     def is_other(self, stored: str) -> bool:
         """Whether a stored name is that of a tensor of another set."""
@@ -92,7 +100,11 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             raise ChoiceError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
     if chosen not in found:
         refuse_lora(where, names)
-        raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
+        first = min(names.values(), default="nothing")
+        if are_states(names.values()):
+            raise CheckpointError(f"{where} has states of an optimizer ('{first}'), and no model")
+        hint = "is config.json that of these tensors?" if names else None
+        raise CheckpointError(f"{where} holds '{first}', and no tensor of this model", hint)
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(
             f"{where} has states of an optimizer ('{chosen}…'), and no model",
@@ -131,6 +143,12 @@ def refuse_lora(where: object, names: Iterable[str]) -> None:
             f"{where} has a LoRA adapter among its weights ('{lora}'), which is not read here",
             "merge it first: reshard merge RUN OUT",
         )
+
+
+def are_states(names: Iterable[str]) -> bool:
+    """Whether all names, without wrappers, say that they are of states of an optimizer."""
+    names = list(names)
+    return bool(names) and all(_role(name) == "optimizer" for name in names)
 
 
 def known_names(names: Iterable[str], spell: Spell) -> int:

@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, known_names, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, are_states, known_names, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -148,7 +148,7 @@ def open_folder(
         raise folder.damage
     if folder.manifest is not None and not is_known:
         _check_recorded(path, folder.manifest)
-    may_choose = folder.kind == "full" or any(format.files.is_distributed for format in folder.formats)
+    may_choose = folder.kind == "full" or any(f.files.is_distributed or f.modules for f in folder.formats)
     if folder.beginning is not None and not may_choose:
         raise ChoiceError(f"{path} has one model", "leave out --weights")
     if folder.kind == "program":
@@ -272,7 +272,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
     def spell(name: str) -> str | None:
         return architecture.stated(name) if origins.is_known(name) else None
 
-    if folder.beginning is None and not known_names(names.values(), spell):
+    if folder.beginning is None and not known_names(names.values(), spell) and not are_states(names.values()):
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None

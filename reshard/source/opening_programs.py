@@ -11,8 +11,9 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes, read_config
@@ -361,13 +362,16 @@ def _spelling(
 
 def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
     """How a format spells the names of a model's tensors, which it knows by ``spell`` whatever their spelling."""
-    stored = [each.name for each in on_mesh(program_plan(model, format, UNSPLIT), format).stored]
-    own, spellings = frozenset(stored), Spellings(model.architecture, model.config)
-    names = {spellings.tensor(name): name for name in stored}
+    own, spellings = frozenset(model.kind_of), Spellings(model.architecture, model.config)
+
+    @cache
+    def stored() -> Mapping[Hashable, str]:
+        arrangement = on_mesh(program_plan(model, format, UNSPLIT), format)
+        return {spellings.tensor(each.name): each.name for each in arrangement.stored}
 
     def spelled(name: str) -> str | None:
         found = spell(name)
-        return found if found is None or found in own else names.get(spellings.tensor(found), found)
+        return found if found is None or found in own else stored().get(spellings.tensor(found), found)
 
     return spelled
 

@@ -106,8 +106,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy
 
-        patched = patch(opened, find(delta, hub, Weights.FILES))
-        opened = replace(transformed(patched.store), was_named=patched.names)
+        store, names = patch(opened, find(delta, hub, Weights.FILES))
+        opened = replace(transformed(store), was_named=names)
     if access.dequantize:
         from reshard.transforms.dequantize import dequantize  # numpy
 

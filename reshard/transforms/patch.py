@@ -91,15 +91,9 @@ _CHANGES = Changes()
 # --------------------------------------------------------------------------------------------------- putting together
 
 
-class Patched(NamedTuple):
-    """A base with a delta as a store, and whose names the result has: as a delta states them."""
-
-    store: RangeStore
-    names: str | None
-
-
-def patch(source: Source, path: FilePath) -> Patched:
-    """A base with a delta. Reads all of the base, which may spell its names otherwise, and what changed.
+def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
+    """A base with a delta: a store, and whose names the delta says that the result has. Reads all of the base, which
+    may spell its names otherwise, and what changed.
 
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.
@@ -170,7 +164,7 @@ def patch(source: Source, path: FilePath) -> Patched:
     own = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{public_name(source.path)} + {public_name(path)}"
-    return Patched(store_of(source, name_of, delta.files, contents, {**delta.documents, **own}), delta.names)
+    return store_of(source, name_of, delta.files, contents, {**delta.documents, **own}), delta.names
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> Places:

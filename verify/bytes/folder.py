@@ -94,6 +94,8 @@ def is_spelled_otherwise(original: Source, manifest: Manifest) -> bool:
     ours, theirs = original.record, manifest.source
     if not (ours.files and theirs.files and ours.names == theirs.names):
         return bool(theirs.files) and ours.names != theirs.names
+    if [file.header for file in ours.files] == [file.header for file in theirs.files]:
+        return False
     known, theirs_known = ({name for file in record.files for name in file.tensors} for record in (ours, theirs))
     stored, theirs_stored = (
         {name for file in record.files for name in parse_header(file.header, Path(file.name), file.size).tensors}

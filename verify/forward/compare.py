@@ -145,7 +145,8 @@ def _is_loaded(original: Source) -> bool:
     checkpoint, folder = original.checkpoint, local_path(original.path)
     if checkpoint is None or checkpoint.note or checkpoint.renamed:
         return False
-    return not folder or [*checkpoint.files] == [*open_checkpoint(folder).files]
+    files = {file.name for file in checkpoint.files}
+    return not folder or files == {file.name for file in open_checkpoint(folder).files}
 
 
 def _check_dequantizing(original: Source, options: ForwardOptions) -> None:

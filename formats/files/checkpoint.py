@@ -105,7 +105,8 @@ class Checkpoint:
     of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
     ``records`` say what the weight files are, without what the index leaves out; they are empty if one is ``.bin``.
     ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there are several: where it is
-    missing or does not fit the files, the right one. ``note`` says so, and what the index leaves out.
+    missing or does not fit the files, the right one. ``note`` says so, and what the index leaves out. With ``renamed``,
+    the names are not those in the files.
     """
 
     path: FilePath
@@ -117,6 +118,7 @@ class Checkpoint:
     index: bytes | None = None
     index_name: str | None = None
     note: str | None = None
+    renamed: bool = False
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:

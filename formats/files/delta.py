@@ -122,7 +122,8 @@ WRITERS[bytes] = lambda content: base64.b64encode(content).decode()
 class Delta:
     """What changed from a base to a result. ``contents`` are the names of the files that have it. ``files`` and
     ``documents`` are those of the result, as a merge writes it; of ``sides``, the other small files, the content is
-    None where it is the base's.
+    None where it is the base's. ``names``: the result has others than the published ones, those of transformers'
+    ``modules``.
     """
 
     path: FilePath = field(metadata={"key": None})
@@ -133,6 +134,7 @@ class Delta:
     )
     documents: Mapping[str, bytes] = field(metadata={"read": _by_name(_unpacked)})
     sides: Mapping[str, bytes | None] = field(metadata={"read": _by_name(optional(_unpacked))})
+    names: str | None = None
 
 
 def smallest(dtype: str, elements: int, changed: int) -> str:

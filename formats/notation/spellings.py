@@ -8,7 +8,7 @@ tensor is made of stands in ``formats/programs/transformers.json``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,22 +151,32 @@ class Spellings:
         whole = (tensor for tensor in self._tensors if len(tensor.parts) == 1 and tensor.stacked is None)
         return {tensor.parts[0].source: tensor.name for tensor in whole if tensor.parts[0].label is None}
 
+    def tensor(self, name: str) -> Hashable:
+        """What a tensor's names have in common: the module's tensor, or else the line and the indices."""
+        spelled, match = self.in_modules(name), self._architecture.match(name)
+        module, _, leaf = name.rpartition(".")
+        if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):
+            return self.tensor(f"{module}.weight"), leaf  # it belongs to a weight
+        if spelled is not None or match is None or match.template.endswith("*"):
+            return (spelled or name).removeprefix(ROOT)
+        return match.template.removeprefix(ROOT), *match.indices.values()
+
     def in_modules(self, name: str) -> str | None:
         """The name of a tensor as transformers itself spells it; None if no module has this tensor, as a whole."""
         found = self._module_names.find(name)
         if found is not None and not found[0].endswith("*"):
             return filled(*found)
+        match = self._architecture.match(name)
+        template = self._renamed.get(match.template) if match is not None else None
+        if match is not None and template is not None and not template.endswith("*"):
+            return filled(template, match.indices)
         if found is not None:  # of an open line the root alone is known
             of_root = name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
             stem = filled(*found).removesuffix("*")
             if (spelled := next((each for each in (name, of_root) if each.startswith(stem)), None)) is not None:
                 return spelled
-        match = self._architecture.match(name)
-        template = self._renamed.get(match.template) if match is not None else None
         if match is None or template is None:
             return None
-        if not template.endswith("*"):
-            return filled(template, match.indices)
         stem, other = (filled(line, match.indices).removesuffix("*") for line in (match.template, template))
         stated = self._architecture.stated(name)
         return other + stated.removeprefix(stem) if stated.startswith(stem) else stated

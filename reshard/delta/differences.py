@@ -193,19 +193,23 @@ from one.
 def differences(
     a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
 ) -> Diff:
-    """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError."""
-    spelled = spelled_alike(a.model, b.model) if keep is None else {}
+    """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError.
+
+    Names are those of the second.
+    """
+    spelled = spelled_alike(b.model, a.model)
     of_a, of_b = ({tensor.name: tensor for tensor in side.model.tensors} for side in (a, b))
-    of_b = {spelled.get(name, name): tensor for name, tensor in of_b.items()}
     for side, named in ((a, of_a), (b, of_b)):
         named.update({second: named[first]._replace(name=second) for second, first in side.aliases.items() if aliases})
+    if spelled:
+        of_a = {(new := spelled.get(name, name)): tensor._replace(name=new) for name, tensor in of_a.items()}
     known = {name: _known(tensor, of_b.get(name)) for name, tensor in of_a.items()}
     compared_names = [name for name, tensor in known.items() if tensor.kind == SAME]
     sizes = {name: tensor_bytes(name, of_a[name].dtype, of_a[name].shape) for name in compared_names}
     total, moved = sum(sizes.values()), 0
     elsewhere = a.is_remote or b.is_remote
     contents = [tensors_of(side) for side in (a, b)] if compared_names else []
-    contents = [contents[0], {spelled.get(n, n): tensor for n, tensor in contents[1].items()}] if spelled else contents
+    contents = [{spelled.get(n, n): tensor for n, tensor in contents[0].items()}, contents[1]] if spelled else contents
 
     def compare(_: int, report: Callable[[int], None]) -> None:
         for name in names:

@@ -45,6 +45,7 @@ from reshard.formats.files.safetensors import (
 from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
+from reshard.model.naming import spelled_alike
 from reshard.move.jobs import Progress, no_progress
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
@@ -95,7 +96,7 @@ def write_delta(
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
         files = tuple(SourceFileRecord(file.name, file.size, None, file.header) for file in new.files)
-        delta = Delta(building, (file,), changes, files, dict(new.documents), sides)
+        delta = Delta(building, (file,), changes, files, dict(new.documents), sides, b.names_of)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))
             if is_compressed:
@@ -106,7 +107,8 @@ def write_delta(
             building.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    again = a.aliases.keys() | b.aliases.keys()
+    spelled = spelled_alike(b.model, a.model)
+    again = {spelled.get(name, name) for name in a.aliases} | b.aliases.keys()
     return dataclasses.replace(diff, tensors=tuple(tensor for tensor in diff.tensors if tensor.name not in again))
 
 
@@ -118,7 +120,8 @@ def _write(
     Returns the file, the tensors that it has, and how each tensor of the result comes about. The header of frames, of
     which the length depends on theirs, is written last, where there was room for the longest.
     """
-    left, right = tensors_of(a), tensors_of(b)
+    spelled, right = spelled_alike(b.model, a.model), tensors_of(b)
+    left = {spelled.get(name, name): tensor for name, tensor in tensors_of(a).items()}
     changes, ways, parts, checks = dict[str, Change](), dict[str, str](), dict[str, list[Entry]](), dict[str, str]()
     empty = (PartialSum(0).value(),) * 2
     for tensor in diff.tensors:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.notation.architecture import ROOT, is_index, without_numbers
+from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS
 
@@ -41,6 +41,9 @@ class LoraError(CheckpointError):
     """A LoRA adapter is among the weights: it is opened apart from its base (``reshard.source.lora``)."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Naming:
     """The tensors of one model among stored names.
@@ -58,6 +61,11 @@ class Naming:
     def left_behind(self) -> tuple[str, ...]:
         """The other sets, in a few words."""
         return tuple(dict.fromkeys(beginning.partition(".")[0] for beginning in self.others))
+
+    def of(self, stored: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """What is stored, but for other sets, by its names in the model; a stranger by its own."""
+        names = {at: name for name, at in self.known.items()}
+        return ((names.get(name, name), each) for name, each in stored.items() if not self.is_other(name))
 
     def is_other(self, stored: str) -> bool:
         """Whether a stored name is that of a tensor of another set."""
@@ -83,8 +91,8 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
     adapter inside it.
     """
     found = _models(names, spell)
-    whole = [beginning for beginning in found if _role(beginning) is None]
-    chosen = next(iter(whole or found), "")
+    models = _of_best_role(found)
+    chosen = next(iter(models), "")
     if weights is not None:
         chosen = "" if weights in ("", TOP) else f"{weights.removesuffix('.')}."
         if chosen not in found:
@@ -92,31 +100,36 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             raise ChoiceError(f"{where}: no tensors of this model are {_place(chosen)}{there}")
     if chosen not in found:
         refuse_lora(where, names)
-        raise CheckpointError(f"{where} holds '{min(names.values(), default='nothing')}', and no tensor of this model")
+        first = min(names.values(), default="nothing")
+        if are_states(names.values()):
+            raise CheckpointError(f"{where} has states of an optimizer ('{first}'), and no model")
+        hint = "is config.json that of these tensors?" if names else None
+        raise CheckpointError(f"{where} holds '{first}', and no tensor of this model", hint)
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(
             f"{where} has states of an optimizer ('{chosen}…'), and no model",
             f"if these are the weights, choose them: --weights {shlex.quote(chosen[:-1])}",
         )
+    if weights is None and len(models) > 1:
+        overlap = len({name for b in models for name in found[b]}) < sum(len(found[b]) for b in models)
+        what = f"{'two' if len(models) == 2 else len(models)} models" if overlap else "parts of one model or of several"
+        counts = ", ".join(f"{len(found[b]):,} {'' if n else 'tensors are '}{_place(b)}" for n, b in enumerate(models))
+        choices = " or ".join(f"--weights {shlex.quote(b[:-1] or TOP)}" for b in models)
+        raise CheckpointError(f"{where} has {what}: {counts}", f"choose one: {choices}")
     twice = next((all_of_it for all_of_it in found[chosen].values() if len(all_of_it) > 1), ())
     if twice:
         raise CheckpointError(f"{where} has two tensors of one name, '{twice[0]}' and '{twice[1]}'")
     known, others = {name: stored for name, (stored, *_) in found[chosen].items()}, dict[str, frozenset[str]]()
     for beginning, tensors in found.items():
-        shared = tensors.keys() & found[chosen].keys()
         if beginning == chosen:
             continue
-        if not shared and _role(beginning) is None:  # further tensors of the model, such as a head beside it
-            known |= {name: stored for name, (stored, *_) in tensors.items() if name not in known}
-            continue
-        is_part = beginning.startswith(chosen) and 2 * len(shared) < len(found[chosen])
-        if _role(beginning) == _role(chosen) and weights is None and not is_part:
-            raise CheckpointError(
-                f"{where} has two models: {len(found[chosen]):,} tensors are {_place(chosen)}, {len(tensors):,} "
-                f"{_place(beginning)}",
-                f"choose one: {' or '.join(f'--weights {shlex.quote(b[:-1] or TOP)}' for b in (chosen, beginning))}",
-            )
-        others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
+        owners = [b for b in found if _is_beside(beginning, b, found) and not _is_beside(b, chosen, found)]
+        if owners == [chosen]:
+            if both := next(((known[name], *stored) for name, stored in tensors.items() if name in known), None):
+                raise CheckpointError(f"{where} has two tensors of one name, '{both[0]}' and '{both[1]}'")
+            known |= {name: stored for name, (stored, *_) in tensors.items()}
+        else:
+            others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
     refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
@@ -135,6 +148,12 @@ def refuse_lora(where: object, names: Iterable[str]) -> None:
 def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
     """The names, without wrappers and numbers, that are of the model, behind whatever beginning."""
     return set[str]().union(*_claims(_forms(names), spell).values())
+
+
+def are_states(names: Iterable[str]) -> bool:
+    """Whether all names, without wrappers, say that they are of states of an optimizer."""
+    names = list(names)
+    return bool(names) and all(_role(name) == "optimizer" for name in names)
 
 
 def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[str]]]:
@@ -158,6 +177,27 @@ def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[
                 tensors[spelled] += stored_of[name]
         found[best] = dict(tensors)
         left -= claims[best]
+
+
+def _of_best_role(found: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """The beginnings of what may be meant: of weights if there are any, else of averages, else of states; without those
+    of tensors that lie beside one of them.
+    """
+    roles = [None, "average", "optimizer"]
+    best = min((roles.index(_role(beginning)) for beginning in found), default=0)
+    alike = [beginning for beginning in found if roles.index(_role(beginning)) == best]
+    models = [one for one in alike if not any(_is_beside(one, other, found) for other in alike)]
+    return models or alike[:1]
+
+
+def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether what stands behind a beginning are further tensors of a model, such as a head around it: of no layer, and
+    none that the model itself has.
+    """
+    tensors = found[beginning]
+    is_around = model.startswith(beginning) or beginning.startswith(model)
+    is_lone = is_around and beginning != model and _role(beginning) == _role(model)
+    return is_lone and not any(map(numbers_in, tensors)) and tensors.keys().isdisjoint(found[model])
 
 
 def _forms(names: Iterable[str]) -> dict[str, list[str]]:
@@ -202,23 +242,21 @@ def _role(beginning: str) -> str | None:
 
 def spelled_alike(one: Model, other: Model) -> dict[str, str]:
     """The names of the second model's tensors, each as the first model calls it, where the two spell it differently."""
-    if {tensor.name for tensor in one.tensors} == {tensor.name for tensor in other.tensors}:
-        return {}
-    names, others = (_by_tensor(model) for model in (one, other))
-    if len(names) < len(one.tensors) or len(others) < len(other.tensors):
-        return {}
-    return {theirs: names[key] for key, theirs in others.items() if names.get(key, theirs) != theirs}
+    ours, theirs = ([tensor.name for tensor in model.tensors] for model in (one, other))
+    return respelled(ours, theirs, Spellings(one.architecture, one.config), Spellings(other.architecture, other.config))
 
 
-def _by_tensor(model: Model) -> dict[tuple[object, ...], str]:
-    """The names of a model's tensors by what does not depend on the spelling: the module's tensor, or the line and the
-    indices.
+def respelled(
+    ours: Collection[str], theirs: Collection[str], spellings: Spellings, of_theirs: Spellings | None = None
+) -> dict[str, str]:
+    """Which of our names is of the same tensor as one of theirs, by theirs, where it is another name.
+
+    There is none if two of a side's names are of one tensor.
     """
-    names, spellings = dict[tuple[object, ...], str](), Spellings(model.architecture, model.config)
-    for tensor in model.tensors:
-        line, spelled = tensor.template.removeprefix(ROOT), spellings.in_modules(tensor.name)
-        if line.endswith("*") or spelled is not None:
-            names[(spelled or tensor.name).removeprefix(ROOT),] = tensor.name
-        else:
-            names[line, tensor.at] = tensor.name
-    return names
+    if {*ours} == {*theirs}:
+        return {}
+    names = {spellings.tensor(name): name for name in ours}
+    others = {(of_theirs or spellings).tensor(name): name for name in theirs}
+    if len(names) < len(ours) or len(others) < len(theirs):
+        return {}
+    return {name: names[tensor] for tensor, name in others.items() if names.get(tensor, name) != name}

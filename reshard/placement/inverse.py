@@ -7,10 +7,10 @@ line whose sources are all known to the model's architecture is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reshard.formats.errors import CheckpointError, PlanError
-from reshard.formats.notation.architecture import Architecture, filled
+from reshard.formats.notation.architecture import Architecture, filled, newer_than_tables
 from reshard.formats.notation.components import component_names
 from reshard.formats.notation.format import Format, Line, Renaming
 from reshard.model.model import AxisSizes, check_members
@@ -21,7 +21,7 @@ class NameInverse:
 
     def __init__(self, format: Format, architecture: Architecture, config: Mapping[str, object]) -> None:
         self._format, self._architecture = format.of(config), architecture
-        self._sizes = AxisSizes(architecture, config, {})
+        self._sizes, self._newer = AxisSizes(architecture, config, {}), newer_than_tables(config)
         self._packed = {  # for the name of each component of a packed tensor the packed tensor's
             name: template
             for template, rules in architecture.tensors.items()
@@ -51,12 +51,21 @@ class NameInverse:
             if sources is None and self._is_copy(name):
                 continue
             if sources is None:
-                raise CheckpointError(
-                    f"tensor '{name}' is none that the format '{self._format.name}' has for '{self._architecture.name}'"
-                )
+                raise self._unknown(name, stored)
             for source in sources:
                 origins.setdefault(source, name)
         return origins
+
+    def _unknown(self, name: str, stored: Sequence[str]) -> CheckpointError:
+        """The error for a stored tensor of a name that no line of the format gives."""
+        what = f"tensor '{name}' is none that the format '{self._format.name}' has for '{self._architecture.name}'"
+        what += f"; {self._newer}" if self._newer else ""
+        count = sum(not self.knows(each) for each in stored)
+        if 2 * count <= len(stored):
+            return CheckpointError(what)
+        return CheckpointError(
+            f"{what}; {count:,} of {len(stored):,} are none", "is config.json that of these tensors?"
+        )
 
     def knows(self, name: str) -> bool:
         """Whether the format has a tensor of this name, whatever else is stored."""

@@ -29,6 +29,7 @@ from reshard.formats.files.checkpoint import (
     weight_files,
 )
 from reshard.formats.files.dcp import Distributed
+from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.notation.adapters import PREFIX, Settings, adapter_architecture, of_pattern, settings_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
@@ -164,6 +165,12 @@ class Side:
     def of_distributed(self, saved: Distributed) -> Distributed:
         """This side's tensors of a distributed checkpoint."""
         return replace(saved, tensors={name: saved.tensors[stored] for stored, name in self.names.items()})
+
+    def of_file(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """This side's tensors of those that are stored, also by second names."""
+        names = {stored: self.names.get(stored) or _OF_BASE.sub("", without_wrappers(stored)) for stored in tensors}
+        others = self.run.base if self.is_adapter else self.run.factors
+        return {names[n]: info._replace(name=names[n]) for n, info in tensors.items() if n not in others}
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of this side's model, which is the run's or that of the model that is adapted."""

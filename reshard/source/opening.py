@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, known_forms, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, are_states, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -148,7 +148,7 @@ def open_folder(
         raise folder.damage
     if folder.manifest is not None and not is_known:
         _check_recorded(path, folder.manifest)
-    may_choose = folder.kind == "full" or any(format.files.is_distributed for format in folder.formats)
+    may_choose = folder.kind == "full" or any(f.files.is_distributed or f.modules for f in folder.formats)
     if folder.beginning is not None and not may_choose:
         raise ChoiceError(f"{path} has one model", "leave out --weights")
     if folder.kind == "program":
@@ -157,7 +157,7 @@ def open_folder(
         return open_program(folder, model)
     if folder.kind == "split":
         return _open_sharded(folder)
-    return _open_full(folder, adapted, is_part=is_part)
+    return _open_full(folder, model, adapted, is_part=is_part)
 
 
 def _check_recorded(path: FilePath, manifest: Manifest) -> None:
@@ -194,7 +194,7 @@ def draft_of(path: FilePath) -> Draft:
     return draft(checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 
 
-def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Source:
+def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_part: bool) -> Source:
     path, is_adapter = folder.path, folder.kind == "adapter"
     known = dict(adapted.config) if adapted is not None else None
     if folder.lora is not None:
@@ -232,10 +232,10 @@ def _open_full(folder: Folder, adapted: Model | None, *, is_part: bool) -> Sourc
             model, twice = _bound(folder, architecture, config, tensors)
         if not is_part:
             check_complete(model, path)
-        if may_be_spelled and _is_joined(model) and (spelled := _in_modules(folder, checkpoint)) is not None:
+        if may_be_spelled and _is_joined(model) and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
     except (CheckpointError, NoRuleError):
-        if may_be_spelled and (spelled := _in_modules(folder, checkpoint)) is not None:
+        if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
             refuse_lora(path, map(without_wrappers, checkpoint.tensors))
@@ -272,7 +272,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
     def spell(name: str) -> str | None:
         return architecture.stated(name) if origins.is_known(name) else None
 
-    if folder.beginning is None and not known_forms(names.values(), spell):
+    if folder.beginning is None and not known_forms(names.values(), spell) and not are_states(names.values()):
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
@@ -284,17 +284,20 @@ def _is_joined(model: Model) -> bool:
     return bool(stacks) and not stacks.isdisjoint(Spellings(model.architecture, model.config).of_modules)
 
 
-def _in_modules(folder: Folder, checkpoint: Checkpoint) -> Source | None:
-    """A checkpoint with the names of transformers' own modules; None if it has others."""
+def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> Source | None:
+    """A checkpoint with the names of transformers' own modules; None if it has others. It may be shards of a model that
+    it is ``like``.
+    """
     from reshard.source.opening_programs import open_program  # rarely needed
 
     folder.formats = (in_modules(HUGGING_FACE),)
     try:
         source = open_program(folder)
+        source = open_program(folder, like) if like is not None else source
     except ReshardError:
         return None
     if source.ranks[0].keys() != checkpoint.tensors.keys():  # a merge writes other names
-        checkpoint = replace(checkpoint, records=(), index=None, index_name=None)
+        checkpoint = replace(checkpoint, records=(), index=None, index_name=None, renamed=True)
     note = "the names are those of transformers' modules"
     return replace(source, checkpoint=checkpoint, note="; ".join(filter(None, (checkpoint.note, note))))
 
@@ -314,9 +317,10 @@ def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
         if original in names
     }
     records = tuple(replace(record, beginning=naming.beginning) for record in checkpoint.records)
+    renamed = replace(checkpoint, tensors=tensors, aliases=aliases, records=records, renamed=True)
     if len(tensors) == len(checkpoint.tensors) and {name for r in records for name in r.tensors} == tensors.keys():
-        return replace(checkpoint, tensors=tensors, aliases=aliases, records=records)
-    return replace(checkpoint, tensors=tensors, aliases=aliases, records=(), index=None, index_name=None)
+        return renamed
+    return replace(renamed, records=(), index=None, index_name=None)
 
 
 def _check_vocabulary(architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:

@@ -11,8 +11,9 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes, read_config
@@ -85,7 +86,7 @@ class _Reading:
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
     files that do not lie in the folder as they are, ``given_dtype`` the dtype of a config.json if the weights have
-    another. ``twice`` are the second names of tied tensors.
+    another. ``twice`` are the second names of tied tensors, ``others`` what its files have besides the model.
     """
 
     format: Format
@@ -99,6 +100,7 @@ class _Reading:
     computed: Mapping[str, bytes] = field(default_factory=dict)
     given_dtype: str | None = None
     twice: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @property
     def meshes(self) -> Iterable[Mesh]:
@@ -183,12 +185,25 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
             if model is None:
                 if folder.plan_file is not None:
                     check_numbers(reading.model)
-                check_complete(reading.model, folder.path)
+                _check_complete(reading, folder)
             return source
     if unlike:
         _, reading, nearest = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, nearest, lacking=True)
     raise max(misfits, key=lambda misfit: misfit.rank).error
+
+
+def _check_complete(reading: _Reading, folder: Folder) -> None:
+    """Raise CheckpointError if tensors of the model are missing, or if most of those that are there are of another."""
+    try:
+        check_complete(reading.model, folder.path)
+    except CheckpointError:
+        saved = reading.training.saved.tensors if reading.training is not None else {}
+        strangers = len(saved.keys() & {*reading.training.parts.rest}) if reading.training is not None else 0
+        if 2 * strangers <= len(saved):
+            raise
+        what = f"{strangers:,} of {len(saved):,} tensors are none of '{reading.model.architecture.name}'"
+        raise CheckpointError(f"{folder.path}: {what}", "is config.json that of these tensors?") from None
 
 
 def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
@@ -197,6 +212,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
     split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
     chunks, training, given_dtype, computed = None, None, None, dict[str, bytes]()
+    beside: tuple[str, ...] = ()
     with _misfit(1):
         if format.container.chunks and not format.files.is_distributed:
             ranks, chunks = read_chunked(folder, files)
@@ -217,13 +233,20 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         recorded = [file.tensors for file in record.files] if record else []
         if format.files.is_distributed:
             saved, spell = _saved(folder, format), _spelling(format, architecture, config, twice, folder.lora)
+            spell = _as_in(known, format, spell) if known is not None else spell
             beginning = folder.lora.beginning(folder.beginning) if folder.lora else folder.beginning
             parts = parts_of(saved, spell, format.container.ignores, beginning)
             training = Training(saved, parts, folder.beginning)
             ranks, chunks = _chunks_of(format, saved, parts.model)
-        elif is_in_modules(format) and known is None:
+        elif is_in_modules(format) or (format.modules and folder.manifest is None):
             spell = _spelling(format, architecture, config, twice)
-            ranks = tuple(_renamed(tensors, folder, spell) for tensors in ranks)
+            spell = _as_in(known, format, spell) if known is not None else spell
+            ranks = ranks if folder.lora is None else tuple(map(folder.lora.of_file, ranks))
+            stored = {name: without_wrappers(name) for tensors in ranks for name in tensors}
+            naming = name_all(folder.path, stored, spell, folder.beginning)
+            ranks = tuple({new: info._replace(name=new) for new, info in naming.of(tensors)} for tensors in ranks)
+            chunks = dict(naming.of(chunks)) if chunks is not None else None
+            beside = naming.left_behind
         tensors = _merged(ranks, chunks)
         is_given = folder.config is not None and SETTINGS not in config
         if known is None and is_given:  # given apart from the weights, whose dtype it should say
@@ -255,7 +278,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
     if known is not None:
         if format.container.chunks:
             mesh, is_known = folder.mesh or (split.mesh if split else UNSPLIT), is_known or split is not None
-        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice)
+        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice, others=beside)
     with _misfit(2 * has_mesh):
         sizes = folder.manifest.identity.sizes if folder.manifest else None
         model = bind(architecture, config, full, axes=sizes or inferred_sizes(architecture, config, tensors, full))
@@ -267,7 +290,8 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
                     "stored",
                     "it is not the config.json of these tensors, or is damaged",
                 )
-    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, computed, given_dtype, twice)
+    more = (computed, given_dtype, twice, beside)
+    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, *more)
 
 
 _MARGIN = 64
@@ -296,7 +320,8 @@ def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> 
         format, plan, plan.model, (tensor.name for tensor in plan.model.tensors), reading.ranks,
         (folder.file(file, entry) for file, entry in infos.items()), side, computed=reading.computed,
         intact=intact, chunks=reading.chunks, training=training, given_dtype=reading.given_dtype, twice=reading.twice,
-        left_behind=training.parts.words() if training else left_behind(folder, format, reading.files),
+        left_behind=training.parts.words() if training
+        else (*left_behind(folder, format, reading.files), *reading.others),
         rank_files=reading.files,
     )  # fmt: skip
 
@@ -335,12 +360,20 @@ def _spelling(
     return spell
 
 
-def _renamed(tensors: Mapping[str, TensorInfo], folder: Folder, spell: Spell) -> Mapping[str, TensorInfo]:
-    """Tensors by their names in a format; those that it does not know by their own."""
-    naming = name_all(folder.path, {stored: without_wrappers(stored) for stored in tensors}, spell, folder.beginning)
-    known = {stored: name for name, stored in naming.known.items()}
-    kept = {stored: known.get(stored, stored) for stored in tensors if not naming.is_other(stored)}
-    return {name: tensors[stored]._replace(name=name) for stored, name in kept.items()}
+def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
+    """How a format spells the names of a model's tensors, which it knows by ``spell`` whatever their spelling."""
+    own, spellings = frozenset(model.kind_of), Spellings(model.architecture, model.config)
+
+    @cache
+    def stored() -> Mapping[Hashable, str]:
+        arrangement = on_mesh(program_plan(model, format, UNSPLIT), format)
+        return {spellings.tensor(each.name): each.name for each in arrangement.stored}
+
+    def spelled(name: str) -> str | None:
+        found = spell(name)
+        return found if found is None or found in own else stored().get(spellings.tensor(found), found)
+
+    return spelled
 
 
 def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:

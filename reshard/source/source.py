@@ -158,6 +158,8 @@ class Source:
     """Whether it is computed: an adapter beside its weights is merged into them."""
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
+    was_named: str | None = None
+    """Whose names what it is computed from has, if not the published ones: those of transformers' ``modules``."""
     note: str | None = None
     """What a reader of an output must know of what was computed: what was cast, say."""
     given_dtype: str | None = None
@@ -289,16 +291,24 @@ class Source:
                 name += f" ({self.training.chosen})"
             unknown = SourceRecord(name, public_name(self.path), None, {}, None, ())
             return self.manifest.source if self.manifest is not None else unknown
-        index = checkpoint.index if checkpoint.records else None
+        files = checkpoint.records if self.was_named is None else ()  # a merge writes others
+        index = checkpoint.index if files else None
         return SourceRecord(
             id=fingerprint(checkpoint),
             location=public_name(self.path),
             commit=self.commit,
             aliases={**checkpoint.aliases, **self.twice},
             index=Index(str(checkpoint.index_name), index) if index is not None else None,
-            files=checkpoint.records,
-            names=MODULES if self.format.modules else None,
+            files=files,
+            names=self.names_of,
         )
+
+    @property
+    def names_of(self) -> str | None:
+        """Whose names its files have or, if it is split, those of the original: see ``SourceRecord``."""
+        if self.manifest is not None and self.checkpoint is None:
+            return self.manifest.source.names
+        return self.was_named or (MODULES if self.format.modules and self.checkpoint is not None else None)
 
     @cached_property
     def rules(self) -> dict[str, Any]:

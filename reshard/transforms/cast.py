@@ -76,4 +76,4 @@ def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
     is_adapter = SETTINGS in source.model.config
     checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)
-    return replace(replace(source, path=store, checkpoint=checkpoint).record, names=None)  # the published ones
+    return replace(source, path=store, checkpoint=checkpoint, was_named=source.names_of).record

@@ -106,7 +106,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy
 
-        opened = transformed(patch(opened, find(delta, hub, Weights.FILES)))
+        store, names = patch(opened, find(delta, hub, Weights.FILES))
+        opened = replace(transformed(store), was_named=names)
     if access.dequantize:
         from reshard.transforms.dequantize import dequantize  # numpy
 
@@ -119,8 +120,8 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
         from reshard.transforms.quantize import quantize  # numpy
 
         quantized = quantize(opened, access.quantize)
-        note = _joined(opened.note, quantized.note)
-        opened = replace(transformed(quantized.store), note=note, error=quantized.error)
+        note = _joined(opened.note, quantized.note, opened.names_of and "names are the published ones")
+        opened = replace(transformed(quantized.store), note=note, error=quantized.error, was_named=None)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 
@@ -132,7 +133,13 @@ def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> So
     """What was computed of a source, as a source."""
     source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
     source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
-    return replace(source, was_adapted=first.was_adapted, was_split=first.is_split, given_dtype=first.given_dtype)
+    return replace(
+        source,
+        was_adapted=first.was_adapted,
+        was_split=first.is_split,
+        was_named=first.names_of,
+        given_dtype=first.given_dtype,
+    )
 
 
 def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Path | None) -> Source:

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.checksum import PIECE, check_unchanged, checksum, stamps_in, stamps_of
 from reshard.formats.files.compressed import OVERWRITE, XOR, Changes, Frame, checksum_of, require_zstd
-from reshard.formats.files.delta import SAME, WHOLE, Change, Delta, contents_of, read_delta
+from reshard.formats.files.delta import GONE, SAME, WHOLE, Change, Delta, contents_of, read_delta
 from reshard.formats.files.safetensors import TensorInfo, tensor_bytes, unit_of
 from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, public_name
+from reshard.model.naming import respelled
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.remote import Remote
@@ -89,8 +91,9 @@ _CHANGES = Changes()
 # --------------------------------------------------------------------------------------------------- putting together
 
 
-def patch(source: Source, path: FilePath) -> RangeStore:
-    """A base with a delta: a store. Reads all of the base, and what changed.
+def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
+    """A base with a delta: a store, and whose names the delta says that the result has. Reads all of the base, which
+    may spell its names otherwise, and what changed.
 
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.
@@ -101,7 +104,11 @@ def patch(source: Source, path: FilePath) -> RangeStore:
         raise CheckpointError(what, "give the model that it belongs to")
     tensors, (whole, index) = tensors_of(source), whole_of(source)
     same = dict.fromkeys(tensors, Change(SAME, None, None))
-    delta = read_delta(path, Delta(source.path, (), same, tuple(whole), index, dict.fromkeys(source.side_files)))
+    sides = dict.fromkeys(source.side_files)
+    delta = read_delta(path, Delta(source.path, (), same, tuple(whole), index, sides, source.names_of))
+    base_names = [name for name, change in delta.changes.items() if change.base is not None or change.how == GONE]
+    spelled = respelled(base_names, tensors, Spellings(source.model.architecture, source.model.config))
+    tensors = {spelled.get(name, name): tensor for name, tensor in tensors.items()}
     stamps = stamps_of([path / name for name in delta.contents], path, states)
     stored = contents_of(delta)
 
@@ -154,10 +161,10 @@ def patch(source: Source, path: FilePath) -> RangeStore:
     for name in delta.sides:
         if delta.sides[name] is None and name not in source.side_files:
             raise other(f"it has no {name}")
-    sides = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
+    own = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{public_name(source.path)} + {public_name(path)}"
-    return store_of(source, name_of, delta.files, contents, {**delta.documents, **sides})
+    return store_of(source, name_of, delta.files, contents, {**delta.documents, **own}), delta.names
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> Places:

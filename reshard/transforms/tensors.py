@@ -334,7 +334,7 @@ def rounded(name: str, tensor: Tensor, dtype: str) -> Tensor:
 def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes]]:
     """The weight files of the full checkpoint that a source is, or that a merge of it writes, and the index of them."""
     checkpoint = source.checkpoint
-    if checkpoint is not None and checkpoint.records and not source.record.is_respelled:
+    if checkpoint is not None and checkpoint.records and not checkpoint.renamed and not source.format.modules:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)

@@ -253,7 +253,7 @@ def test_any_range_of_a_patched_file(
     places = np.random.default_rng(0).permutation(740)[: count // 3]
     after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
     diff(base, after, out=tmp_path / "delta", compress=compress)
-    found = patching.patch(open_source(base), tmp_path / "delta")
+    found, _ = patching.patch(open_source(base), tmp_path / "delta")
     file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
     content, made = file.read_bytes(), found.files[file.name]
     assert isinstance(made, ComputedFile)

@@ -83,16 +83,19 @@ def run_of(container: str, folder: Path, state: State, name: str, settings: Path
 CASES = [
     *((each, "llama", "linear") for each in CONTAINERS), ("verl", "mixtral", "experts"), ("dcp", "mixtral", "experts"),
     ("dcp", "qwen3_moe", "experts"), ("zero-2", "qwen3_moe", "linear"), ("dcp", "llama", "embeddings"),
-    ("bin", "phi3", "linear"), ("dcp", "gpt2", "linear"),
+    ("bin", "phi3", "linear"), ("dcp", "gpt2", "linear"), ("safetensors", "mixtral", "experts"),
+    ("bin", "qwen3_moe", "linear"), ("bin", "mixtral", "experts"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("container", "name", "kind"), one_of_each(CASES, lambda case: case[0]))
+@pytest.mark.parametrize(
+    ("container", "name", "kind"), one_of_each(CASES, lambda case: (case[0], case[:2] == ("safetensors", "mixtral")))
+)
 def test_a_run_is_the_base_with_the_adapter_in_it(container: str, name: str, kind: str, tmp_path: Path) -> None:
     base, adapter = store.checkpoint(name), peft_adapters.made(name, kind)
     run, given = run_of(container, tmp_path / "run", state_of(name, adapter), name, adapter)
     merge(base, tmp_path / "wanted", adapter=adapter)
-    done = merge(run, tmp_path / "merged", **given)
+    done = merge(run, tmp_path / "merged", names="published", **given)
     wanted = tensors(tmp_path / "wanted")
     assert equal(tensors(tmp_path / "merged"), wanted) and not equal(wanted, tensors(base))
     assert "the LoRA adapter in it (rank 3" in str(done.note) and "alpha 6) was added" in str(done.note)

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard.formats.errors import CheckpointError
+import reshard
+from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.wrappers import WRAPPERS, without_wrappers
 from reshard.model.naming import Naming, name_all
 from tests import store, zoo
@@ -103,6 +104,59 @@ def test_an_average_is_a_model_and_a_state_is_none() -> None:
     assert named(stored("optim.exp_avg."), "optim.exp_avg").beginning == "optim.exp_avg."
     with pytest.raises(CheckpointError, match="has two models"):  # neither is more than the other
         named(stored("ema.") | stored("swa."))
+
+
+def some(beginning: str, *, layers: set[int] | None = None, without: str = "no tensor") -> dict[str, str]:
+    """The names below a beginning that are of these layers, or of none, without those of one word."""
+    wanted = {None: True} if layers is None else dict.fromkeys(layers, True)
+    numbers = {name: next((int(word) for word in name.split(".") if word.isdecimal()), None) for name in NAMES}
+    chosen = [name for name in NAMES if (layers is None or numbers[name] in wanted) and without not in name]
+    return {beginning + name: "" for name in chosen}
+
+
+@pytest.mark.parametrize(
+    ("sets", "said", "choices"),
+    [
+        ([some("a.", layers={0, 1}), some("b.", layers={2})], "parts of one model or of several", ["a", "b"]),
+        ([some("a.", layers={0, 1}), some("a.b.", layers={2})], "parts of one model or of several", ["a", "a.b"]),
+        ([some("a.", without="layers"), some("b.", layers={0, 1, 2})], "parts of one model", ["a", "b"]),
+        ([some("a."), some("b.", layers={1})], "two models", ["a", "b"]),
+        ([some("", without="norm"), some("ref.", layers={1})], "two models", ["/", "ref"]),
+        ([some("actor."), some("actor.ref.", layers={1})], "two models", ["actor", "actor.ref"]),
+        ([some("a."), some("b."), some("c.", without="lm_head")], "3 models", ["a", "b", "c"]),
+        ([some("a."), some("b."), some("ema.")], "two models", ["a", "b"]),
+        ([some("ema.", layers={0}), some("swa."), some("exp_avg.")], "two models", ["ema", "swa"]),
+        ([some("a.", without="lm_head"), some("b.", without="lm_head"), {"lm_head.weight": ""}], "two models", ["a"]),
+    ],
+)  # fmt: skip
+def test_of_several_readings_none_is_chosen(sets: list[dict[str, str]], said: str, choices: list[str]) -> None:
+    """Neither by their order, nor by the number of their names."""
+    for order in itertools.permutations(sets):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            named({name: "" for each in order for name in each})
+        for chosen in choices:
+            beginning = f"below '{chosen}.'" if chosen != "/" else "at the top"
+            assert beginning in caught.value.message and f'weights="{chosen}"' in str(caught.value.hint)
+            naming = named({name: "" for each in order for name in each}, chosen)
+            prefix = f"{chosen}." if chosen != "/" else ""
+            assert all(stored == prefix + name for name, stored in naming.known.items())
+
+
+@pytest.mark.parametrize("layers", [{0}, {0, 1, 2}])
+def test_a_role_and_not_a_count_says_what_is_meant(layers: set[int]) -> None:
+    """A model may be broken, and its average or its state whole; it is the model."""
+    for sets in itertools.permutations([some("model.", layers=layers), some("ema."), some("optim.state.exp_avg.")]):
+        naming = named({name: "" for each in sets for name in each})
+        assert {*naming.known.values()} == some("model.", layers=layers).keys()
+        assert {*naming.others} == {"ema.", "optim.state.exp_avg."}
+        naming = named({name: "" for each in sets[1:] for name in each if not name.startswith("model.")} | some("ema."))
+        assert {*naming.known.values()} == some("ema.").keys()
+
+
+def test_a_second_head_is_said() -> None:
+    names = {**some("a.b.", without="lm_head"), "lm_head.weight": "", "a.lm_head.weight": ""}
+    with pytest.raises(CheckpointError, match="two tensors of one name"):
+        named(names)
 
 
 def test_a_head_beside_the_model_belongs_to_it() -> None:
@@ -243,3 +297,104 @@ def test_experts_in_one_tensor_as_the_modules_of_transformers_have_them(name: st
     save_file(ours, tmp_path / "modules" / "model.safetensors", {"format": "pt"})
     done = command("split", tmp_path / "modules", tmp_path / "no", "--tp", "2")
     assert done.returncode == 2 and not (tmp_path / "no").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def of_layer_0(tensors: dict[str, torch.Tensor], *, other: bool = False) -> dict[str, torch.Tensor]:
+    """About half of a model's tensors, or the other half."""
+    return {name: tensor for name, tensor in tensors.items() if (".layers.0." in name or "embed" in name) != other}
+
+
+def below(beginning: str, tensors: dict[str, torch.Tensor], end: str = "") -> dict[str, torch.Tensor]:
+    return {beginning + name + end: tensor for name, tensor in tensors.items()}
+
+
+def llama() -> Path:
+    return store.checkpoint("llama")
+
+
+TYPED = "is config.json that of these tensors?"
+BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tuple[str, ...]]] = {
+    "states alone": (lambda own: below("optim.state.", own, ".exp_avg"), ("states of an optimizer", "no model")),
+    "states before names": (lambda own: below("optim.exp_avg.", own), ("states of an optimizer", "--weights optim")),
+    "halves": (
+        lambda own: below("a.", of_layer_0(own)) | below("b.", of_layer_0(own, other=True)),
+        ("parts of one model or of several", "below 'a.'", "below 'b.'", "--weights"),
+    ),
+    "one of two is broken": (
+        lambda own: below("actor.", own) | below("ref.", of_layer_0(own)),
+        ("two models", "30 tensors are below 'actor.'", "10 below 'ref.'"),
+    ),
+    "a broken one below": (lambda own: own | below("ref.", of_layer_0(own)), ("two models", "--weights /")),
+    "wrapped and not": (lambda own: own | below("_orig_mod.", own), ("two tensors of one name",)),
+    "one is wrapped and not": (
+        lambda own: own | {"model._orig_mod.norm.weight": own["model.norm.weight"]},
+        ("two tensors of one name", "'model._orig_mod.norm.weight'", "'model.norm.weight'"),
+    ),
+    "of bert": (dict, ("30 of 30 tensors have none", TYPED)),
+    "of gpt2": (dict, ("29 of 30", TYPED)),
+    "a layer without end": (
+        lambda own: own | {"model.layers.99999999999.mlp.up_proj.weight": own["model.norm.weight"]},
+        ("99999999999",),
+    ),
+    "newer": (
+        lambda own: own | {"model.layers.0.mlp.new_proj.weight": own["model.norm.weight"]},
+        ("new_proj", "the checkpoint says 99.0.0"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bad", "container"), one_of_each(itertools.product(BAD, [*CONTAINERS, "live"]), lambda case: case[0])
+)
+def test_bad_input_is_refused_with_the_true_reason(bad: str, container: str, tmp_path: Path) -> None:
+    make, said = BAD[bad]
+    tensors = {name: tensor.clone() for name, tensor in make(load_file(llama() / "model.safetensors")).items()}
+    config = tmp_path / "config"
+    config.mkdir()
+    typed = store.checkpoint(bad.removeprefix("of ")) if bad.startswith("of ") else llama()
+    document = json.loads((typed / "config.json").read_text())
+    document |= {"transformers_version": "99.0.0"} if bad == "newer" else {}
+    (config / "config.json").write_text(json.dumps(document))
+    run: object = reshard.state_dict(tensors)
+    given = {"config": config}
+    if container != "live":
+        run, options = saved(container, tmp_path / "run", tensors, config)
+        given = given if options else {}
+    with pytest.raises(ReshardError) as caught:
+        reshard.split(run, tmp_path / "out", tp=1, quiet=True, **given)
+    text = f"{caught.value.message} | {caught.value.hint}".replace('weights="', "--weights ")
+    if container not in ("safetensors", "bin"):
+        said = tuple(each for each in said if not each.startswith("30 of"))
+    assert all(each in text for each in said), text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\nb.weight", "a." * 200 + "weight", "x" * 3000])
+@pytest.mark.parametrize("container", [*CONTAINERS, "live"])
+def test_odd_names_are_named_or_left_behind(container: str, name: str, tmp_path: Path) -> None:
+    """A training run has what it likes beside its model; a checkpoint and live modules have nothing."""
+    tensors = load_file(llama() / "model.safetensors") | {name: torch.zeros(3)}
+    if container == "live":
+        with pytest.raises(ReshardError, match="is none that the format"):
+            reshard.split(reshard.state_dict(tensors), tmp_path / "out", tp=1, config=llama(), quiet=True)
+        return
+    run, options = saved(container, tmp_path / "run", tensors, llama())
+    done = command("split", run, tmp_path / "out", "--tp", "1", *options)
+    assert done.returncode == (0 if container == "dcp" else 2), done.stderr
+    assert container == "dcp" or ("has no rule" in done.stderr and len(done.stderr.splitlines()) == 2), done.stderr
+
+
+@pytest.mark.parametrize("spell", ["module._orig_mod.{}", "state.model.{}", "{}"])
+@pytest.mark.parametrize("name", one_of_each(["qwen3_moe", "llama", "mixtral"], lambda name: name == "qwen3_moe"))
+def test_live_tensors_below_any_beginning(name: str, spell: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    modules = zoo.class_of(model).from_pretrained(model, dtype="auto").state_dict()
+    tensors = {spell.format(key): tensor for key, tensor in modules.items()}
+    tensors |= {f"ema.{key}": tensor + 1 for key, tensor in modules.items()} if spell != "{}" else {}
+    done = reshard.split(reshard.state_dict(tensors), tmp_path / "out", tp=2, config=model, quiet=True)
+    assert (done.left_behind == ("ema",)) == (spell != "{}"), done
+    found = reshard.diff(model, tmp_path / "out", quiet=True)
+    assert not (found.of("changed") or found.of("only here")), found.to_text()

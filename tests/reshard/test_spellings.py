@@ -31,10 +31,9 @@ NOT_READ = {
 """Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
 one tensor under two names: of a tied head that is published under another name, or two lines of one name.
 """
-PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm",
-                    "esm-absolute", "fuyu"}  # fmt: skip
-"""They open by lines of their own, in which the same matrices are several tensors, or tensors have old names (gamma) or
-any names in a tower: diff does not take these for the same yet.
+PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm"}
+"""They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
+tower: diff does not take these for the same yet.
 """
 CHANGED_BY_TRANSFORMERS = {"mt5", "zaya", "xmod"}
 """What transformers itself loads and saves is another model: tied tensors that differ, numbers of the last expert."""
@@ -163,3 +162,27 @@ def test_the_name_of_a_module_is_its_own_spelling(name: str) -> None:
     state = modules_of(name)
     spelled = {key: spellings.in_modules(key) for key in state}
     assert all(other is None or spellings.in_modules(other) == other for other in spelled.values())
+
+
+TRANSFORMS = {"--dtype": ["--dtype", "bf16"], "--quantize": ["--quantize", "fp8-block"], "average": []}
+
+
+@pytest.mark.parametrize("way", [[], ["--tp", "2"], ["--tp", "2", "--as", "vllm"]])
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_what_is_computed_keeps_the_names(what: str, way: list[str], tmp_path: Path) -> None:
+    """Quantized experts have a matrix each, so quantized ones have the published names."""
+    model, source, out = store.checkpoint("qwen3_moe"), tmp_path / "modules", tmp_path / "out"
+    plain(modules_of("qwen3_moe"), source, model)
+    name = "average" if what == "average" else "split" if way else "merge"
+    others = [model] if what == "average" else []
+    way = ["1" if what == "--quantize" and word == "2" else word for word in way]  # a block is larger than a part
+    done = command(name, source, *others, tmp_path / "ranks" if way else out, *TRANSFORMS[what], *way)
+    assert done.returncode == 0, done.stderr
+    assert not way or command("merge", tmp_path / "ranks", out).returncode == 0
+    names = load_file(out / "model.safetensors").keys()
+    assert any("experts.gate_up_proj" in each for each in names) == (what != "--quantize")
+    assert any("experts.0.gate_proj" in each for each in names) == (what == "--quantize")
+    if way or what == "average":
+        done = command("merge", tmp_path / "ranks" if way else out, tmp_path / "published", "--names", "published")
+        assert done.returncode == 0, done.stderr
+        assert not any("gate_up_proj" in each for each in load_file(tmp_path / "published" / "model.safetensors"))

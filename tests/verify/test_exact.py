@@ -25,7 +25,7 @@ from reshard.formats.files.safetensors import build_header, parse_header, read_h
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import architecture_from_document
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.format_file import OWN
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.plan import Box, Layout, Plan, make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
@@ -494,7 +494,7 @@ class _Tensors:
     intact: ClassVar[dict[str, Any]] = {}
     twice: ClassVar[dict[str, str]] = {}
     chunks: ClassVar[None] = None
-    format: ClassVar[None] = None
+    format: ClassVar[Any] = HUGGING_FACE
 
     @property
     def plan(self) -> Any:

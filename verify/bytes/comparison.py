@@ -12,7 +12,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,8 @@ class Comparison:
         self._progress, self._files, self._lock = progress, files, threading.Lock()
         pairs = zip(arrangement.plan.model.tensors, original.plan.model.tensors, strict=True)
         self._kinds = {planned.name: (planned.kind, own.kind) for planned, own in pairs}
+        self._joined = _Joined(original, files)
+        self._infos = {**original.ranks[0], **self._joined.infos}
         self._ranks, self._views = ranks_of(shards), dict[tuple[object, ...], View]()
         self._total = sum(info.nbytes for _, info in self._twins())
         for stored in arrangement.stored:
@@ -122,7 +124,10 @@ class Comparison:
         run, content = view.of_original(chunk), None
         if original is not None and run.length:
             begin, end = (n * DTYPE_BITS[original.dtype] // 8 for n in (run.offset, run.end))
-            content = self._files.read_once(original.file, original.offset + begin, end - begin)
+            if original.name in self._joined.infos:
+                content = self._joined.read(original, run)
+            else:
+                content = self._files.read_once(original.file, original.offset + begin, end - begin)
         for reading in view.reads(chunk):
             part, copy = view.parts[reading.part], tensor.copies[reading.part]
             if copy is None:
@@ -214,7 +219,7 @@ class Comparison:
 
     def _twins(self) -> Iterator[tuple[str, TensorInfo]]:
         """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
-        there = self._original.ranks[0]
+        there = self._infos
         for name, kept in self._shards.intact.items():
             if name in there and (kept.dtype, kept.shape) == (self._kinds[name][0].dtype, there[name].shape):
                 yield name, kept
@@ -232,7 +237,7 @@ class Comparison:
         for name, info in self._twins():
             uses[name].append(info)
             names.add(name)
-        infos = self._original.ranks[0]
+        infos = self._infos
         files = {file: number for number, file in enumerate(sorted_paths({info.file for info in infos.values()}))}
         ordered = sorted((infos[name] for name in names), key=lambda info: (files[info.file], info.offset))
         for number, info in enumerate(ordered):
@@ -261,40 +266,84 @@ class Comparison:
             sizes, rule = kind.sizes, kind.rule_in_rows
             padded_to = {axis: max(size, plan.padding.get(axis, 0)) for axis, size in sizes.items()}
             padded = rule.sizes(padded_to)
-            parts = self._parts(kind, uses, ((sizes, kind.shape), (padded_to, padded)))
+            parts = _parts(self._arrangement, kind, uses, ((sizes, kind.shape), (padded_to, padded)))
             self._views[key] = View(kind.shape, padded, DTYPE_BITS[own.dtype], parts)
         return self._views[key]
 
-    def _parts(
-        self, kind: Kind, uses: Sequence[Use], tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
-    ) -> Iterator[Part]:
-        """The parts that all holders have of tensors of a kind; of the original and of the padded one, ``tensors`` has
-        the sizes of axes and the shape.
 
-        Raises PlanError if what is stored has not each element.
-        """
-        counts = dict[Atom, int]()
-        blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
-        for number, use in enumerate(uses):
-            if isinstance(use, TensorInfo):
-                yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[use.dtype])
-                continue
-            stored, slot = use
-            geometry, atom, portion = stored.geometry, stored.atoms[slot], use.portion
-            layout = geometry.whole.layouts[slot]
-            check_all_owned(layout)
-            counts[atom] = math.prod(layout.full)
-            lines = [line_of(kind.rule_in_rows, portion, sizes, shape) for sizes, shape in tensors]
-            zeros = self._arrangement.atoms[atom].zeros
-            says = kind.stated.sizes(tensors[0][0]) if kind.stated is not None else None
-            for holder in geometry.holders:
-                if blocks := blocks_at(geometry, holder, slot, *lines):
-                    if atom.at is not None:
-                        elements = [atom.at * math.prod(shape[1:]) for _, shape in tensors]
-                        blocks = tuple(block.further(*elements) for block in blocks)
-                    stated = stored.stated(holder) if stored.stated is not None else says
-                    stated = stated if stated != says else None
-                    is_zero = holder in zeros
-                    yield Part(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)
-        if counts and sum(counts.values()) != math.prod(kind.shape):
-            raise PlanError(f"the format has {sum(counts.values())} elements of '{kind.name}' {list(kind.shape)}")
+_AT_ONCE = 16
+"""So many tensors are read at about the same time."""
+
+
+class _Joined:
+    """The tensors of an original that are parts of those which it stores, as transformers' modules have them."""
+
+    def __init__(self, original: Source, files: Files) -> None:
+        self._original, self._stored, self._files = original, original.ranks[0], files
+        self._uses, self._kinds = defaultdict[str, list[Location]](list), original.plan.model.kind_of
+        self._view = lru_cache(_AT_ONCE)(self._view_of)
+        for atom, place in original.arrangement.atoms.items() if not original.format.plain else ():
+            self._uses[atom.tensor].append(place)
+        self.infos = {name: self._info(name) for name in self._uses}
+        """Each in the file of its first part."""
+
+    def _info(self, name: str) -> TensorInfo:
+        kind, first = self._kinds[name], self._stored[self._uses[name][0].stored.name]
+        return first._replace(name=name, dtype=kind.dtype, shape=kind.shape)
+
+    def read(self, info: TensorInfo, run: Run) -> Array:
+        """The bytes of a range of a tensor's elements."""
+        name, view, bits = info.name, self._view(info.name), DTYPE_BITS[info.dtype]
+        content, count = np.empty(run.length * bits // 8, np.uint8), 0
+        for reading in view.reads(run):
+            stored = self._stored[self._uses[name][view.parts[reading.part].use].stored.name]
+            for block in (tile for whole_block in reading.blocks for tile in tiles(whole_block, bits)):
+                assert block.original is not None
+                theirs = self._files.read_shared(stored, *block.stored.extent(block.shape, bits))
+                own = block.original.array(content, run.offset, block.shape, bits)
+                own[...] = block.stored.array(theirs, block.stored.first, block.shape, bits)
+            count += reading.elements
+        if count != run.length:
+            raise PlanError(f"{count} of {run.length} elements of '{name}' are stored")
+        return content
+
+    def _view_of(self, name: str) -> View:
+        kind = self._kinds[name]
+        parts = _parts(self._original.arrangement, kind, self._uses[name], ((kind.sizes, kind.shape),) * 2)
+        return View(kind.shape, kind.shape, DTYPE_BITS[kind.dtype], parts)
+
+
+def _parts(
+    arrangement: Arrangement, kind: Kind, uses: Sequence[Use],
+    tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]],
+) -> Iterator[Part]:  # fmt: skip
+    """The parts that all holders have of tensors of a kind; of the original and of the padded one, ``tensors`` has
+    the sizes of axes and the shape.
+
+    Raises PlanError if what is stored has not each element.
+    """
+    counts = dict[Atom, int]()
+    blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
+    for number, use in enumerate(uses):
+        if isinstance(use, TensorInfo):
+            yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[use.dtype])
+            continue
+        stored, slot = use
+        geometry, atom, portion = stored.geometry, stored.atoms[slot], use.portion
+        layout = geometry.whole.layouts[slot]
+        check_all_owned(layout)
+        counts[atom] = math.prod(layout.full)
+        lines = [line_of(kind.rule_in_rows, portion, sizes, shape) for sizes, shape in tensors]
+        zeros = arrangement.atoms[atom].zeros
+        says = kind.stated.sizes(tensors[0][0]) if kind.stated is not None else None
+        for holder in geometry.holders:
+            if blocks := blocks_at(geometry, holder, slot, *lines):
+                if atom.at is not None:
+                    elements = [atom.at * math.prod(shape[1:]) for _, shape in tensors]
+                    blocks = tuple(block.further(*elements) for block in blocks)
+                stated = stored.stated(holder) if stored.stated is not None else says
+                stated = stated if stated != says else None
+                is_zero = holder in zeros
+                yield Part(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)
+    if counts and sum(counts.values()) != math.prod(kind.shape):
+        raise PlanError(f"the format has {sum(counts.values())} elements of '{kind.name}' {list(kind.shape)}")

@@ -14,7 +14,7 @@ from reshard.formats.errors import CheckpointError, IncompleteError, PlanError, 
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, make_plan
-from reshard.model.naming import LoraError
+from reshard.model.naming import LoraError, spelled_alike
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.opening import open_source
 from reshard.source.source import Folder, Source
@@ -43,7 +43,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     ReshardError if the folder has no shards, or cannot be read.
     """
     try:
-        return open_source(path, plan_file=plan_file, model=original.model)
+        return _spelled_as(original, open_source(path, plan_file=plan_file, model=original.model))
     except ReshardError as error:
         if _is_unreadable(error) or isinstance(error, LoraError) or Folder(path).kind not in {"split", "program"}:
             raise
@@ -123,6 +123,22 @@ def _report_of(error: ReshardError, shards: Source) -> ExactReport:
 def _is_unreadable(error: ReshardError) -> bool:
     """Whether a file is not there, or cannot be read: that says nothing about what is in it."""
     return isinstance(error, IncompleteError) or isinstance(error.__context__, OSError)
+
+
+def _spelled_as(original: Source, shards: Source) -> Source:
+    """Plain shards with their tensors by the original's names, if they spell them differently."""
+    names = spelled_alike(original.model, shards.model) if shards.format.plain else {}
+    if not names:
+        return shards
+
+    def spelled(name: str) -> str:
+        return names.get(name, name)
+
+    plan = shards.plan
+    model = replace(plan.model, tensors=tuple(t._replace(name=spelled(t.name)) for t in plan.model.tensors))
+    ranks = tuple({spelled(name): info for name, info in infos.items()} for infos in shards.ranks)
+    twice = {spelled(second): spelled(first) for second, first in shards.twice.items()}
+    return replace(shards, plan=replace(plan, model=model), model=model, ranks=ranks, twice=twice)
 
 
 def _planned(original: Source, shards: Source) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from reshard.formats.errors import brief
@@ -17,7 +18,7 @@ from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA
 from reshard.formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from reshard.formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from reshard.formats.files.dcp import object_bytes
-from reshard.formats.files.safetensors import TensorInfo, read_header
+from reshard.formats.files.safetensors import TensorInfo, parse_header, read_header
 from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
@@ -29,9 +30,11 @@ from reshard.formats.files.sharded import (
     read_shard,
 )
 from reshard.formats.mesh import Mesh
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
+from reshard.model.naming import respelled
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile, other_entries
@@ -63,6 +66,8 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
     """The right manifest, with the checksums that the one in the folder has (see ``wrong_checksums``)."""
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=manifest.source.location, commit=manifest.source.commit)
+    if is_spelled_otherwise(original, manifest):
+        record, identity = manifest.source, dataclasses.replace(identity, source=manifest.source.id)
     if _made_without(original, manifest):  # shards without a manifest do not describe the original files
         record = dataclasses.replace(record, files=(), index=None, aliases={})
         record = record if is_fingerprint(manifest.source.id) else dataclasses.replace(record, id=manifest.source.id)
@@ -84,13 +89,30 @@ def _made_without(original: Source, manifest: Manifest) -> bool:
     return not manifest.source.files and {stamp.name for stamp in manifest.inputs} != {s.name for s in original.states}
 
 
+def is_spelled_otherwise(original: Source, manifest: Manifest) -> bool:
+    """Whether the files that shards were made of have the tensors of the original's under other names."""
+    ours, theirs = original.record, manifest.source
+    if not (ours.files and theirs.files and ours.names == theirs.names):
+        return bool(theirs.files) and ours.names != theirs.names
+    if [file.header for file in ours.files] == [file.header for file in theirs.files]:
+        return False
+    known, theirs_known = ({name for file in record.files for name in file.tensors} for record in (ours, theirs))
+    stored, theirs_stored = (
+        {name for file in record.files for name in parse_header(file.header, Path(file.name), file.size).tensors}
+        for record in (ours, theirs)
+    )
+    spelled = respelled(known, theirs_known, Spellings(original.model.architecture, original.model.config))
+    return stored != theirs_stored and known == {spelled.get(name, name) for name in theirs_known}
+
+
 def expected_source(original: Source, shards: Source) -> str:
     """The fingerprint of the original that the shards' headers should state; if it is not known, the one that they
     state.
     """
     fingerprint = original.record.id
-    if shards.manifest is not None:
-        return shards.manifest.source.id if _made_without(original, shards.manifest) else fingerprint
+    if (manifest := shards.manifest) is not None:
+        is_other = _made_without(original, manifest) or is_spelled_otherwise(original, manifest)
+        return manifest.source.id if is_other else fingerprint
     headers = (read_shard(f.metadata, f.path) for f in shards.files.values() if METADATA_KEY in f.metadata)
     stated = next((shard.identity.source for shard in headers), None)
     return fingerprint if stated is None or is_fingerprint(stated) else stated
@@ -176,8 +198,9 @@ def stated_checksums(original: Source, shards: Source) -> dict[FilePath, str | N
     if manifest is None:
         return {}
     records = (record for files in manifest.ranks.values() for record in files)
+    of_original = () if is_spelled_otherwise(original, manifest) else manifest.source.files
     return {shards.path / record.name: record.checksum for record in records} | {
-        original.path / file.name: file.checksum for file in manifest.source.files
+        original.path / file.name: file.checksum for file in of_original
     }
 
 

@@ -105,7 +105,8 @@ def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -
     if plan is not stored:
         _check_dequantizing(original, options)
     is_built_in = own_rules(stored, original.model.architecture) == ()
-    return Job(original, shards, plan, _dtype(original, plan, options), ids, options, is_built_in)
+    dtype, is_loaded = _dtype(original, plan, options), _is_loaded(original)
+    return Job(original, shards, plan, dtype, ids, options, is_built_in, is_written=not is_loaded)
 
 
 def _job_with_adapter(original: Unmerged, shards: Source, options: ForwardOptions) -> Job:
@@ -131,20 +132,21 @@ def _check_kinds(original: Source, shards: Source) -> None:
         )
     if SETTINGS in original.model.config:
         raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
-    folder, files = local_path(original.path), {file.name for file in original.checkpoint.files}
-    is_other = bool(original.checkpoint.note) or original.record.is_respelled
-    if is_other or (folder and files != {file.name for file in open_checkpoint(folder).files}):
-        raise CheckpointError(
-            f"{original.path}: transformers would load other files or tensors of the folder than those that are meant",
-            f"'reshard merge {original.path} NEW' writes them alone, under the names of the model: give NEW; or "
-            f"{BYTES_ALONE}",
-        )
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
             f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
             "the forward pass does not run",
             BYTES_ALONE,
         )
+
+
+def _is_loaded(original: Source) -> bool:
+    """Whether transformers loads the tensors that are meant from the folder of an original, under their names there."""
+    checkpoint, folder = original.checkpoint, local_path(original.path)
+    if checkpoint is None or checkpoint.note or checkpoint.renamed:
+        return False
+    files = {file.name for file in checkpoint.files}
+    return not folder or files == {file.name for file in open_checkpoint(folder).files}
 
 
 def _check_dequantizing(original: Source, options: ForwardOptions) -> None:

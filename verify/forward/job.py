@@ -35,7 +35,8 @@ class Job:
 
     ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
     and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
-    the adapter alone.
+    the adapter alone. ``is_written``: transformers would load other tensors from the original's folder than those that
+    are meant, so they are written into another.
     """
 
     original: Source
@@ -48,6 +49,7 @@ class Job:
     adapter: Path | None = None
     stored: torch.dtype = torch.float32
     is_alone: bool = False
+    is_written: bool = False
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -58,6 +60,11 @@ class Job:
 def run_plan(shards: Source) -> Plan:
     """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
     return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
+
+
+def is_loaded(shards: Source) -> bool:
+    """Whether transformers loads a rank's own folder, or else one that is written first."""
+    return shards.format.plain and (shards.checkpoint is None or not shards.checkpoint.renamed)
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,8 @@ def needs_of(job: Job, kind: str) -> Needs:
         backend=backend(kind, int(launched)) if launched else "threads",
         original=numbers({kind: kind for kind in plan.laid}) * job.exact_dtype.itemsize * copies,
         ranks=tuple(sum(of_ranks[device::devices]) * copies for device in range(devices)),
-        files=sum(of_ranks) if job.is_alone or not job.shards.format.plain else 0,
+        files=(sum(of_ranks) if job.is_alone or not is_loaded(job.shards) else 0)
+        + (sum(file.size for file in job.original.files.values()) if job.is_written else 0),
         runs=options.draws + 3,
         tokens=options.batch * options.seq if job.ids is None else job.ids.numel(),
     )

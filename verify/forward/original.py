@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from reshard.formats.store import local_folder
 from reshard.mesh.plan import Plan
 from reshard.verify.ending import temporary_folder
 from reshard.verify.forward import adapters
+from reshard.verify.forward.foreign import write_whole
 from reshard.verify.forward.job import Job, Reference, Run, dtype_name
 from reshard.verify.forward.noise import Noise, measure, noise_of, yardstick
 from reshard.verify.rank.device import CPU, empty, free, has_float64, is_noisy
@@ -34,17 +36,21 @@ Inputs = Mapping[str, torch.Tensor]
 
 def reference_of(job: Job, device: torch.device) -> Reference:
     """What the original computes. Raises CheckpointError if it cannot be run, or nothing can be compared with it."""
-    reference = _run_original(job, device)
+    with temporary_folder("reshard-original-") as written:
+        folder = local_folder(job.original.path)
+        if job.is_written:
+            folder = write_whole(job.original, written / "original")
+        reference = _run_original(job, device, folder)
     _free()
     return reference
 
 
-def _run_original(job: Job, device: torch.device) -> Reference:
-    (ids, inputs, exact, without), reason = _run_exactly(job, device)
+def _run_original(job: Job, device: torch.device, folder: Path) -> Reference:
+    (ids, inputs, exact, without), reason = _run_exactly(job, device, folder)
     say(f"original in {dtype_name(job.dtype)}, {job.options.draws + 1} times")
     noises: dict[str, list[Noise]] = defaultdict(list)
     first, again = Trace(), None
-    for number, trace in enumerate(_draws(job, inputs, exact, device)):
+    for number, trace in enumerate(_draws(job, inputs, exact, device, folder)):
         _check_numbers(trace, job, job.dtype)
         first = first if number else trace
         again = trace if is_noisy(device) and number == 1 else again
@@ -77,19 +83,19 @@ def _run_original(job: Job, device: torch.device) -> Reference:
     )
 
 
-def _draws(job: Job, inputs: Inputs, exact: Trace, device: torch.device) -> Iterator[Trace]:
+def _draws(job: Job, inputs: Inputs, exact: Trace, device: torch.device, folder: Path) -> Iterator[Trace]:
     """Runs of the original in its own dtype: of each, the rounding is another sample.
 
     An accelerator does the first run twice. With an adapter, the last run has it in its weights, as PEFT adds it: the
     rounding of the sum is noise, too.
     """
-    with _original(job, job.dtype, device) as loaded, _refusing(job):
+    with _original(job, job.dtype, device, folder) as loaded, _refusing(job):
         for draw in (0, *((0,) if is_noisy(device) else ()), *range(1, job.options.draws + 1)):
             yield _run_whole(loaded, inputs, job, device, exact, draw)
     del loaded  # or both models would be in memory at once
     if job.adapter is not None:
         say("original with the adapter in its weights")
-        with _original(job, job.stored, device) as loaded, _refusing(job):
+        with _original(job, job.stored, device, folder) as loaded, _refusing(job):
             adapters.merge(loaded.adapter)
             loaded.model.to(job.dtype)
             yield _run_whole(loaded, inputs, job, device, exact)
@@ -106,25 +112,25 @@ class _Exact(NamedTuple):
     without: Mapping[str, torch.Tensor]
 
 
-def _run_exactly(job: Job, device: torch.device) -> tuple[_Exact, str | None]:
+def _run_exactly(job: Job, device: torch.device, folder: Path) -> tuple[_Exact, str | None]:
     """Run the original in higher precision: on the device, or else on the CPU, and why."""
     name, reason = dtype_name(job.exact_dtype), None
     if job.exact_dtype == torch.float64 and not has_float64(device):
         reason = f"{name} on the CPU: {device.type} does not compute in it"
     elif device != CPU:
         try:
-            return _run_exactly_on(job, device), None
+            return _run_exactly_on(job, device, folder), None
         except (RuntimeError, TypeError) as error:  # kernels beside transformers take some dtypes alone
             if machine_fault(error):
                 raise
             reason = f"{name} on the CPU: the kernels that run this model on {device.type} do not take it"
-    return _run_exactly_on(job, CPU), reason
+    return _run_exactly_on(job, CPU, folder), reason
 
 
-def _run_exactly_on(job: Job, device: torch.device) -> _Exact:
+def _run_exactly_on(job: Job, device: torch.device, folder: Path) -> _Exact:
     say(f"original in {dtype_name(job.exact_dtype)}")
     options, avoided = job.options, _avoided(job)
-    with _original(job, job.exact_dtype, device) as loaded:
+    with _original(job, job.exact_dtype, device, folder) as loaded:
         model, ids = loaded.model, job.ids
         ids = random_ids(model, options.batch, options.seq, options.seed, avoided) if ids is None else ids
         inputs, without = inputs_of(model, ids, job.dtype, avoided), dict[str, torch.Tensor]()
@@ -210,16 +216,16 @@ def _check_numbers(trace: Trace, job: Job, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _original(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[Loaded]:
+def _original(job: Job, dtype: torch.dtype, device: torch.device, folder: Path) -> Iterator[Loaded]:
     """The whole model: on one device if it fits, else over all and the CPU; streamed, its weights stay on disk."""
     _free()
-    with temporary_folder("reshard-offload-") as folder:
+    with temporary_folder("reshard-offload-") as offload:
         options: dict[str, Any] = {"device_map": {"": device}}
         if job.options.streamed:
-            options = on_disk(folder)
+            options = on_disk(offload)
         elif device.type != "cpu" and not _fits(job, dtype, device):
-            options = {"device_map": "auto", "offload_folder": folder}
-        loaded = load_original(local_folder(job.original.path), job.original.model.config, job.plan, dtype, options)
+            options = {"device_map": "auto", "offload_folder": offload}
+        loaded = load_original(folder, job.original.model.config, job.plan, dtype, options)
         if job.options.streamed:
             compute_on(loaded.model, device)
         if job.adapter is not None:

@@ -18,7 +18,7 @@ from reshard.text import plural
 from reshard.verify.ending import temporary_folder
 from reshard.verify.forward.adapters import as_adapter, write_adapted_rank
 from reshard.verify.forward.foreign import write_rank
-from reshard.verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, run_plan
+from reshard.verify.forward.job import Failure, Job, Logits, Mismatch, Reference, Result, is_loaded, run_plan
 from reshard.verify.forward.noise import LIMIT, SURE, Distance, Yardstick, measure
 from reshard.verify.forward.original import places_of, reference_of
 from reshard.verify.rank.collectives import Groups
@@ -114,7 +114,7 @@ def _run_shards(job: Job, groups: Groups, offload: Path, reference: Reference, s
 
 def _folder_of(job: Job, rank: int, offload: Path) -> Path:
     """The folder that transformers loads a rank from; one within ``offload`` if it must be written first."""
-    shards, is_plain = job.shards, job.shards.format.plain
+    shards, is_plain = job.shards, is_loaded(job.shards)
     folder = local_folder(shards.path)
     if not is_plain:
         folder = write_rank(shards, run_plan(shards), rank, offload / "rank")

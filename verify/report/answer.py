@@ -110,9 +110,10 @@ def exact_summary(report: ExactReport) -> str:
 
 
 def not_compared(names: Sequence[str]) -> str:
-    """That there is no manifest by which these files could be compared."""
+    """What was not compared: files, where there is no manifest by which they could be, or what the manifest says."""
     further = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"not compared, as there is no reshard.json: {', '.join(names[:5])}{further}"
+    why = "" if any("reshard.json" in name for name in names) else ", as there is no reshard.json"
+    return f"not compared{why}: {', '.join(names[:5])}{further}"
 
 
 def _stored(difference: FirstDifference | Damage) -> str:

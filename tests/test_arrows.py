@@ -25,7 +25,7 @@ OWN = "reshard but reshard.formats but reshard.verify"
 NEVER = [
     ("reshard.formats", "reshard but reshard.formats"),
     (f"reshard but reshard.cli{''.join(f' but {each}' for each in COMMAND_LINES)}", "reshard.cli"),
-    ("reshard but reshard.verify but reshard.cli", "reshard.verify"),
+    ("reshard but reshard.verify", "reshard.verify"),
     ("reshard.verify", "reshard.api"),
     ("reshard.verify", "reshard.commands but reshard.commands.fields"),
     ("reshard.verify but reshard.verify.profile", "reshard.verify.profile"),

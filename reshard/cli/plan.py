@@ -175,7 +175,7 @@ def _model_of_config(request: PlanRequest) -> Model | None:
     if quantization_settings(read_config(folder / CONFIG)):
         return None
     require_transformers("a plan of config.json alone")
-    from reshard.verify.profile.blocks import skeleton  # torch
+    from reshard.model.skeleton import skeleton  # torch
 
     return skeleton(folder, plan_file=Path(request.plan_file) if request.plan_file else None)
 

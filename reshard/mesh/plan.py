@@ -23,8 +23,7 @@ from reshard.formats.notation.architecture import Architecture, is_index
 from reshard.formats.notation.axes import Dim, Run, Shape, Share, Split, owned
 from reshard.mesh.degrees import check_degrees, valid_degrees
 from reshard.mesh.stages import staged, with_stages
-from reshard.model.binding import belonging_of, bind
-from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of
+from reshard.model.model import Kind, Model, padded_sizes, padding_for, shares_of
 from reshard.text import Result, align
 
 
@@ -79,24 +78,6 @@ class Layout:
     def runs(self, dim: int) -> list[tuple[Run, ...]]:
         """The runs of a dimension that each rank owns."""
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
-
-
-def dequantized(plan: Plan) -> Plan:
-    """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
-    model, plain_tensors, weights = plan.model, [], set()
-    dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
-    for tensor in model.tensors:
-        belonging = belonging_of(tensor.name, dtypes, model.architecture, model.sizes)
-        if belonging is None:
-            plain_tensors.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
-        else:
-            weights.add(belonging.weight)
-    if not weights:
-        return plan
-    missing = sorted(weights - {tensor.name for tensor in plain_tensors})
-    tensors = [*plain_tensors, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
-    plain = bind(model.architecture, model.config, tensors, axes=model.sizes.measured)
-    return make_plan(plain, plan.mesh, padding=plan.padding)
 
 
 @dataclass(frozen=True, repr=False)

@@ -30,7 +30,7 @@ COMMANDS = {
     "patch": ("reshard.cli.split:patch_command", "Put a delta, which diff wrote, on its base."),
     "average": ("reshard.cli.split:average_command", "Write the weighted mean of checkpoints."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
-    "live": ("reshard.cli.live:live_command", "Push weights between running processes: try it, check it."),
+    "live": ("reshard.live.cli:live_command", "Push weights between running processes: plan it, check it."),
     "merge": ("reshard.cli.split:merge_command", "Merge ranks into one full checkpoint again."),
 }
 """Name -> where the command is, and its line in ``reshard --help``; in the order in which one uses them."""

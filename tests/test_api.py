@@ -102,7 +102,7 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         name = type(result).__name__
         shown = repr(result)
         assert shown.startswith(f"<{name}: ") and "\n" not in shown and len(shown) < 200, shown
-        expected = printed.replace("model: ", "tp 2, ", 1) if name == "Plan" else printed
+        expected = printed.replace("model: ", "tp 2, ", 1) if name == "PlanAnswer" else printed
         assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
 
 

@@ -40,7 +40,7 @@ from reshard.system import disk_errors
 from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
-    from reshard.commands.split import PlanRequest, PossibleDegrees
+    from reshard.commands.plan import PlanRequest, PossibleDegrees
     from reshard.formats.notation.architecture import Architecture
     from reshard.formats.notation.format import Format
     from reshard.mesh.plan import Plan
@@ -83,7 +83,7 @@ def plan_command(
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
-    from reshard.commands.split import PlanRequest, planned_format, possible_degrees
+    from reshard.commands.plan import PlanRequest, planned_format, possible_degrees
     from reshard.mesh.plan import make_plan
     from reshard.placement.program_plan import plan_for
     from reshard.source.opening import lines_of_any
@@ -209,6 +209,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
     """Print what each rank owns."""
+    from reshard.commands.plan import plan_text, title
     from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.moves import download_of
@@ -219,7 +220,7 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
         max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened and opened.is_remote else 0
     )
     if not as_json:
-        print_lines(plan.to_text(terminal_width(), source, download or None))
+        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", terminal_width(), download or None))
         return
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
@@ -237,7 +238,7 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
-    from reshard.mesh.totals import title
+    from reshard.commands.plan import title
     from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
@@ -281,7 +282,7 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 
 def _print_degrees(degrees: PossibleDegrees, as_json: bool) -> None:
     """Print which degrees are possible."""
-    from reshard.commands.split import other_ways
+    from reshard.commands.plan import other_ways
 
     swept, model = degrees.swept, degrees.model
     attempts = [

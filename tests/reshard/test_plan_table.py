@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from reshard.commands.plan import format_table
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import architecture_from_document
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format_file import format_of
 from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.totals import format_table, rows_of, totals_of
+from reshard.mesh.totals import rows_of, totals_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows

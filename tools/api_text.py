@@ -19,7 +19,7 @@ from reshard.commands.plan import PlanAnswer
 from reshard.delta.differences import Diff
 from reshard.verify.profile.words import Profile
 from reshard.verify.report.answer import Answer
-from reshard.writing.rewrite import Summary
+from reshard.writing.summary import Summary
 
 RESULTS: tuple[type, ...] = (Diff, Report, PlanAnswer, Profile, Summary, Answer)
 

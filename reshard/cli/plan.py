@@ -238,8 +238,8 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
-    from reshard.commands.plan import title
-    from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
+    from reshard.commands.plan import sources_text, stored_rows, title
+    from reshard.placement.arrangement import arrangement_of
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]

@@ -157,16 +157,18 @@ def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
     """What an interrupted run leaves to the next."""
     mine = [target for target in targets if target.name in staging.share.files]
     is_there = {target.name for target in mine if target.name in staging.finished}
-    count = sum(t.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists())
+    count = sum(
+        t.layout.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists()
+    )
     if not count:
         return "nothing is kept"
-    total = human_bytes(sum(target.size for target in mine))
+    total = human_bytes(sum(target.layout.size for target in mine))
     return f"{human_bytes(count)} of {total} are kept: the same command goes on from there"
 
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
     """The files that this process writes: of some ranks, of its part, or all."""
-    sizes = {file.name: file.size for file in new.all_files}
+    sizes = {file.name: file.layout.size for file in new.all_files}
     label, files = WHOLE, frozenset(sizes)
     if part is not None:
         names, numbers = [*sizes], part.of_sizes([*sizes.values()])
@@ -205,7 +207,7 @@ def _summary(
     source, plan = new.source, new.plan
     tensors = len(plan.model.tensors)
     if share.label != WHOLE:
-        tensors = len({name for file in new.all_files if file.name in share.files for name, _ in file.places()})
+        tensors = len({name for file in new.all_files if file.name in share.files for name, _ in file.layout.places})
     where = start.folder if start.bucket is None else start.bucket.name
     full, notes = source.model.sizes.of({}), list[str]()
     if request.averaged is not None:
@@ -280,10 +282,10 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         places: dict[int, dict[str, TargetPlace]] = {}
         for file in part.files:
             file.path, of_rank = staging.path(file.name), places.setdefault(file.rank, {})
-            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.places())
+            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
         jobs += jobs_of(part.source, part.arrangement, places)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
-    sizes = {file.name: file.size for file in files if file.name in staging.share.files}
+    sizes = {file.name: file.layout.size for file in files if file.name in staging.share.files}
     total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
     nbytes, fetched, before = total - todo, 0, tried_again()
 
@@ -296,7 +298,7 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
-    side_by_side = [(each.name, each.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
+    side_by_side = [(each.name, each.layout.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
         for file in files:
